@@ -8,17 +8,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from broadcast_house import BroadcastHouse
 from engine_in_process import drawn, make_qwen3, publish, running_engine
-from engine_processes import SECRET, EngineProcess, engine_process
-from rank_processes import Group, running
-from trainer_cases import changed, make_batch
+from engine_processes import EngineProcess, engine_process
+from rank_processes import running
 
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineServer
@@ -29,8 +25,6 @@ from asyncrl.messages.calls import (
     GenerateRequest,
     GenerateResponse,
     PrepareRequest,
-    TrainResponse,
-    pack_batch,
 )
 from asyncrl.sync.push import Push
 from asyncrl.testing.fakes import ask
@@ -42,38 +36,14 @@ SIZES: dict[str, Any] = {"slots": 4, "max_length": 256}
 REQUEST = GenerateRequest(request_id="look", prompt_ids=(5, 6, 7, 8), max_tokens=24, seed=3)
 
 
-@dataclass
-class House:
-    """One trainer, which holds what it sends and writes it too, and two servers."""
-
-    trainer: Group
-    servers: list[EngineProcess]
-    model_path: Path
-    version: int = 0
-
-    def train(self) -> None:
-        header, arrays = make_batch(version=self.version)
-        body = pack_batch(header, changed(arrays, token_ids=np.minimum(arrays.token_ids, 39)))
-        answer = self.trainer.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=120))
-        self.version = answer.policy_version
-
+class House(BroadcastHouse):
     def run(self, story: Any) -> None:
         """With clients of the servers that still run."""
+        servers = {f"engine-{index}": one for index, one in enumerate(self.servers)}
+        self.tell(story, {name: one for name, one in servers.items() if one.process.poll() is None})
 
-        async def within() -> None:
-            async with AsyncExitStack() as stack, asyncio.timeout(300):
-                caller = Caller("trainer", self.trainer.urls[0], "s3cret")
-                trainer = TrainerClient(await stack.enter_async_context(aclosing(caller)), timeout_s=100.0)
-                meeting = Broadcasts(trainer.broadcast, self.trainer.folder, timeout_s=60.0)
-                engines = []
-                for index, server in enumerate(self.servers):
-                    if server.process.poll() is None:
-                        caller = Caller(f"engine-{index}", server.url, SECRET)
-                        await stack.enter_async_context(aclosing(caller))
-                        engines.append(EngineServer(caller, policy_version=self.version, meeting=meeting))
-                await story(trainer, engines)
-
-        asyncio.run(within())
+    async def client_of(self, server: EngineProcess, caller: Caller, meeting: Broadcasts) -> EngineServer:
+        return EngineServer(caller, policy_version=self.version, meeting=meeting)
 
     async def trained(self, trainer: TrainerClient) -> ExportResponse:
         await asyncio.to_thread(self.train)

@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from broadcast_house import BroadcastHouse
 from engine_in_process import make_qwen3
-from rank_processes import Group, running
-from trainer_cases import changed, make_batch
-from vllm_process import SECRET, VllmProcess, vllm_process
+from rank_processes import running
+from vllm_process import VllmProcess, vllm_process
 
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.vllm_process import VllmFacts
@@ -31,8 +28,6 @@ from asyncrl.messages.calls import (
     ExportResponse,
     GenerateRequest,
     LoadChunkRequest,
-    TrainResponse,
-    pack_batch,
 )
 from asyncrl.sync.push import Push
 from asyncrl.trainer.model.scratch import make_character_tokenizer
@@ -43,40 +38,15 @@ MAX_LENGTH, SLOTS = 512, 8
 HOW: dict[str, Any] = {"canary_tokens": 160, "chunk_bytes": 40_000}
 
 
-@dataclass
-class House:
-    """One trainer, which holds what it sends and writes it too, and two servers. The version goes on from
-    story to story.
-    """
-
-    trainer: Group
-    servers: list[VllmProcess]
-    model_path: Path
-    version: int = 0
-
-    def train(self, vocab_size: int = 40) -> None:
-        header, arrays = make_batch(version=self.version)
-        arrays = changed(arrays, token_ids=np.minimum(arrays.token_ids, vocab_size - 1))
-        body = pack_batch(header, arrays)
-        answer = self.trainer.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=120))
-        self.version = answer.policy_version
-
+class House(BroadcastHouse):
     def run(self, story: Any, *, num_servers: int) -> None:
-        async def within() -> None:
-            async with AsyncExitStack() as stack, asyncio.timeout(300):
-                caller = Caller("trainer", self.trainer.urls[0], "s3cret")
-                trainer = TrainerClient(await stack.enter_async_context(aclosing(caller)), timeout_s=100.0)
-                broadcasts = Broadcasts(trainer.broadcast, self.trainer.folder, timeout_s=60.0)
-                engines = []
-                for index, server in enumerate(self.servers[:num_servers]):
-                    caller = Caller(f"engine-{index}", server.url, SECRET)
-                    await stack.enter_async_context(aclosing(caller))
-                    engines.append(self.client(caller, served(server)))
-                    await engines[-1].ready(200)
-                    engines[-1].meeting = broadcasts
-                await story(trainer, engines)
+        self.tell(story, {f"engine-{index}": one for index, one in enumerate(self.servers[:num_servers])})
 
-        asyncio.run(within())
+    async def client_of(self, server: VllmProcess, caller: Caller, meeting: Broadcasts) -> VllmServer:
+        engine = self.client(caller, served(server))
+        await engine.ready(200)
+        engine.meeting = meeting
+        return engine
 
     def client(self, caller: Caller, version: int = 0) -> VllmServer:
         facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
