@@ -13,6 +13,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import signal
 import sys
 import threading
 import traceback
@@ -105,6 +106,21 @@ def raised(error: BaseException) -> str:
     """What the user's code raised and where, in words that follow its name."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__}: {error} ({Path(frame.filename).name} line {frame.lineno})"
+
+
+def is_for_us(error: BaseException) -> bool:
+    """Return True if the user's code did not raise this: Ctrl-C was pressed, or this task was cancelled.
+
+    With a signal handler of ours (or of asyncio) installed, Ctrl-C raises no KeyboardInterrupt.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return False
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 logger = logging.getLogger("asyncrl.user_code")
@@ -203,10 +219,14 @@ async def _wait_within(timeout_s: float, tasks: set[asyncio.Task[Any]]) -> None:
 
 
 async def _carry(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
-    """What it returns, and what it raises: a SystemExit that leaves a task would end the loop."""
+    """Return the call's result and its exception. A SystemExit or KeyboardInterrupt that leaves a task ends
+    the event loop.
+    """
     try:
         return await call, None
-    except (Exception, SystemExit) as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
         return None, error
 
 

@@ -62,6 +62,22 @@ def exits(task: Task, session: Session) -> float:
     sys.exit(3)
 
 
+class Stop(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+async def stops(task: Task, session: Session) -> float:
+    raise Stop("enough")
+
+
+def stops_in_thread(task: Task, session: Session) -> float:
+    raise Stop("enough")
+
+
+async def interrupts(task: Task, session: Session) -> float:
+    raise KeyboardInterrupt
+
+
 async def cancels_itself(task: Task, session: Session) -> float:
     raise asyncio.CancelledError
 

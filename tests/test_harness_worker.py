@@ -93,6 +93,9 @@ async def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on() -> Non
         ("raises", r"g0/r0 \(prompt p0\): its harness raised ZeroDivisionError: by \? zero"),
         ("raises_in_thread", "its harness raised RuntimeError: StopIteration: no more"),
         ("exits", "its harness raised SystemExit: 3"),
+        ("stops", "its harness raised Stop: enough"),
+        ("stops_in_thread", "its harness raised Stop: enough"),
+        ("interrupts", "its harness raised KeyboardInterrupt"),
         ("cancels_itself", "generator.python=harnesses_for_test:cancels_itself raised CancelledError"),
     ):
         async with open_gateway() as gateway, working(gateway, python(name)):

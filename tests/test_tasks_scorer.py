@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -42,8 +43,23 @@ async def awaits_what_another_cancels(*_: Any) -> float:
     return float(await judging)
 
 
-def is_interrupted(*_: Any) -> float:
-    raise KeyboardInterrupt
+class Stop(BaseException):
+    """What a test framework, trio or code that a model wrote may raise."""
+
+
+def raiser(error: BaseException) -> Any:
+    def score(*_: Any) -> float:
+        raise error
+
+    return score
+
+
+def async_raiser(error: BaseException) -> Any:
+    async def score(*_: Any) -> float:
+        await asyncio.sleep(0)
+        raise error
+
+    return score
 
 
 RAISES: list[tuple[Any, str]] = [
@@ -51,10 +67,12 @@ RAISES: list[tuple[Any, str]] = [
     (lambda *_: sys.exit(3), "SystemExit: 3"),
     (lambda *_: next(iter(())), "StopIteration"),  # which asyncio futures do not take
     (awaits_what_another_cancels, "CancelledError"),
+    *((made(Stop("enough")), "Stop: enough") for made in (raiser, async_raiser)),
+    *((made(KeyboardInterrupt()), "KeyboardInterrupt") for made in (raiser, async_raiser)),
+    (raiser(GeneratorExit()), "GeneratorExit"),
 ]
 IN_THREADS: list[tuple[Any, str]] = [
     (lambda *_: asyncio.run(awaits_what_another_cancels()), "CancelledError"),
-    (is_interrupted, "KeyboardInterrupt"),
 ]
 
 
@@ -130,6 +148,26 @@ async def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> N
 
 
 @pytest.mark.asyncio
+async def test_calls_without_a_waiter_log_nothing_as_they_raise(caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+
+    def raises_late(*_: Any) -> float:
+        gate.wait(30.0)
+        raise Stop("enough")
+
+    async with scorer_of(raises_late, "thread", reward_workers=1) as scorer:
+        scoring = asyncio.ensure_future(scorer.score(PROMPT, ""))
+        await asyncio.sleep(0)
+        scoring.cancel()
+        await asyncio.wait({scoring})
+        gate.set()
+        with pytest.raises(RewardFailure):  # the only worker is free again
+            await scorer.score(PROMPT, "")
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.asyncio
 async def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() -> None:
     gate = threading.Event()
 
@@ -146,6 +184,7 @@ async def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() ->
 
 REWARDS = """
     import asyncio, os, time
+    class Stop(BaseException): pass
     def plain(prompt, completion, answer): return float(completion == answer)
     def moody(prompt, completion, answer):
         if completion == "hang":
@@ -153,6 +192,8 @@ REWARDS = """
         if completion == "die": os._exit(7)
         if completion == "raise": raise KeyError("no")
         if completion == "none": return None
+        if completion == "stop": raise Stop("enough")
+        if completion == "interrupt": raise KeyboardInterrupt
         if completion == "torch":
             import sys; return "torch" in sys.modules
         if completion == "pid": return os.getpid()
@@ -176,7 +217,13 @@ def process_scorer(name: str, **settings: Any) -> AbstractAsyncContextManager[Ta
     return aclosing(TaskScorer(build_task(config, 0), config, seed=0))
 
 
-MOODS = {"die": "ended its process .exit code 7.", "raise": "raised KeyError", "none": "returned None"}
+MOODS = {
+    "die": "ended its process .exit code 7.",
+    "raise": "raised KeyError",
+    "none": "returned None",
+    "stop": "raised Stop: enough",
+    "interrupt": "raised KeyboardInterrupt",
+}
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTim
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.work import MAX_OUTCOME_BYTES, WorkItem
-from asyncrl.user_code import UserCalls, load_function
+from asyncrl.user_code import UserCalls, is_for_us, load_function
 from asyncrl.waits import TimeLimit
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ class PythonHarness:
 def _in_thread(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except (StopIteration, KeyboardInterrupt) as error:  # no future carries the one, the other ends the loop
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    except StopIteration as error:  # no future carries it
+        raise RuntimeError(f"StopIteration: {error}") from error
 
 
 # ---- one attempt
@@ -207,7 +207,9 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
             return as_outcome(await harness.run(task, session))
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_for_us(error):
+            raise
         if isinstance(error, TimeoutError) and limit.expired():
             what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
             rule = "that is what was left of rollout.timeout_s, the limit of all attempts together"

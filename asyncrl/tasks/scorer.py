@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -163,11 +164,13 @@ class ThreadPool:
         alarm = Alarm(2 * self._timeout_s, lambda: self._is_overdue(alarm))
         loop = asyncio.get_running_loop()
         called = loop.run_in_executor(self._threads, call, self._score, prompt, completion)
-        called.add_done_callback(lambda _: self._is_back(alarm))
+        called.add_done_callback(lambda call: self._is_back(call, alarm))
         async with _within(self._timeout_s):
             return await asyncio.shield(called)
 
-    def _is_back(self, alarm: Alarm) -> None:
+    def _is_back(self, call: asyncio.Future[Any], alarm: Alarm) -> None:
+        if not call.cancelled():
+            call.exception()  # of a call whose rollout has ended nobody else asks, and asyncio would log it
         alarm.cancel()
         self._overdue.discard(alarm)
         self._free.release()
@@ -262,8 +265,12 @@ _score: Score | str = "never started"
 
 
 def _start(config: TaskConfig, seed: int) -> None:
-    """First thing in a worker process: die with the parent, and build the score function."""
+    """Build the score function of a worker process, which dies with its parent.
+
+    Ctrl-C is the parent's, so a KeyboardInterrupt in here was raised by the user's code.
+    """
     global _score
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     try:
         with user_code():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import numbers
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -15,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from asyncrl.errors import ConfigError, RewardFailure
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import LARGEST_NUMBER, Prompt
-from asyncrl.user_code import raised
+from asyncrl.user_code import is_for_us, raised
 
 Content = str | Sequence[Mapping[str, str]]
 """A prompt as users write it: the user's text, or chat messages with `role` and `content`."""
@@ -131,29 +129,18 @@ class UserCodeFailed(Exception):  # noqa: N818  it is data of one rollout, or to
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Raises UserCodeFailed for whatever the block raises. Cancellation of the caller and Ctrl-C pass.
+    """Turn any exception of the block into UserCodeFailed. Cancellation of the caller and Ctrl-C pass.
 
-    This is the rollout boundary of rewards: what the user's code raises is data about one rollout. So is a
-    CancelledError of something that it awaited and that was cancelled elsewhere: asyncio would silently drop
-    a task that ends with it.
+    This is the rollout boundary of rewards: an exception of the user's code fails one rollout, whatever its
+    class. That includes the CancelledError of a call that the user's code awaited and that was cancelled
+    elsewhere: asyncio would silently drop a task that ends with it.
     """
     try:
         yield
-    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        if isinstance(error, UserCodeFailed) or _is_for_us(error):
+    except BaseException as error:
+        if isinstance(error, UserCodeFailed) or is_for_us(error):
             raise
         raise UserCodeFailed(raised(error)) from error
-
-
-def _is_for_us(error: BaseException) -> bool:
-    """Ctrl-C, which goes to the main thread alone, and a cancellation of the task that this runs in."""
-    if isinstance(error, KeyboardInterrupt):
-        return threading.current_thread() is threading.main_thread()
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
-        return False
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any]:

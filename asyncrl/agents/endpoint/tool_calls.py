@@ -25,7 +25,7 @@ from asyncrl.agents.tool_markup import (
     skip,
 )
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.user_code import load_function, raised
+from asyncrl.user_code import is_for_us, load_function, raised
 
 MAX_TOOLS = 128
 """Tools that a call may give, and calls that a message may hold."""
@@ -308,7 +308,9 @@ class UserFormat(ToolFormat):
             found = self._function(text) or ()
         except (ValueError, RecursionError):
             return ParsedAnswer(text)
-        except Exception as error:  # the user's code: its mistake is data, like a reward function's
+        except BaseException as error:  # the user's code: its mistake is data, like a reward function's
+            if is_for_us(error):
+                raise
             raise self._misused(raised(error)) from error
         content, pairs = None, found
         if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None):
