@@ -51,7 +51,7 @@ class ScriptedEngine:
         self.num_prefilled = self.num_new = 0
 
     async def generate(
-        self, request: SamplingRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None
+        self, request: SamplingRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None, **_: Any
     ) -> Completion:
         """The answer of this turn."""
         name = request.request_id.partition("/a")[0]

@@ -69,7 +69,7 @@ class InProcess:
         self.tokenizer, self.engine = HFChatTokenizer(folder), engine
         self.requests: list[SamplingRequest] = []
 
-    async def generate(self, request: SamplingRequest, *, on_tokens: Any = None) -> Completion:
+    async def generate(self, request: SamplingRequest, *, on_tokens: Any = None, **_: Any) -> Completion:
         self.requests.append(request)
         fields = ("max_tokens", "temperature", "stop", "seed", "grammar", "top_logprobs")
         given = {name: getattr(request, name) for name in fields}

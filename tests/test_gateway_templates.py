@@ -55,7 +55,7 @@ class Told:
     requests: list[SamplingRequest] = field(default_factory=list)
     sampled: list[tuple[int, ...]] = field(default_factory=list)
 
-    async def generate(self, request: SamplingRequest, *, on_tokens: Any = None) -> Completion:
+    async def generate(self, request: SamplingRequest, *, on_tokens: Any = None, **_: Any) -> Completion:
         self.requests.append(request)
         ids = self.tokenizer.encode(self.answers.pop(0))
         self.sampled.append(ids)

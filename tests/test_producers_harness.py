@@ -26,6 +26,7 @@ PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
 class FakeSession:
     reason = ""
     overflow: str | None = None
+    num_spent = 1
 
     def __init__(self, key: str, log: list[str], text: str | None) -> None:
         self.key, self.log, self.text = key, log, text

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from journal_cases import admit, make_partial, make_prompt, with_journal
 from rollout_cases import single_turn, virtual
 
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
+from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Completion,
     GroupId,
@@ -141,6 +144,85 @@ async def test_a_failed_rollout_tells_what_is_known_of_its_tokens(
     assert isinstance(failed, FailedRollout)
     texts = ["".join(map(chr, branch.token_ids)) for branch in failed.seen.rollout()]
     assert texts == ([] if sampled is None else [f"hello{sampled}"])
+
+
+class Spends(FakeEngine):
+    """Samples 2 tokens, is interrupted, and samples `rest` more; then fails, hangs or returns all."""
+
+    def __init__(self, *ends: str, rest: int = 1) -> None:
+        super().__init__()
+        self._ends, self._rest, self.spent = iter(ends), rest, 0
+
+    async def generate(self, request: SamplingRequest, **options: Any) -> Completion:
+        before = options["partial"] or PartialCompletion()
+        options["on_spent"](2)
+        tokens = before.token_ids + (98, 99)
+        kept = PartialCompletion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), 1)
+        options["on_segment"](kept)
+        options["on_spent"](self._rest)
+        self.spent += 2 + self._rest
+        match next(self._ends):
+            case "refused":
+                raise RequestRefused("no")
+            case "hangs":
+                await asyncio.Event().wait()
+        tokens += (97,) * self._rest
+        return Completion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), "stop", 1)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rewards"),
+    [
+        (["whole"], [1.0]),
+        (["refused", "whole"], [1.0]),
+        (["whole", "refused", "whole"], ["bad", 1.0]),
+        (["whole", "whole", "whole"], ["bad", "bad", "bad"]),
+        (["refused", "refused", "refused"], []),
+        (["whole", "hangs"], ["bad"]),
+        (["hangs"], []),
+    ],
+)
+@pytest.mark.parametrize("resumed", [None, 4])
+def test_the_journal_counts_every_sampled_token_once(
+    ends: list[str], rewards: list[Any], resumed: int | None, tmp_path: Path
+) -> None:
+    async def story(journal: Journal) -> None:
+        engine, left = Spends(*ends), iter(rewards)
+        partial = None if resumed is None else make_partial(resumed)
+        group_id, prompt = GroupId(0), make_prompt(0)
+        admit(journal, 0)
+        if partial is not None:
+            journal.segment_nowait(group_id, 1, 0, 0, partial)
+        runner = RolloutRunner(
+            single_turn(engine, FakeScorer(lambda *_: next(left)), max_prompt_tokens=50),
+            timeout_s=None,
+            retries=2,
+        )
+        running = asyncio.ensure_future(
+            runner.run(
+                group_id,
+                prompt,
+                1,
+                slots=Slots(1),
+                order=(),
+                journal=journal,
+                resumed=None if partial is None else (0, partial),
+            )
+        )
+        if ends[-1] == "hangs":  # the group is dropped while it runs
+            while engine.spent < 3 * len(ends):
+                await asyncio.sleep(0)
+            running.cancel()
+            journal.group_ended_nowait(group_id, "handed_back", "dropped")
+            await asyncio.wait({running})
+        elif isinstance(outcome := await running, FailedRollout):
+            journal.rollout_failed_nowait(group_id, 1, outcome.num_attempts, "no")
+        else:
+            journal.rollout_finished_nowait(group_id, outcome)
+        state = await journal.read_resume(0)
+        assert state.counted["tokens/generated"] == engine.spent + (resumed or 0)
+
+    with_journal(tmp_path / "journal.sqlite", story)
 
 
 @virtual

@@ -23,6 +23,7 @@ DRAIN_TIMEOUT_S = 30.0
 
 OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
+OnSpent = Callable[[int], None]
 OnSampled = Callable[[SamplingRequest, int, float], None]
 """(request, its sampled tokens, when it was asked in seconds since the epoch), once it is answered."""
 
@@ -129,11 +130,13 @@ class EnginePool:
         partial: PartialCompletion | None = None,
         on_segment: Callable[[PartialCompletion], None] | None = None,
         on_tokens: OnTokens | None = None,
+        on_spent: OnSpent | None = None,
     ) -> Completion:
         """Sample one completion; survives publishes, aborts and dead servers. Raises RequestRefused (data) or
         EngineError.
 
         `on_tokens` gets the tokens of `partial` first: all its calls, joined, are the completion's token_ids.
+        `on_spent` gets the number of tokens of each arriving segment, even if the request fails later.
         """
         join, asked_s = SegmentJoin(request, partial, on_segment), time.time()
         if on_tokens is not None and join.token_ids:
@@ -144,7 +147,7 @@ class EnginePool:
                     await self._changed.wait()
             with self._router.take(request.route_key, self._near(request)) as seat:
                 try:
-                    await self._sample_on(seat, join, on_tokens)
+                    await self._sample_on(seat, join, on_tokens, on_spent)
                 except EngineLost as lost:
                     join.cut()
                     if self._on_lost is None:
@@ -155,19 +158,26 @@ class EnginePool:
             self.on_sampled(request, len(join.token_ids), asked_s)
         return join.completion()
 
-    async def _sample_on(self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None) -> None:
+    async def _sample_on(
+        self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None, on_spent: OnSpent | None
+    ) -> None:
         """Segments from one server until the request is finished, or has to move."""
         index = seat.index
         empty = EmptySegments(self.servers[index], join.request.request_id)
         while True:
             num_before = len(join.token_ids)
-            await self._segment(seat, join, on_tokens, empty)
+            await self._segment(seat, join, on_tokens, on_spent, empty)
             if join.is_finished or seat.index != index or self._router.moves(seat):
                 return
             empty.count(len(join.token_ids) - num_before)
 
     async def _segment(
-        self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None, empty: EmptySegments
+        self,
+        seat: Seat,
+        join: SegmentJoin,
+        on_tokens: OnTokens | None,
+        on_spent: OnSpent | None,
+        empty: EmptySegments,
     ) -> None:
         """What this server samples, appended to `join` as it comes; a token is in `join` before on_tokens
         gets it.
@@ -189,6 +199,8 @@ class EnginePool:
 
         def tell(token_ids: list[int]) -> None:
             self._tokens += len(token_ids)
+            if on_spent is not None:
+                on_spent(len(token_ids))
             if on_tokens is not None and token_ids:
                 on_tokens(token_ids)
 

@@ -140,6 +140,18 @@ def rollout_failed(
     _lose(connection, "group_id = ? AND sample_index = ?", group_id, sample_index)
 
 
+def tokens_lost(
+    connection: sqlite3.Connection, group_id: GroupId, num_tokens: int, sample_index: int | None = None
+) -> None:
+    """Count sampled tokens that no trajectory contains. With `sample_index`, an attempt of this rollout has
+    failed, and its unfinished completion is lost too.
+    """
+    more = "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?"
+    connection.execute(more, (num_tokens, group_id))
+    if sample_index is not None:
+        _lose(connection, "group_id = ? AND sample_index = ?", group_id, sample_index)
+
+
 def group_ended(
     connection: sqlite3.Connection,
     group_id: GroupId,

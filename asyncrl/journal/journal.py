@@ -92,6 +92,7 @@ class Journal:
     segment_nowait = _later(decisions.segment)
     rollout_finished_nowait = _later(decisions.rollout_finished)
     rollout_failed_nowait = _later(decisions.rollout_failed)
+    tokens_lost_nowait = _later(decisions.tokens_lost)
     group_ended_nowait = _later(decisions.group_ended)
     trained_nowait = _later(decisions.trained)
     published_nowait = _later(decisions.published)

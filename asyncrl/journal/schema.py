@@ -30,7 +30,7 @@ TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 -- messages: of the prompt; NULL once the tokens of the group are deleted. num_rollouts .. reward_sum: of its
--- finished rollouts. lost_tokens: sampled by attempts that failed or were dropped. requeued: with this
+-- finished rollouts. lost_tokens: sampled tokens that are in no trajectory. requeued: with this
 -- num_handed_back the prompt of a group that has ended is sampled again; NULL: it is not.
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, num_handed_back INTEGER NOT NULL,

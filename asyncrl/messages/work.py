@@ -155,6 +155,8 @@ class RolloutSession(Protocol):
     """The bearer token. Unguessable; dies with the session."""
     overflow: str | None
     """The limit that its calls have met and not gone on from; None if there is none."""
+    num_spent: int
+    """Number of tokens that the engines returned to its calls."""
 
     @property
     def num_completions(self) -> int:

@@ -83,10 +83,17 @@ class SingleTurn:
                 way_out="raise rollout.max_prompt_tokens, or leave long prompts out of the task.",
             )
 
+        num_spent = 0
+
+        def spend(num_tokens: int) -> None:
+            nonlocal num_spent
+            num_spent += num_tokens
+
         def keep(partial: PartialCompletion) -> None:
             attempt.keep_segment(0, partial)
             attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, partial, 0.0),)
 
+        attempt.seen.num_spent = lambda: num_spent
         completion = await self.engine.generate(
             SamplingRequest(
                 # a retry may be sent before the server has seen that the first try is gone
@@ -100,6 +107,7 @@ class SingleTurn:
             ),
             partial=attempt.partial,
             on_segment=keep,
+            on_spent=spend,
         )
         attempt.stopped_sampling()
         attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
@@ -171,6 +179,7 @@ class HarnessGenerator:
             name, prompt_id=prompt.seed_id, sample_index=index, attempt=number, route_key=name
         )
         attempt.seen.rollout = functools.partial(session.rollout, index, Outcome(), 0.0)
+        attempt.seen.num_spent = lambda: session.num_spent
         ends = "the rollout ran past rollout.timeout_s, or is not needed any more"
         try:
             attempt.clock.hold()

@@ -150,10 +150,14 @@ class RolloutClock:
 
 @dataclass(slots=True)
 class Seen:
-    """What is known of what an attempt has sampled, should it fail; for people alone."""
+    """The tokens that an attempt has sampled so far, for the samples of failed rollouts and for the counters."""
 
     rollout: Callable[[], Rollout] = tuple
     """Its branches so far, without a reward. May raise RolloutFailure where there is nothing."""
+    num_spent: Callable[[], int] = int
+    """Number of tokens that the engines returned, trained or not. Excludes those of a killed run."""
+    num_kept: int = 0
+    """Number of tokens in the journal's unfinished completion, those of a killed run included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,23 @@ class RolloutAttempt:
         """Have the journal keep all that was sampled of this turn so far."""
         if self.journal is not None:
             self.journal.segment_nowait(self.group_id, self.sample_index, self.attempt, turn, partial)
+            self.seen.num_kept = len(partial.token_ids)
+
+    def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
+        """Have the journal count the sampled tokens of which nothing will come. `outcome` is None if the
+        attempt was cancelled: a resumed run continues its unfinished completion.
+        """
+        if self.journal is None:
+            return
+        num_lost = self.seen.num_spent() + (0 if self.partial is None else len(self.partial.token_ids))
+        if isinstance(outcome, tuple):
+            num_lost -= sum(branch.num_sampled for branch in outcome)
+        else:
+            num_lost -= self.seen.num_kept
+        if isinstance(outcome, RolloutFailure):
+            self.journal.tokens_lost_nowait(self.group_id, max(0, num_lost), self.sample_index)
+        elif num_lost > 0:
+            self.journal.tokens_lost_nowait(self.group_id, num_lost)
 
 
 class Generator(Protocol):
@@ -258,13 +279,16 @@ class RolloutRunner:
                 attempt = RolloutAttempt(
                     rollout_id, group_id, prompt, sample_index, number, stopped, partial, journal, clock
                 )
+                attempt.seen.num_kept = 0 if partial is None else len(partial.token_ids)
                 slots.ask_nowait(rollout_id, order)
+                outcome: Rollout | RolloutFailure | None = None
                 try:
                     await slots.wait(rollout_id)
                     self.started_s.setdefault(rollout_id, asyncio.get_running_loop().time())
                     outcome = await self._run_attempt(attempt)
                 finally:
                     give_back()
+                    attempt.count_lost(outcome)
                 if not isinstance(outcome, RolloutFailure):
                     return outcome
                 log.warning(

@@ -56,6 +56,7 @@ class FakeEngine:
         partial: PartialCompletion | None = None,
         on_segment: Callable[[PartialCompletion], None] | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_spent: Callable[[int], None] | None = None,
     ) -> Completion:
         """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so `on_segment` is never
         called.
@@ -78,6 +79,8 @@ class FakeEngine:
         tokens = (ord("z"),) * length
         if on_tokens is not None:
             on_tokens(tokens)
+        if on_spent is not None:
+            on_spent(length)
         return Completion(tokens, (-1.0,) * length, (VersionSpan(0, length, version),), reason)
 
 

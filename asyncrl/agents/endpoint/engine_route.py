@@ -262,7 +262,9 @@ class EngineRoute:
 
     async def _sample_answer(self, session: GatewaySession, call: GatewayCall, index: int) -> None:
         on_tokens = partial(call.feed, index) if call.is_streamed else None
-        completion = await self.engine.generate(call.requests[index], on_tokens=on_tokens)
+        completion = await self.engine.generate(
+            call.requests[index], on_tokens=on_tokens, on_spent=session.spent_nowait
+        )
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
         choice = call.choices[index]
         choice.finish(completion)

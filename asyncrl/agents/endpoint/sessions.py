@@ -107,6 +107,8 @@ class GatewaySession:
         self.ended: str | None = None
         """Why it has ended; None while it is open."""
         self.num_calls = self.num_refused = 0
+        self.num_spent = 0
+        """Number of tokens that the engines returned to its calls."""
         self.has_trained = False
         """An answer was sampled from the run's own distribution."""
         self.overflow: str | None = None
@@ -129,6 +131,10 @@ class GatewaySession:
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
         self.sessions.add(self)
+
+    def spent_nowait(self, num_tokens: int) -> None:
+        """Count tokens that the engines returned to one of its calls."""
+        self.num_spent += num_tokens
 
     def end_nowait(self, reason: str) -> None:
         """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
