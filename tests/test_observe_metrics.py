@@ -192,16 +192,14 @@ class Rooms(dict[str, float]):
 def report(reporter: Reporter, step: int, *, rooms: Any = (), **more: Any) -> None:
     answer: Any = TrainResponse(policy_version=step + 1, **{"metrics": {}, **more})
     parts: Any = Rooms(rooms)
-    reporter.step(parts, make_batch(step, 2 * step, 2 * step + 1), answer, {}, step_s=1.0)
+    reporter.step(parts, make_batch(step, 2 * step, 2 * step + 1), answer, {})
 
 
 class CountingReporter(Reporter):
     """One whose rooms are the numbers that they have counted."""
 
-    def _metrics(
-        self, rooms: Any, batch: Any, answer: TrainResponse, _: Any, step_s: float
-    ) -> dict[str, float]:
-        found = {"step": batch.version, "time_s": step_s, "reward/mean": 0.5, **answer.metrics}
+    def _metrics(self, rooms: Any, batch: Any, answer: TrainResponse, _: Any) -> dict[str, float]:
+        found = {"step": batch.version, "time_s": 1.0, "reward/mean": 0.5, **answer.metrics}
         return found | self._totals.add(rooms)
 
 

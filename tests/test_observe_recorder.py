@@ -37,6 +37,14 @@ def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) ->
     assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "rew', '{"step": 2}']
 
 
+def test_closing_on_a_full_disk_does_not_replace_the_first_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    recorder = Recorder(tmp_path, ())
+    with pytest.raises(OSError, match="No space left on device"):
+        recorder.record_step({"step": 0})
+    recorder.close()
+
+
 def test_status_is_replaced_as_a_whole_and_says_which_process_wrote_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.write_status({"state": "starting", "step": 0, "oldest": math.nan})

@@ -152,6 +152,7 @@ class Spends(FakeEngine):
     def __init__(self, *ends: str, rest: int = 1) -> None:
         super().__init__()
         self._ends, self._rest, self.spent = iter(ends), rest, 0
+        self.hangs = asyncio.Event()
 
     async def generate(self, request: SamplingRequest, **options: Any) -> Completion:
         before = options["partial"] or PartialCompletion()
@@ -165,6 +166,7 @@ class Spends(FakeEngine):
             case "refused":
                 raise RequestRefused("no")
             case "hangs":
+                self.hangs.set()
                 await asyncio.Event().wait()
         tokens += (97,) * self._rest
         return Completion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), "stop", 1)
@@ -210,8 +212,7 @@ def test_the_journal_counts_every_sampled_token_once(
             )
         )
         if ends[-1] == "hangs":  # the group is dropped while it runs
-            while engine.spent < 3 * len(ends):
-                await asyncio.sleep(0)
+            await engine.hangs.wait()
             running.cancel()
             journal.group_ended_nowait(group_id, "handed_back", "dropped")
             await asyncio.wait({running})

@@ -112,9 +112,7 @@ class Life:
         assert self.steps == [], "before the first step is told again"
         self.restored += 1
 
-    def step(
-        self, rooms: object, batch: Batch, report: TrainResponse, found: Mapping[str, float], *, step_s: float
-    ) -> None:
+    def step(self, rooms: object, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
         self.steps.append((batch, report))
 
     def returns_nowait(self, version: int, prompt: Prompt) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from job_runs import write_config
+from journal_cases import make_batch, tell_ready
 from test_run_restore import save_checkpoint
 from typer.testing import CliRunner
 
@@ -93,7 +94,8 @@ def test_what_a_directory_holds_is_gone_on_with_or_refused(run_dir: Path, tmp_pa
 
 
 def test_the_newest_whole_checkpoint_is_taken_a_damaged_one_is_named(run_dir: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "now")
+    config = make_config(tmp_path / "now", trainer={"num_steps": 200, "schedule": "constant"})
+    (run_dir / "config.yaml").write_text(run_config_yaml(config))
     for version in (50, 100):
         save_checkpoint(Checkpoints(run_dir, config.checkpoint), version)
     assert (found(run_dir, config).version, found(run_dir, config).told) == (100, ())
@@ -102,6 +104,27 @@ def test_the_newest_whole_checkpoint_is_taken_a_damaged_one_is_named(run_dir: Pa
     assert (point.version, [folder.folder.name for folder in point.damaged]) == (50, ["step_100"])
     assert ["step_100" in told for told in point.told] == [True]
     assert (run_dir / "checkpoints" / "step_100").exists(), "set aside once the run goes on"
+
+
+def test_fewer_steps_than_were_trained_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    shorter = make_config(tmp_path / "now", trainer={"schedule": "constant", "num_steps": 3})
+    (run_dir / "config.yaml").write_text(run_config_yaml(shorter))
+
+    async def train(num_steps: int) -> None:
+        journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
+        tell_ready(journal, *range(num_steps))
+        for version in range(num_steps):
+            await journal.batch_taken(make_batch(version, version))
+            journal.trained_nowait(version, {})
+        await journal.aclose()
+
+    (run_dir / "journal.sqlite").unlink()
+    asyncio.run(train(3))
+    assert found(run_dir, shorter) == ResumePoint(None)
+    (run_dir / "journal.sqlite").unlink()
+    asyncio.run(train(4))
+    with pytest.raises(ConfigError, match="trainer.num_steps=3 is less than the 4 steps that the run in"):
+        find_resume(run_dir, shorter, "auto")
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])

@@ -16,7 +16,7 @@ import torch
 from placement_cases import make_python
 from rollout_cases import virtual
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
@@ -362,6 +362,61 @@ async def test_one_that_never_gets_ready_is_named_with_its_death_its_log_or_what
         await server(error, dies_s).come_up()
 
 
+class Mortal:
+    """A server whose process ends as `codes` say, one code a start; None: it comes up."""
+
+    engine = None
+
+    def __init__(self, *codes: int | None) -> None:
+        self.codes, self.child = iter(codes), SimpleNamespace(returncode=None)
+
+    async def come_up(self) -> None:
+        self.child.returncode = next(self.codes)
+        if self.child.returncode is not None:
+            raise RoomError("trainer-0", f"ended with {self.child.returncode}")
+
+    async def end(self) -> str:
+        self.child.returncode = None
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "max_restarts", "num_warned"),
+    [
+        ([None], 3, 0),
+        ([-9, None], 3, 1),
+        ([-9, -15, None], 3, 2),
+        ([-9, -9, -9, -9], 3, 3),
+        ([-9], 0, 0),
+        ([1], 3, 0),
+    ],
+)
+@virtual
+async def test_a_start_whose_process_is_killed_is_made_again(
+    codes: list[int | None], max_restarts: int, num_warned: int
+) -> None:
+    killed: Any = Mortal(*codes)
+    other: Any = Mortal(*[None] * len(codes))
+    warned, prepared = list[str](), list[None]()
+
+    async def start() -> None:
+        await asyncio.gather(killed.come_up(), other.come_up())
+
+    async def before_start() -> None:
+        prepared.append(None)
+
+    config = SupervisionConfig(max_restarts=max_restarts, restart_window_s=None)
+    starting = startup.start_again(
+        start, [killed, other], config, warn=warned.append, before_start=before_start
+    )
+    if codes[-1] is None:
+        await starting
+    else:
+        with pytest.raises(RoomError, match=f"trainer-0: ended with {codes[-1]}"):
+            await starting
+    assert len(warned) == len(prepared) == num_warned
+
+
 # ---- servers that the run has not started
 
 
@@ -419,7 +474,7 @@ def test_the_model_of_a_new_run_is_hashed_beside_its_start_and_that_of_a_resumed
         started.set()
 
     monkeypatch.setattr(build, "bring_up", bring_up)
-    job: Any = SimpleNamespace(config=load(), run_dir=tmp_path, tell=print)
+    job: Any = SimpleNamespace(config=load(), run_dir=tmp_path, tell=print, warn=print)
     parts = Parts(job, place(job.config, 0), 1)
     parts.pin, parts._ranks, parts._engine_servers = SimpleNamespace(read=read), [], []  # type: ignore[assignment]
     parts.scale = SimpleNamespace(wanted=1)  # type: ignore[assignment]

@@ -25,7 +25,7 @@ from asyncrl.job.servers.evaluating import make_evaluation
 from asyncrl.job.servers.relaying import ElasticNode, Relaying, make_relaying
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.servers.teaching import Teaching, make_teaching
-from asyncrl.job.start import Server, bring_up, end_all, end_server
+from asyncrl.job.start import Server, bring_up, end_all, end_server, start_again
 from asyncrl.job.supervision.supervise import Supervision, Supervisor
 from asyncrl.job.supervision.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.journal.journal import Journal
@@ -207,7 +207,16 @@ class Parts:
             names = ", ".join(server.name for server in (*self._ranks, *engines, *beside))
             job.tell(f"loading the model in {names}")
             moves, is_shared = self._placement.moves, self._placement.share is not None
-            await bring_up(self._ranks, engines, beside, is_shared=moves or is_shared, stays=not moves)
+            start = partial(
+                bring_up, self._ranks, engines, beside, is_shared=moves or is_shared, stays=not moves
+            )
+            await start_again(
+                start,
+                (*self._ranks, *engines, *beside),
+                self._config.supervision,
+                warn=job.warn,
+                before_start=self._forget_rendezvous,
+            )
             await hashing
         finally:
             await end_all([hashing])
@@ -299,6 +308,10 @@ class Parts:
     async def _before_trainer_starts(self) -> None:
         """New ranks need room on the devices, and a new rendezvous file."""
         await self.turns.wait_room_for_trainer()
+        await self._forget_rendezvous()
+
+    async def _forget_rendezvous(self) -> None:
+        """Remove what the ranks that have ended met by."""
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
         if self.meeting is not None:
             self.meeting.sender_gone_nowait()

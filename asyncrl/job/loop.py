@@ -242,10 +242,8 @@ class Job(Life):
         """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the
         next one.
         """
-        clock = asyncio.get_running_loop().time
         self.can_stop = True
         while parts.trainer.policy_version < self.config.trainer.num_steps:
-            started_s = clock()
             batch = await self._next_batch(parts)
             if batch is None:
                 return
@@ -259,10 +257,9 @@ class Job(Life):
             counted = self.reporter.counted_before_publish(parts, batch)
             with span("trainer", "to engines", batch.version):
                 await parts.turns.to_engines(report.policy_version)
-            step_s = clock() - started_s
             with span("trainer", "record", batch.version):
                 found = counted | await computed(batch_metrics, batch)
-                self.reporter.step(parts, batch, report, found, step_s=step_s)
+                self.reporter.step(parts, batch, report, found)
             with span("trainer", "copy", batch.version):
                 await parts.checkpointer.after_step(report.policy_version)
 

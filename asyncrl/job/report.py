@@ -203,14 +203,12 @@ class Reporter(Voice):
         name = "tokens/generated"
         return {name: self._counted({name: parts.engines.gauges()[name]})[name]}
 
-    def step(
-        self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float], *, step_s: float
-    ) -> None:
+    def step(self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console. `found`:
         batch_metrics of the batch.
         """
         self._totals.starts_from(self._before.get(batch.version, self._journaled))
-        metrics = self._metrics(parts, batch, report, found, step_s)
+        metrics = self._metrics(parts, batch, report, found)
         for of_evaluation in self._new_evaluations.values():
             metrics |= of_evaluation
         self._new_evaluations, self._last = {}, metrics
@@ -365,13 +363,15 @@ class Reporter(Voice):
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _metrics(
-        self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float], step_s: float
+        self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float]
     ) -> dict[str, float]:
         self._note_slots(parts)
+        time_s = time.monotonic() - self._trained_since_s
+        step_s = time_s - self._last.get("time_s", 0.0)
         metrics: dict[str, float] = {
             "step": batch.version,
             "policy_version": report.policy_version,
-            "time_s": time.monotonic() - self._trained_since_s,
+            "time_s": time_s,
             **found,
             **report.metrics,
             "perf/step_s": step_s,

@@ -144,6 +144,7 @@ def find_resume(
     _refuse_done(run_dir, config)
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
+    _refuse_fewer_steps(run_dir, config, 0 if checkpoint is None else checkpoint.version)
     told = (*(found.why for found in damaged), *accepted)
     may_change = (
         any(_is_named(key, allow_change) for key in keys) for keys in (MODEL_KEYS, ("task.digest",))
@@ -242,6 +243,22 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
         )
 
 
+def _refuse_fewer_steps(run_dir: Path, config: RunConfig, num_saved: int) -> None:
+    """`num_saved`: steps of the newest checkpoint, for a run whose journal is lost."""
+    num_trained = num_saved
+    if (journal := run_dir / "journal.sqlite").exists():
+        with reading(journal) as connection:
+            query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
+            num_trained = max(num_saved, *connection.execute(query).fetchone())
+    if config.trainer.num_steps < num_trained:
+        raise ConfigError(
+            f"trainer.num_steps={config.trainer.num_steps} is less than the {num_trained} steps that the run "
+            f"in {run_dir} has trained",
+            rule="a resumed run keeps every trained step",
+            way_out=f"set trainer.num_steps to {num_trained} or more, or choose another --run-dir.",
+        )
+
+
 async def restore(
     parts: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
@@ -270,8 +287,7 @@ async def restore(
     def trained_again(batch: Batch, report: TrainResponse) -> None:
         restored()
         journal.trained_nowait(batch.version, report.metrics)
-        step_s = report.metrics.get("perf/train_s", 0.0)
-        reporter.step(parts, batch, report, batch_metrics(batch), step_s=step_s)
+        reporter.step(parts, batch, report, batch_metrics(batch))
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     missed = functools.partial(load_batches, state, point.version, state.next_version)

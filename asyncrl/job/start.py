@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, RoomError
 from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.job.supervision.restarts import Restarts
 from asyncrl.messages.base import RelayHealth
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
@@ -178,6 +180,35 @@ async def bring_up(
         what = f"an engine does not free the trainer's device within {limit_s:g} s"
         raise RoomError("placement", what, way_out="read the logs of the engines.") from error
     await start_all(trainers)
+
+
+async def start_again(
+    start: Callable[[], Awaitable[None]],
+    servers: Sequence[Server],
+    config: SupervisionConfig,
+    *,
+    warn: Callable[[str], None],
+    before_start: Callable[[], Awaitable[None]],
+) -> None:
+    """Await `start`. If a signal kills a process on the way, start all of them again after `before_start`, up
+    to supervision.max_restarts times. Raises the RoomError of any other failure: it would repeat.
+    """
+    restarts = Restarts(config)
+    while True:
+        try:
+            return await start()
+        except RoomError as error:
+            if not any((server.child.returncode or 0) < 0 for server in servers):
+                raise
+            words = restarts.again_nowait(error)
+            warn(f"{error.room}: {error.fault.splitlines()[0]} while the run starts; starting again, {words}")
+        for server in servers:
+            if left := await server.end():
+                warn(left)
+            if server.engine is not None:
+                server.engine.renew_nowait()
+        await asyncio.sleep(config.backoff_s)
+        await before_start()
 
 
 async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:

@@ -79,7 +79,9 @@ GAUGES: Mapping[str, Gauge] = {
     "trainer/learning_rate": Gauge("step", "", "of the step"),
     "trainer/optimizer_steps": Gauge("step", "steps", "taken so far"),
     "trainer/skipped_steps": Gauge("step", "steps", "of this batch that were skipped: not finite"),
-    "perf/step_s": Gauge("step", "s", "from the batch before to this one"),
+    "perf/step_s": Gauge(
+        "step", "s", "from the end of the step before to the end of this one: the difference of time_s"
+    ),
     "perf/train_s": Gauge("step", "s", "in the trainer; the next six are its parts, of the first rank"),
     "perf/pack_s": Gauge("step", "s", "to make micro-batches and bring them to the device"),
     "perf/logprobs_s": Gauge("step", "s", "of passes without gradient: proximal and reference logprobs"),

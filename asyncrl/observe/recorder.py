@@ -131,9 +131,10 @@ class Recorder:
         temporary.replace(path)
 
     def close(self) -> None:
-        """Close the files; idempotent."""
+        """Close the files; idempotent. An error here repeats the error of the write before."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         self._files.clear()
 
     def record_weights(self, version: int, digest: str) -> None:

@@ -250,7 +250,7 @@ def death_of(process: Process, who: str, log: str) -> RoomError:
     how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
     return RoomError(
         process.name,
-        f"{who} {how} in the middle of the run; the end of its log:\n{tail_of(log)}",
+        f"{who} {how}; the end of its log:\n{tail_of(log)}",
         way_out=f"read {process.log_path}, correct the cause, and start the run again.",
     )
 

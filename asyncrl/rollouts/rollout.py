@@ -150,7 +150,7 @@ class RolloutClock:
 
 @dataclass(slots=True)
 class Seen:
-    """The tokens that an attempt has sampled so far, for the samples of failed rollouts and for the counters."""
+    """The tokens that an attempt has sampled so far: shown if it fails, and counted."""
 
     rollout: Callable[[], Rollout] = tuple
     """Its branches so far, without a reward. May raise RolloutFailure where there is nothing."""
