@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +28,7 @@ from asyncrl.cli_of_runs import (
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
 from asyncrl.config.load import name_of_config
-from asyncrl.errors import OF_TRAIN, AsyncrlError, without_train
+from asyncrl.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
 
 app = typer.Typer(
     name="asyncrl",
@@ -41,6 +43,7 @@ serve_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(serve_app, name="serve")
+SETTING_AS_OPTION = re.compile(r"--(?P<name>[a-z_]+(\.\w+)+)(=(?P<value>.*))?", re.DOTALL)
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 
@@ -186,12 +189,16 @@ def work(
     ] = None,
     sandbox_image: Annotated[Text, Option(metavar="NAME", help="Image for podman.")] = None,
     max_memory_mb: Annotated[int | None, Option(help="Memory of a command in a sandbox, in MiB.")] = None,
+    give_up_after: Annotated[
+        float, Option(metavar="SECONDS", help="End if the gateway gives no answer for so long.")
+    ] = 1800.0,
     **harness: Text,
 ) -> None:
     """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
     come and go as they like.
 
-    Goes on until Ctrl-C; when the run ends or is started again, it waits for it.
+    Ends when the run is done (exit code 0). If the run stops answering, the worker waits --give-up-after
+    seconds for it to be started again.
     """
     from asyncrl.agents.worker import run_worker
 
@@ -211,6 +218,7 @@ def work(
             "sandbox_image": sandbox_image,
             "max_memory_mb": max_memory_mb,
         },
+        give_up_s=give_up_after,
     )
     _exit(code)
 
@@ -222,9 +230,7 @@ def serve_gateway(
     record: Annotated[File, Option(metavar="FILE", help="Write each rollout here, for task.replay.")] = None,
     rollouts: Annotated[
         int | None,
-        Option(
-            metavar="N", min=1, help="Run the config's generator on N prompts, show the rewards, and end."
-        ),
+        Option(metavar="N", min=1, help="Run N rollouts of the config, print what the model said, and end."),
     ] = None,
     run_dir: ServeDir = None,
 ) -> None:
@@ -239,7 +245,7 @@ def serve_gateway(
     with serving():
         from asyncrl.job import serve
 
-        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_prompts=rollouts)
+        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_rollouts=rollouts)
     _exit(code)
 
 
@@ -279,9 +285,19 @@ def _exit_at_once(exit_code: int) -> None:
     os._exit(exit_code)
 
 
+def _refuse_settings_as_options(arguments: Sequence[str]) -> None:
+    """Refuse `--trainer.num_steps 3`, the form of other programs."""
+    for argument, after in zip_longest(arguments, arguments[1:], fillvalue=""):
+        if (found := SETTING_AS_OPTION.fullmatch(argument)) is not None:
+            name, value = found["name"], found["value"] or after
+            way_out = f"write {name}={value if value and not value.startswith('--') else 'VALUE'}."
+            raise ConfigError(f"{argument} is no option", rule="a setting is key=value", way_out=way_out)
+
+
 def main() -> None:
     """Entry point: an error on purpose is two or three lines on stderr, never a traceback."""
     try:
+        _refuse_settings_as_options(sys.argv[1:])
         try:
             app()
         except ModuleNotFoundError as absent:

@@ -36,6 +36,8 @@ keys --schema -> 0: "max_staleness": {
 run -h -> 0: --resume
 check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... memory of cpu:
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
+run configs/quickstart.yaml --trainer.num_steps 3 -> 2: write trainer.num_steps=3.
+run configs/quickstart.yaml --trainer.num_steps=3 -> 2: write trainer.num_steps=3.
 check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: there is no module no_such ... Way out:
 simulate configs/quickstart.yaml --devices 1 -> 2: --devices
 status docs -> 2: Way out:

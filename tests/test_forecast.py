@@ -382,8 +382,10 @@ def test_the_choice_is_the_youngest_data_near_the_best_speed(
 ) -> None:
     forecast = rows_of(*outcomes)
     assert forecast.choice[0].max_staleness == chosen
-    first, *_ = forecast.why()
-    assert first.startswith("Keep" if chosen == outcomes[0][0] else f"Set buffer.max_staleness={chosen}: ")
+    first, second, *_ = forecast.why()
+    keeps = chosen == outcomes[0][0]
+    assert first.startswith("Keep" if keeps else f"Set buffer.max_staleness={chosen}: ")
+    assert second.startswith("Reason: it") != keeps
 
 
 def test_turns_and_splits_of_the_devices_are_played_where_there_are_devices() -> None:

@@ -23,7 +23,7 @@ from asyncrl.agents.harness import AnyTask, build_harness
 from asyncrl.agents.worker import Worker, WorkerSpec, _key_in, gateway_url
 from asyncrl.cli import app
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.errors import ConfigError, RolloutFailure, RoomError
 from asyncrl.http import Caller
 from asyncrl.messages.base import WORKER_KEY_ENV, find_fatal
 from asyncrl.messages.work import WorkerHealth
@@ -160,6 +160,30 @@ async def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what
         steps.ends["p1"].set_result(Outcome(1.0))
         assert await running == Outcome(1.0)
         await settled(lambda: worker.health(loop.time()).gateway_lost_s is None)
+
+
+@in_loop
+async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
+    async with open_gateway() as gateway:
+        caller = gateway.worker()
+        running = asyncio.ensure_future(Worker(Steps(), caller, name="w", slots=2, give_up_s=60.0).run())
+        own = gateway.worker()
+        owned = asyncio.ensure_future(Worker(Steps(), own, name="own", slots=2).run())
+        await settled(lambda: gateway.queue.gauges()["harness/workers"] == 2)
+        gateway.queue.is_over = True
+        await gateway.queue.aclose()
+        await running
+        late = gateway.worker()
+        await Worker(Steps(), late, name="late", slots=1, give_up_s=60.0).run()
+        assert not owned.done(), "the run ends its own"
+        owned.cancel()
+        await asyncio.wait({owned})
+        for each in (caller, own, late):
+            await each.aclose()
+    gone = Caller("gateway", gateway.url, WORKER_KEY)
+    with pytest.raises(RoomError, match="no answer for 0 s: .*--give-up-after=0 s is the limit"):
+        await Worker(Steps(), gone, name="w", slots=1, give_up_s=0.0).run()
+    await gone.aclose()
 
 
 @in_loop

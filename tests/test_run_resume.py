@@ -137,6 +137,9 @@ def test_a_run_that_is_done_is_gone_on_with_by_the_command_that_it_says(
     (run_dir / "summary.json").write_text(json.dumps(summary))
     found(run_dir, config)  # cut off after its last step
     (run_dir / "summary.json").write_text(json.dumps(summary | {"state": "done"}))
+    other = make_config(tmp_path / "other", trainer={"schedule": schedule, "learning_rate": 0.1})
+    with pytest.raises(ConfigError, match="was started with other settings"):
+        find_resume(run_dir, other, "auto")
     with pytest.raises(ConfigError, match="is done, after trainer.num_steps=12") as caught:
         find_resume(run_dir, config, "auto")
 

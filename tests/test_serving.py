@@ -177,19 +177,20 @@ def test_the_gateway_is_conformant_and_an_answer_has_its_form_and_its_sampling(
 
 def test_the_configs_own_agent_is_run_on_some_prompts_and_recorded(tmp_path: Path, serve: Serve) -> None:
     config, file = write_config(tmp_path, **AGENT), tmp_path / "rollouts.jsonl"
-    process = serve("gateway", config, "--rollouts", "2", "--record", file, "--run-dir", tmp_path / "served")
-    said = lines_until(process, "[1/6]")
+    process = serve("gateway", config, "--rollouts", "4", "--record", file, "--run-dir", tmp_path / "served")
+    said = lines_until(process, "[1/4]")
     children = children_of(process)  # fewer, or none, where it has gone on to its end meanwhile
     said += rest_of(process)
     assert all_gone(children)
     for name in ("engine-0", "worker-0"):
         assert (tmp_path / "served" / "logs" / f"{name}.log").is_file(), name
-    last = next(line for line in said if "[6/6]" in line)
-    assert re.search(r"\[6/6\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", last)
+    last = next(place for place, line in enumerate(said) if "[4/4]" in line)
+    assert re.search(r"\[4/4\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", said[last])
+    assert "<|assistant|>" in said[last + 1], "what the model said, from its first token to its last"
     records = read_recording(file).rollouts
     mean = np.mean([record.reward for record in records])
-    assert f"mean reward {mean:.4f} over 6 rollouts" in said
-    assert f"6 rollouts recorded in {file}" in said
+    assert f"mean reward {mean:.4f} over 4 rollouts" in said
+    assert f"4 rollouts recorded in {file}" in said
     assert {record.rollout[0].metrics["turns"] for record in records} == {2.0}
 
 
@@ -222,7 +223,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sampled by.
     """
     folder = tmp_path_factory.mktemp("recorded")
-    wanted = ["--rollouts", "10", "--record", folder / "all.jsonl", "--run-dir", folder / "served"]
+    wanted = ["--rollouts", "40", "--record", folder / "all.jsonl", "--run-dir", folder / "served"]
     answer = ended(popen("gateway", write_config(folder), *wanted, command=SERVE), timeout_s=240)
     assert answer.returncode == 0, answer.stderr
     header, *lines = (folder / "all.jsonl").read_text().splitlines(keepends=True)

@@ -31,7 +31,7 @@ from asyncrl.agents.command_processes import hide_memory
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.errors import ConfigError, ConnectionShortage
+from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages import work as wire
 from asyncrl.messages.base import WORKER_KEY_ENV, Message
@@ -55,19 +55,22 @@ GOODBYE_TIMEOUT_S = 1.0
 class Worker:
     """Runs as many rollouts at once as it has slots.
 
-    Life: run() until it is cancelled: then every harness is cancelled, and the gateway hears that this worker
-        leaves.
+    Life: run() until it is cancelled, or the gateway says that the run is done: then every harness is
+        cancelled, and the gateway hears that this worker leaves.
     Waits: it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness. When
-        the gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for ever: it may be
-        started again.
+        the gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for `give_up_s`: the
+        run may be started again.
     Invariant: an item is in `holding` from the answer that gave it until its result has been answered, or it
         was cancelled. Signs of life come from the event loop that the harnesses run on: a harness that blocks
         it for lease_timeout_s loses its worker all items.
     """
 
-    def __init__(self, harness: Harness, caller: Caller, *, name: str, slots: int) -> None:
+    def __init__(
+        self, harness: Harness, caller: Caller, *, name: str, slots: int, give_up_s: float | None = None
+    ) -> None:
+        """`give_up_s` None: a worker of the run's own, which the run ends."""
         self.name, self.slots = name, slots
-        self._harness, self._caller = harness, caller
+        self._harness, self._caller, self._give_up_s = harness, caller, give_up_s
         self._who = {"worker": name, "instance": secrets.token_hex(8)}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._freed, self._is_known = asyncio.Event(), asyncio.Event()
@@ -97,16 +100,23 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Work until cancelled. Raises ConfigError if the gateway does not take this worker, or the harness
-        cannot be run at all.
+        """Work until cancelled, or until the run is done.
+
+        Raises ConfigError if the gateway does not take this worker, or the harness cannot be run at all, and
+        RoomError if there is no gateway for `give_up_s`.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._tick(), name="tick")
-                tasks.create_task(self._give_signs(), name="signs of life")
-                await self._take_for_ever(tasks)
+                beside = [
+                    tasks.create_task(self._tick(), name="tick"),
+                    tasks.create_task(self._give_signs(), name="signs of life"),
+                ]
+                await self._take_until_over(tasks)
+                for task in (*beside, *self._running.values()):
+                    task.cancel()
         except BaseExceptionGroup as several:
-            wrong = next((error for error in several.exceptions if isinstance(error, ConfigError)), None)
+            ours = (error for error in several.exceptions if isinstance(error, ConfigError | RoomError))
+            wrong = next(ours, None)
             raise wrong or several from None
         finally:
             leaving = self._alive_request(is_leaving=True)
@@ -115,7 +125,7 @@ class Worker:
             if self._http is not None:
                 await self._http.aclose()
 
-    async def _take_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+    async def _take_until_over(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             while len(self._running) >= self.slots:
                 self._freed.clear()
@@ -124,6 +134,11 @@ class Worker:
             answer = await self._ask("/work/take", self._take_request, wire.TakeAnswer, timeout_s)
             self._lease_timeout_s = answer.lease_timeout_s
             self._is_known.set()
+            if answer.is_over and self._give_up_s is not None:
+                log.info("worker %s: the run is done", self.name)
+                return
+            if answer.is_over:
+                await asyncio.Event().wait()  # the run ends this process
             for item in answer.items:
                 name = f"{item.rollout_id} attempt {item.attempt}"
                 self._running[item.item_id] = tasks.create_task(self._run_item(item, answer.model), name=name)
@@ -199,7 +214,13 @@ class Worker:
                     raise ConfigError(what, rule=error.body.rule, way_out=error.body.way_out) from error
                 if self._lost_since_s is None:
                     self._lost_since_s = now_s()
-                    log.warning("worker %s: %s. It asks again, for ever; Ctrl-C ends it.", self.name, error)
+                    until = "it ends" if self._give_up_s is None else f"--give-up-after={self._give_up_s:g} s"
+                    log.warning("worker %s: %s. It asks again until %s.", self.name, error, until)
+                if self._give_up_s is not None and now_s() - self._lost_since_s >= self._give_up_s:
+                    what = f"worker {self.name}: no answer for {now_s() - self._lost_since_s:.0f} s: {error}"
+                    way_out = "start the run again, then the worker; or raise --give-up-after."
+                    rule = f"--give-up-after={self._give_up_s:g} s is the limit"
+                    raise RoomError("gateway", what, rule=rule, way_out=way_out) from error
             else:
                 if self._lost_since_s is not None:
                     lost_s, self._lost_since_s = now_s() - self._lost_since_s, None
@@ -219,13 +240,14 @@ class WorkerSpec(Message):
     url: str
     slots: int = Field(ge=1)
     harness: GeneratorConfig
+    give_up_s: float | None = Field(default=None, ge=0)
 
 
 def work(
     harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
 ) -> int:
-    """Work until SIGTERM or SIGINT comes, and return its number; the second one ends the process at once.
-    Raises ConfigError as Worker.run does.
+    """Work until SIGTERM or SIGINT comes, and return its number, or until the run is done, and return 0; the
+    second signal ends the process at once. Raises as Worker.run does.
     """
 
     async def live() -> int:
@@ -242,7 +264,7 @@ def work(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end, number)
         try:
-            worker = Worker(harness, caller, name=spec.name, slots=spec.slots)
+            worker = Worker(harness, caller, name=spec.name, slots=spec.slots, give_up_s=spec.give_up_s)
             begun(worker)
             await worker.run()
         except asyncio.CancelledError:
@@ -250,7 +272,7 @@ def work(
                 raise
         finally:
             await caller.aclose()
-        return caught[0]
+        return caught[0] if caught else 0
 
     return asyncio.run(end_what_is_left(live()))
 
@@ -321,8 +343,10 @@ def run_worker(
     env: Sequence[str],
     pass_env: Sequence[str],
     sandbox: Mapping[str, Any],
+    give_up_s: float,
 ) -> int:
-    """Run rollouts of the gateway at `url` until SIGTERM or Ctrl-C; the exit code is 143 or 130.
+    """Run rollouts of the gateway at `url` until its run is done; the exit code is 0, or 143 or 130 after
+    SIGTERM or Ctrl-C. Raises RoomError if the gateway gives no answer for `give_up_s`.
 
     `key` None: `key_file` or the environment has it, where no other user reads it. `harness` has the option
     of one of HARNESSES; `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables,
@@ -346,7 +370,7 @@ def run_worker(
             **{key: value for key, value in sandbox.items() if value is not None},
         )
         name = name or f"{socket.gethostname()}/{os.getpid()}"
-        spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=config)
+        spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=config, give_up_s=give_up_s)
     except ValueError as error:
         options = ", ".join(f"--{kind} {each.metavar}" for kind, each in HARNESSES.items())
         way_out = f"give it one harness, one of {options}; --args is a JSON object, --env NAME=VALUE."
@@ -354,7 +378,8 @@ def run_worker(
     _log_to_stderr()
     hide_memory()
     log.info("worker %s: %d slots, gateway %s", name, slots, spec.url)
-    return 128 + work(build_harness(config), spec, worker_key)
+    number = work(build_harness(config), spec, worker_key)
+    return 128 + number if number else 0
 
 
 def gateway_url(url: str) -> str:

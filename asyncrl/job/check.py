@@ -203,6 +203,8 @@ def look(config: RunConfig) -> Found:
     else:
         if (hub := hub_source(Path(tokenizer.model_path))) is not None:
             lines.append(f"model: {config.model.source} is commit {hub[1]} of {hub[0]}, as far as fetched")
+        if config.rollout.facts.has_model:
+            _refuse_beyond_positions(config, Path(tokenizer.model_path))
         if config.generator.is_harness or config.evaluates_agent:
             with _refusing(config, "the simplest chat"):  # what a harness asks is not known before it asks
                 tokenizer.render([{"role": "user", "content": "Hello"}])
@@ -210,7 +212,7 @@ def look(config: RunConfig) -> Found:
         asked += [("eval task", prompt) for prompt in eval_prompts if not config.evaluates_agent]
         for what in dict.fromkeys((kind, prompt.task) for kind, prompt in asked):
             of_one = [prompt for kind, prompt in asked if (kind, prompt.task) == what]
-            notes += _too_long(" ".join(filter(None, what)), of_one, tokenizer, config)
+            notes += _check_prompts(" ".join(filter(None, what)), of_one, tokenizer, config)
     lines += look_at_teacher(config, tokenizer)
     if tokenizer is not None or ":" in config.gateway.tool_format:
         shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
@@ -264,10 +266,46 @@ def _refusing(config: RunConfig, what: str) -> Iterator[None]:
         raise ConfigError(what, way_out=way_out) from error
 
 
-def _too_long(
+def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if prompt and completion may be longer than the model's positions."""
+    model = config.model.scratch.architecture if config.model.scratch is not None else None
+    if model is None:
+        model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        model = model.get("text_config", model)
+    positions = model.get("max_position_embeddings")
+    is_stretched = "factor" in (model.get("rope_scaling") or model.get("rope_parameters") or {})
+    if positions is None or is_stretched or config.rollout.max_length <= positions:
+        return
+    raise ConfigError(
+        f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and rollout.max_tokens="
+        f"{config.rollout.max_tokens} allow {config.rollout.max_length} tokens",
+        rule=f"the model has max_position_embeddings={positions}",
+        way_out=f"lower one of them so that their sum is at most {positions}.",
+    )
+
+
+def _refuse_outside_alphabet(name: str, prompts: Sequence[Prompt], config: RunConfig) -> None:
+    """Raise ConfigError if a model from scratch lacks a character of a prompt."""
+    if config.model.scratch is None:
+        return
+    used = {
+        character for prompt in prompts for message in prompt.messages for character in message["content"]
+    }
+    if unknown := "".join(sorted(used - set(config.model.scratch.characters))):
+        raise ConfigError(
+            f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
+            rule="each of them would be the same token, <unk>",
+            way_out="add them to model.scratch.characters, or change the prompts.",
+        )
+
+
+def _check_prompts(
     name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
 ) -> list[str]:
-    """In words, how many are, if any. Raises ConfigError if all are, or if the chat template refuses one."""
+    """The number of prompts that are too long, as text, if there are any. Raises ConfigError if all are, if
+    the chat template refuses one, or if the model's alphabet lacks a character of one.
+    """
+    _refuse_outside_alphabet(name, prompts, config)
     limit = config.rollout.max_prompt_tokens
     with _refusing(config, f"a prompt of the {name}"):
         lengths = [len(tokenizer.encode_chat(prompt.messages)) for prompt in prompts]

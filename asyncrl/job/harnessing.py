@@ -56,6 +56,10 @@ def model_name(config: RunConfig) -> str:
     return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
 
 
+MAX_SAID = 500
+"""Characters of a rollout that `serve gateway --rollouts` prints."""
+
+
 def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
     """Rollouts in flight at once while so many engines work (None: the most that may)."""
     concurrency = config.generator.concurrency
@@ -296,33 +300,48 @@ def shape_text(rollout: Rollout) -> str:
 
 
 def result_table(prompts: Sequence[Prompt], results: Sequence[Rollout | FailedRollout]) -> Table:
-    """A line a prompt. `results` of the samples of each, in the order of prompts."""
+    """A line a prompt. `results`: in the order of prompts and samples; the last prompt may have fewer."""
     table = Table(box=None, padding=(0, 1))
     for title in ("prompt", "done", "failed", "reward", "lowest", "highest", "turns", "tokens"):
         table.add_column(title, justify="left" if title == "prompt" else "right", overflow="fold")
-    size = len(results) // len(prompts)
+    size = -(-len(results) // len(prompts))
     for number, prompt in enumerate(prompts):
-        done = [one for one in results[number * size :][:size] if not isinstance(one, FailedRollout)]
+        ended = results[number * size :][:size]
+        done = [one for one in ended if not isinstance(one, FailedRollout)]
         rewards = [rollout[0].reward for rollout in done]
         numbers = [fmean(rewards), min(rewards), max(rewards)] if done else []
         numbers += [fmean(map(count, done)) for count in (num_turns, num_sampled) if done]
         cells = [f"{value:.4g}" for value in numbers] or ["-"] * 5
-        table.add_row(prompt.prompt_id, str(len(done)), str(size - len(done)), *cells)
+        table.add_row(prompt.prompt_id, str(len(done)), str(len(ended) - len(done)), *cells)
     return table
 
 
+def said_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
+    """The text of the newest branch from its first sampled token on, special tokens included."""
+    branch = rollout[-1]
+    first = int(branch.loss_mask.argmax())
+    text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
+    return text if len(text) <= MAX_SAID else f"{text[:MAX_SAID]}... ({len(text)} characters)"
+
+
 async def try_rollouts(
-    life: Life, generator: Generator, prompts: Sequence[Prompt], recorder: RolloutRecorder
+    life: Life,
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    num_tried: int,
+    *,
+    recorder: RolloutRecorder,
+    tokenizer: HFChatTokenizer,
 ) -> bool:
-    """`rollout.group_size` rollouts of each prompt, each told in a line as it ends, then all of them. Returns
-    whether any was not a failure.
+    """Run `rollout.group_size` rollouts of each prompt, `num_tried` in all. Print each one as it ends, then a
+    table. Returns whether any was not a failure.
 
     They are recorded in the order of prompts and samples, each as soon as all before it are done. In the
     order in which they end, a recording would begin with the short ones.
     """
     rollout, slots = life.config.rollout, Slots(num_rollouts(life.config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
-    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)]
+    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)][:num_tried]
     held, ended = dict[int, Rollout](), dict[int, Rollout | FailedRollout]()
 
     async def one(place: int, prompt: Prompt, index: int) -> None:
@@ -335,6 +354,8 @@ async def try_rollouts(
             held[place] = result
             text = f"reward {result[0].reward:.4g}, {shape_text(result)}"
         life.say(f"[{len(ended)}/{len(places)}] {prompt.prompt_id} sample {index}: {text}")
+        if not isinstance(result, FailedRollout):
+            life.say(f"    {said_text(result, tokenizer)!r}")
 
     def record(place: int) -> None:
         if (done := held.pop(place, None)) is not None:

@@ -12,6 +12,7 @@ import os
 import resource
 import secrets
 import shlex
+import shutil
 import signal
 import stat
 import sys
@@ -29,6 +30,7 @@ from asyncrl.errors import AsyncrlError, CallbackError, ConfigError, RoomError, 
 from asyncrl.files import write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.job.start import Server, first_death
+from asyncrl.journal.read import reading
 from asyncrl.observe.console import outliving
 from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.nodes import Launcher
@@ -281,6 +283,31 @@ def make_run_dir(folder: Path, mode: int) -> None:
     except OSError as error:
         what = f"cannot write to {folder}: {error.strerror}"
         raise ConfigError(what, way_out="choose another --run-dir.") from error
+
+
+@contextlib.contextmanager
+def removed_if_refused(folder: Path) -> Iterator[None]:
+    """Remove the directory again if the block makes it and raises ConfigError before a group is admitted."""
+    is_new = not folder.exists()
+    try:
+        yield
+    except ConfigError:
+        if is_new and not has_begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Return True if a group was admitted or a checkpoint made. A start that failed before may be repeated
+    with corrected settings.
+    """
+    if any((run_dir / "checkpoints").glob("step_*")):
+        return True
+    journal = run_dir / "journal.sqlite"
+    if not journal.exists():
+        return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
+    with reading(journal) as connection:
+        return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
 
 
 def run_id(run_dir: Path) -> str:

@@ -11,6 +11,7 @@ exception: only the end of the run waits for it, and without its engine the run 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,16 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.job.build import Parts, open_parts
 from asyncrl.job.check import RUN_COPY
-from asyncrl.job.life import Life, logging_to, make_run_dir, new_run_dir, rare_collections, run_again, run_id
+from asyncrl.job.life import (
+    Life,
+    logging_to,
+    make_run_dir,
+    new_run_dir,
+    rare_collections,
+    removed_if_refused,
+    run_again,
+    run_id,
+)
 from asyncrl.job.parts_read import processes, reported
 from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
@@ -74,7 +84,8 @@ def run_job(
     resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
     check_trackers(config.observe)
-    with opened(config.launcher) as launcher:
+    with contextlib.ExitStack() as stack:
+        launcher = stack.enter_context(opened(config.launcher))
         num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may ask for others meanwhile
         bring_nodes(config, launcher, num_first)
         config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
@@ -84,6 +95,7 @@ def run_job(
         folder = run_dir or new_run_dir(name)
         if resume == "must" and not folder.exists():
             find_resume(folder, config, resume)  # says that there is none
+        stack.enter_context(removed_if_refused(folder))
         make_run_dir(folder, config.observe.dir_mode)
         lock = RunLock(folder / "run.lock").acquire()
         try:
@@ -299,6 +311,8 @@ class Job(Life):
         if parts.evaluation is not None:
             self.tell("evaluating the last weights")
             await parts.evaluation.wait_last()
+        if parts.harnessing is not None:
+            parts.harnessing.queue.is_over = True
 
     async def _report_status(self, parts: Parts, watchdog: Watchdog) -> None:
         while True:

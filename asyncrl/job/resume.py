@@ -26,7 +26,7 @@ from asyncrl.config.generation import ENGINES
 from asyncrl.config.run_config import key_of
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.files import settle_folder
-from asyncrl.job.life import run_again
+from asyncrl.job.life import has_begun, run_again
 from asyncrl.job.supervision.supervise_trainer import load_batches
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.calls import TrainResponse
@@ -104,7 +104,7 @@ def begun_dtype(run_dir: Path | None) -> str | None:
     is for find_resume to say.
     """
     with contextlib.suppress(AsyncrlError):
-        if run_dir is not None and (run_dir / "config.yaml").exists() and _has_begun(run_dir):
+        if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):
             return load_config(run_dir / "config.yaml").model.dtype
     return None
 
@@ -129,7 +129,7 @@ def find_resume(
     Raises CheckpointError if one cannot be read.
     """
     saved = run_dir / "config.yaml"
-    if not _has_begun(run_dir):
+    if not has_begun(run_dir):
         if mode == "must":
             raise _refused(run_dir, "no run", "give the directory of one, or leave --resume out.")
         if saved.exists() and not (run_dir / "run.id").exists():
@@ -141,8 +141,8 @@ def find_resume(
         raise _refused(run_dir, "a run without its config.yaml", "put back the one it was started with.")
     if mode == "never":
         raise _refused(run_dir, "a run already", "choose another --run-dir, or leave --resume out.")
-    _refuse_done(run_dir, config)
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
+    _refuse_done(run_dir, config)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     _refuse_fewer_steps(run_dir, config, 0 if checkpoint is None else checkpoint.version)
     told = (*(found.why for found in damaged), *accepted)
@@ -155,19 +155,6 @@ def find_resume(
 def _refused(run_dir: Path, what: str, way_out: str = "choose another, or move that away.") -> ConfigError:
     rule = "a run goes on in its own directory, and never writes over what is not its own"
     return ConfigError(f"{run_dir} holds {what}", rule=rule, way_out=way_out)
-
-
-def _has_begun(run_dir: Path) -> bool:
-    """Whether a group was admitted or a checkpoint made: what failed at its start (a wrong path, say) may be
-    started anew, corrected.
-    """
-    if any((run_dir / "checkpoints").glob("step_*")):
-        return True
-    journal = run_dir / "journal.sqlite"
-    if not journal.exists():
-        return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
-    with reading(journal) as connection:
-        return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -15,7 +15,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.job.build import find_tasks
 from asyncrl.job.engine_kinds import engine_kind, sampled_by
 from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
-from asyncrl.job.life import Life, Voice, logging_to, make_run_dir, new_run_dir
+from asyncrl.job.life import Life, Voice, logging_to, make_run_dir, new_run_dir, removed_if_refused
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server, start_all
 from asyncrl.job.supervision.supervise import Supervision, heartbeat
+from asyncrl.observe.run_numbers import several
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
 from asyncrl.placement.launchers import bring_nodes, opened
@@ -50,9 +51,9 @@ def serve_gateway(
     *,
     name: str,
     record: Path | None = None,
-    num_prompts: int | None = None,
+    num_rollouts: int | None = None,
 ) -> int:
-    """Serve until Ctrl-C; with `num_prompts`, run the config's generator on so many prompts instead. Returns
+    """Serve until Ctrl-C; with `num_rollouts`, run that number of the config's rollouts instead. Returns
     the exit code.
 
     Raises AsyncrlError; whatever happens, no process is left.
@@ -60,7 +61,7 @@ def serve_gateway(
     hide_memory()  # keys of all rollouts: an agent that is tried runs as the same user
     passed_env(config.generator.pass_env)
     with open_folder(run_dir, name, config) as (folder, settled, launcher):
-        served = GatewayServing(settled, folder, launcher, record, num_prompts)
+        served = GatewayServing(settled, folder, launcher, record, num_rollouts)
         return asyncio.run(end_what_is_left(served.run()))
 
 
@@ -79,7 +80,8 @@ def open_folder(
     machine has in place of what auto is, and its launcher. Raises ConfigError if the directory holds
     something else.
     """
-    with opened(config.launcher) as launcher:
+    with ExitStack() as stack:
+        launcher = stack.enter_context(opened(config.launcher))
         rollout, num = config.rollout, config.rollout.engine_range.first  # nothing scales what is served
         given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
         config = config.model_copy(update={"rollout": rollout.model_copy(update=given)})
@@ -95,6 +97,7 @@ def open_folder(
                 rule="a model and logs are written there",
                 way_out="choose another --run-dir, or leave it out.",
             )
+        stack.enter_context(removed_if_refused(folder))
         make_run_dir(folder, config.observe.dir_mode)
         lock = RunLock(folder / "run.lock").acquire()
         try:
@@ -163,7 +166,7 @@ class EngineServing(Serving):
 
 
 class GatewayServing(Serving):
-    """`asyncrl serve gateway`: for people, or for `num_prompts` prompts."""
+    """`asyncrl serve gateway`: for people, or for `num_rollouts` rollouts."""
 
     def __init__(
         self,
@@ -171,27 +174,29 @@ class GatewayServing(Serving):
         run_dir: Path,
         launcher: Launcher,
         path: Path | None,
-        num_prompts: int | None,
+        num_rollouts: int | None,
     ) -> None:
         super().__init__(config, run_dir, launcher=launcher)
-        self._path, self._num_prompts = path, num_prompts
+        self._path, self._num_rollouts = path, num_rollouts
 
     async def live(self) -> int:
         """Until Ctrl-C, or until the rollouts are done."""
         config, path = self.config, self._path
-        self._prompt_tasks = (await find_tasks(self, is_needed=self._num_prompts is not None)).tasks
+        self._prompt_tasks = (await find_tasks(self, is_needed=self._num_rollouts is not None)).tasks
         maker = await self.launch()
         self._tokenizer, engines = maker.tokenizer, maker.engines()
         self._recorder = RolloutRecorder(self._tokenizer, warn=self.warn)
         if path is not None:
             sampled = await asyncio.to_thread(sampled_by, config, maker.model_path, maker.placement)
-            self._recorder.open(path, sampled, must_be_new=self._num_prompts is not None)
+            self._recorder.open(path, sampled, must_be_new=self._num_rollouts is not None)
         clients = [maker.client(engine) for engine in engines]
         self._pool = EnginePool(clients, slots=config.rollout.slots)
         await self.start(engines)
         self.spawn(self.wait_broken(), name="watch gateway")
         try:
-            return await (self._serve_people() if self._num_prompts is None else self._try(self._num_prompts))
+            return await (
+                self._serve_people() if self._num_rollouts is None else self._try(self._num_rollouts)
+            )
         finally:
             self._recorder.close()
             if path is not None:
@@ -229,11 +234,11 @@ class GatewayServing(Serving):
             self._say_calls(gateway)
         return 0
 
-    async def _try(self, num_prompts: int) -> int:
+    async def _try(self, num_rollouts: int) -> int:
         """The config's own generator, on the prompts that a run would begin with."""
         config, harnessing = self.config, None
         feed = make_feed(config, self._prompt_tasks)
-        prompts = [feed.next_nowait() for _ in range(num_prompts)]
+        prompts = [feed.next_nowait() for _ in range(-(-num_rollouts // config.rollout.group_size))]
         scorer = Scorers(self._prompt_tasks, config.tasks, seed=config.seed, warn=self.warn)
         self.closes("rewards", scorer.aclose)
         if config.generator.is_harness:
@@ -243,9 +248,14 @@ class GatewayServing(Serving):
             await harnessing.open(self)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-        self.say(f"ready: {config.rollout.group_size} rollouts a prompt; logs in {self.run_dir / 'logs'}")
+        self.say(
+            f"ready: {several(num_rollouts, 'rollout')} of {several(len(prompts), 'prompt')}; "
+            f"logs in {self.run_dir / 'logs'}"
+        )
         generator = make_generator(config, self._pool, self._tokenizer, scorer, harnessing)
-        is_any_done = await try_rollouts(self, generator, prompts, self._recorder)
+        is_any_done = await try_rollouts(
+            self, generator, prompts, num_rollouts, recorder=self._recorder, tokenizer=self._tokenizer
+        )
         if harnessing is not None:
             self._say_calls(harnessing.gateway)
         return 0 if is_any_done else 1

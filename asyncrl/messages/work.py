@@ -92,12 +92,13 @@ class TakeRequest(WorkerMessage):
 
 class TakeAnswer(Message):
     """Work, or none within the time. A worker that is silent for `lease_timeout_s` loses all of it. `model`:
-    its name for calls.
+    its name for calls. `is_over`: the run is done, and no work follows.
     """
 
     items: list[WorkItem]
     model: str
     lease_timeout_s: float
+    is_over: bool = False
 
 
 class AliveRequest(WorkerMessage):

@@ -76,10 +76,16 @@ class SingleTurn:
         """
         prompt, index = attempt.prompt, attempt.sample_index
         prompt_ids = self.prompts.ids_of(prompt)
-        if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
+        if not prompt_ids:
+            raise PromptUnusable(
+                f"prompt {prompt.prompt_id} has no token",
+                rule="a completion needs a prompt",
+                way_out="correct the prompt, or the chat template, which writes nothing for it.",
+            )
+        if len(prompt_ids) > self.max_prompt_tokens:
             raise PromptUnusable(
                 f"prompt {prompt.prompt_id} has {len(prompt_ids)} tokens",
-                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, never cut",
+                rule=f"rollout.max_prompt_tokens={self.max_prompt_tokens} is the limit; none is cut",
                 way_out="raise rollout.max_prompt_tokens, or leave long prompts out of the task.",
             )
 

@@ -90,6 +90,13 @@ class HFChatTokenizer:
         """
         self.model_path = str(model_path)
         self._tokenizer = tokenizer = _load(self.model_path)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.text_ids = frozenset(vocabulary.values()) - special - set(tokenizer.all_special_ids)
+        if not self.text_ids:  # transformers makes an empty one where there are no files of a tokenizer
+            what = f"{self.model_path} has no tokenizer: its vocabulary is empty"
+            way_out = "copy tokenizer.json and tokenizer_config.json of the model into that folder."
+            raise ConfigError(what, rule="prompts are encoded by the model's own tokenizer", way_out=way_out)
         if chat_template is not None:
             tokenizer.chat_template = read_template(Path(chat_template))
         template = tokenizer.chat_template
@@ -115,15 +122,12 @@ class HFChatTokenizer:
         self._backend.no_padding()
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._decoder = tokenizer if cleans else self._backend  # the same text, 4 times as fast
-        vocabulary: dict[str, int] = tokenizer.get_vocab()
         model = _read_json(self.model_path, "config.json")
         generation = _read_json(self.model_path, "generation_config.json")
         self.vocab_size = model.get("vocab_size") or 1 + max(vocabulary.values())
         ends = (generation.get("eos_token_id"), model.get("eos_token_id"), tokenizer.eos_token_id)
         several = [end if isinstance(end, list) else [end] for end in ends if end is not None]
         self.end_ids = frozenset(end for ends in several for end in ends)
-        special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.text_ids = frozenset(vocabulary.values()) - special - set(tokenizer.all_special_ids)
         falls_back = "ByteFallback" in repr(self._backend.decoder)
         self.byte_ids = frozenset(
             token_id for token, token_id in vocabulary.items() if falls_back and BYTE_TOKEN.fullmatch(token)

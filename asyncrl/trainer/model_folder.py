@@ -39,6 +39,7 @@ TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.*"),
 )
+SAFETENSORS = "weights are whole safetensors files"
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
 """Patterns of the files with weights, architecture and tokenizer."""
 
@@ -192,6 +193,28 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
         what = f"model_type cannot be read from config.json of {name}: {type(error).__name__}: {error}"
         raise ConfigError(what, rule=rule, way_out="restore that file.") from error
     check_model_type(model_type, f"config.json of {name}")
+    for weights in folder.glob("*.safetensors"):
+        _refuse_truncated(weights)
+
+
+def _refuse_truncated(path: Path) -> None:
+    """Compare the file's size with its header. 8 bytes have the length of a JSON text, which
+    the tensors follow (huggingface.co/docs/safetensors).
+    """
+    size, whole = path.stat().st_size, 8
+    try:
+        with path.open("rb") as file:
+            whole += int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(whole - 8)) if whole <= size else {}
+        whole += max(
+            (entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"), default=0
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"the header of {path} cannot be read: {type(error).__name__}: {error!s:.100}"
+        raise ConfigError(what, rule=SAFETENSORS, way_out="copy or fetch that file again.") from error
+    if size < whole:
+        what = f"{path} has {size} bytes, and by its header it needs {whole} or more"
+        raise ConfigError(what, rule=SAFETENSORS, way_out="copy or fetch that file again.")
 
 
 def _download(hub_id: str, revision: str | None, key: str) -> Path:

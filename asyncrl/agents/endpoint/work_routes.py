@@ -69,6 +69,8 @@ class RolloutQueue:
         self._clock = LoopClock.of(asyncio.get_running_loop())
         self._last_seen_s = self._clock.time()
         self._is_closed = False
+        self.is_over = False
+        """The run is done: workers that ask for work are sent away. Set before aclose."""
         self._num_given = self._num_lost = 0
 
     def gauges(self) -> dict[str, float]:
@@ -160,14 +162,16 @@ class RolloutQueue:
 
     async def _take(self, request: web.Request) -> bytes:
         message, worker_id = await self._heard(request, wire.TakeRequest)
-        if self._is_closed:  # an empty answer would have it ask again at once
+        if self._is_closed and not self.is_over:  # an empty answer would have it ask again at once
             raise Refused(503, "the run ends", way_out="wait until it is started again.")
         self._items.workers[worker_id].slots = message.slots
         is_new = self._items.ask(worker_id, message.number, message.holding)
         items = await self._wait_items(request, message, worker_id) if is_new else []
         self._num_given += len(items)
-        head = f'"model":{json.dumps(self.model)},"lease_timeout_s":{self.lease_timeout_s}'.encode()
-        return b'{"items":[' + b",".join(item.body for item in items) + b"]," + head + b"}"
+        head = f'"model":{json.dumps(self.model)},"lease_timeout_s":{self.lease_timeout_s}'
+        if self._is_closed and self.is_over:
+            head += ',"is_over":true'
+        return b'{"items":[' + b",".join(item.body for item in items) + b"]," + head.encode() + b"}"
 
     async def _wait_items(
         self, request: web.Request, message: wire.TakeRequest, worker_id: WorkerId

@@ -217,6 +217,8 @@ class Forecast:
         if changes:
             first += f"; the present one: {result_words(now)}"
         told = [f"{first}."]
+        if changes:
+            told.append(f"Reason: {_gain(then, now)}.")
         name, fastest = max(self.candidates, key=lambda row: speed_of(row[1]))
         if name == chosen:
             told.append(
@@ -234,6 +236,16 @@ class Forecast:
             )
             told.append(f"More than that, {more:.0%}, takes other devices: {what} (trainer + engines).")
         return told
+
+
+def _gain(then: SimulationResult, now: SimulationResult) -> str:
+    """The advantage of one result over another, for people."""
+    faster = speed_of(then) / speed_of(now) - 1
+    speed = f"{abs(faster):.1%} {'faster' if faster > 0 else 'slower'} without the masked tokens"
+    if faster > CLOSE:
+        return f"it is {speed}"
+    age = f"its data is {then.age_mean:.2f} versions old on average, not {now.age_mean:.2f}"
+    return f"{age}, and it is {speed}, which counts as equal (within {CLOSE:.0%} of the best)"
 
 
 def speed_of(result: SimulationResult) -> float:
