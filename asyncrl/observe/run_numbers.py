@@ -16,10 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 COLUMNS = tuple(
-    "step time_s reward/mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
+    "step time_s reward/mean reward/std reward/equal_fraction sample/truncated_fraction "
+    "sample/length_mean sample/special_fraction sample/unfinished_fraction policy/entropy policy/grad_norm "
+    "policy/logprob_gap_mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
     "perf/wait_generation_s perf/wait_stragglers_s perf/wait_publishing_s perf/handover_s "
     "sample/staleness_mean sample/staleness_max rollout/inflight rollout/dropped rollout/filtered "
     "rollout/filtered_tokens rollout/given_up trainer/skipped_steps engine/up "
+    "engine/busy_slots "
     "perf/forward_s perf/backward_s perf/optimizer_s perf/pack_s perf/logprobs_s perf/blocked_s "
     "perf/device_tokens_per_s perf/mfu perf/device_memory_bytes perf/host_memory_bytes".split()
 )
@@ -82,6 +85,19 @@ class Steps:
     def newest(self, name: str) -> float:
         """What a counter of the whole run says last; 0 if no step has it."""
         return ([0.0] + self.values(name))[-1]
+
+
+def recent(num: int) -> slice:
+    """The newest of `num` steps, whose mean stands for the reward now: a tenth, of 5 to 50 steps; below 10
+    steps the second half.
+    """
+    return slice(-max(1, min(50, num // 10), min(5, num // 2)), None)
+
+
+def seconds_left(steps: Steps, num_steps: int) -> float | None:
+    """Time until a run of `num_steps` is done, at the pace of its recent steps; None before the first one."""
+    step_s = steps.mean("perf/step_s", slice(-20, None))
+    return None if step_s is None else step_s * max(0, num_steps - int(steps.last["step"]))
 
 
 SHARES = {
