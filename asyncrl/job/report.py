@@ -217,7 +217,7 @@ class Reporter(Voice):
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
-        self._samples.step(batch, report.rollout_gaps, parts.tokenizer)
+        self._samples.step(batch, report, parts.tokenizer, parts.special_tokens)
         self._show_samples()
 
     def rollout_failed(

@@ -45,6 +45,7 @@ from asyncrl.trainer.step_report import (
     append_line,
     gap_fault,
     gap_metrics,
+    advantages_of_rollouts,
     gaps_of_rollouts,
     measure_gaps,
     note_restored,
@@ -127,6 +128,7 @@ class Learner:
         self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
+        self.rollout_advantages: list[tuple[int, int, float]] = []
         """gaps_of_rollouts() of the batch that was trained last."""
         self._schedule_ahead = 0
         """Steps that the present settings would have taken so far, above those that were: 0 unless a resume
@@ -211,6 +213,7 @@ class Learner:
             with self._adapters.off():
                 batch.reference_N, _ = self._forward(self.policy, header, arrays, has_loss)
         batch.advantage_N = self._objective.advantages(batch)
+        self.rollout_advantages = advantages_of_rollouts(header, arrays, batch.advantage_N)
         return batch
 
     @torch.no_grad()
