@@ -289,7 +289,7 @@ class Controller:
             self._is_pushing = True
             report = await self.trainer.train(batch)
             self.journal.trained_nowait(batch.version, report.metrics)
-            self.recorder.record_step({"step": batch.version, **await computed(batch_metrics, batch)})
+            self.recorder.record_step({"step": batch.version + 1, **await computed(batch_metrics, batch)})
 
     async def report_status(self) -> None:
         """Once a second, as job/loop.py and job/report.py do."""
