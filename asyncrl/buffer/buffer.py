@@ -275,7 +275,7 @@ class Buffer:
             "publishing": "publishing, for no group may start before a newer version is served",
             "stragglers": "stragglers that would become too old",
         }.get(rule.waits_for or "", "generation")
-        batch = f"batch {rule.next_batch}: {rule.num_ready} of {rule.num_groups} groups are ready"
+        batch = f"step {rule.next_batch + 1}: {rule.num_ready} of {rule.num_groups} groups are ready"
         if rule.oldest_running is not None:
             group_id, version = rule.oldest_running
             batch += f", {rule.num_running} run; the oldest is group g{group_id}, start_version {version}"

@@ -148,16 +148,19 @@ class TrainerNumbers:
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """What it says, for a table."""
+        """Where the time of training went, and how the device was used, for a table."""
         if self.parts:
             parts = {**self.parts, "the rest": max(0.0, 1 - sum(self.parts.values()))}
             yield "training", ", ".join(f"{w} {share:.0%}" for w, share in parts.items() if share >= 0.005)
         if self.tokens_per_device_s is not None:
             mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
             device, host = self.device_memory_bytes, self.host_memory_bytes
-            memory = f", {device / 2**30:.1f} GiB of the device" if device else ""
-            memory += f", {host / 2**30:.1f} GiB of the host" if host else ""
-            yield "trainer", f"{self.tokens_per_device_s:,.0f} packed tokens/s a device{mfu}{memory}"
+            memory = f"; peak memory {device / 2**30:.1f} GiB on the device" if device else ""
+            memory += (
+                f"{', ' if device else '; peak memory '}{host / 2**30:.1f} GiB on the host" if host else ""
+            )
+            speed = f"{self.tokens_per_device_s:,.0f} tokens a second and device while training"
+            yield "trainer", f"{speed}{mfu}{memory}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +261,9 @@ def plain(value: Any) -> str:
 
 
 def skipped_text(metrics: Mapping[str, float]) -> str:
-    """`1 step skipped: not finite (batch 11, counted from 0)`; '' where no optimizer step of the batch was.
-
-    Beside `step 12/300` it says that both are the same: files and logs name the batch.
-    """
+    """`1 update skipped in step 12: not finite`; '' for a step without a skipped update."""
     num = metrics.get("trainer/skipped_steps", 0.0)
-    batch = f"(batch {metrics['step']:.0f}, counted from 0)"
-    return f"{several(num, 'step')} skipped: not finite {batch}" if num else ""
+    return f"{several(num, 'update')} skipped in step {metrics['step']:.0f}: not finite" if num else ""
 
 
 def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

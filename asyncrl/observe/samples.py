@@ -75,12 +75,12 @@ class ShownSibling(TypedDict):
 class ShownRollout(TypedDict):
     """A rollout as people read it.
 
-    `step`: the batch that it was trained in, or, of a failed one, the batch that was next. `task`: name of
+    `step`: the step that trained on it, or, of a failed one, the step that was next. `task`: name of
     its task, where a run has several. `metrics`: the parts of its reward, and what else task and harness
     report. `spans`: [start, end, version] over all sampled tokens of all branches, in order. `staleness`: of
     its oldest token in the loss. `logprob_gap`: mean of |engine - trainer| in nats over its fresh tokens;
-    None if it has none. `error`: why it failed. `cut_branches`: how many more it has. `group`: all rollouts of
-    its group, this one included. `num_stray`: sampled special tokens that have no place inside an answer.
+    None if it has none. `error`: why it failed. `cut_branches`: how many more it has. `group`: the rollouts
+    of its group, this one included. `num_stray`: sampled special tokens that have no place in an answer.
     """
 
     step: int

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,21 +91,30 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Did it learn, is it healthy, how fast was it; then where the time went. Fits 80 columns."""
-    learned = Text("\n".join((verdict.headline, *verdict.learning)), "bold")
+    steps = f"{verdict.num_steps} in {duration(verdict.wall_s)}, "
+    steps += f"{verdict.wall_s / verdict.num_steps:.2f} s each"
+    return boxed([*verdict_rows(verdict), ("steps", steps), *_time_rows(verdict)], title)
+
+
+def time_panel(verdict: Verdict) -> RenderableType:
+    """Where the time went, of all steps."""
+    return boxed(_time_rows(verdict), "time")
+
+
+def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
+    """The sentences of a verdict for a table."""
+    learned = Text("\n").join([Text(verdict.headline, "bold"), *map(Text, verdict.learning)])
     health = Text("\n".join(verdict.health) or "nothing unusual", "red" if verdict.health else "green")
-    pace = f"{verdict.num_steps} steps in {duration(verdict.wall_s)}"
-    pace += f", {verdict.wall_s / verdict.num_steps:.2f} s each"
+    return [("learning", learned), ("health", health), ("speed", Text("\n".join(verdict.speed)))]
+
+
+def _time_rows(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
     bars = Table.grid(padding=(0, 1))
     for name, (words, colour, _) in SHARES.items():
         if (share := getattr(verdict.shares, name)) >= 0.005:
             bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * _BAR), colour))
-    rows: list[tuple[str, RenderableType]] = [
-        ("learning", learned),
-        ("health", health),
-        ("speed", Text("\n".join((f"{pace}.", *verdict.speed)))),
-        ("time", bars),
-    ]
-    return boxed([*rows, *(() if verdict.trainer is None else verdict.trainer.rows())], title)
+    yield "time", bars
+    yield from () if verdict.trainer is None else verdict.trainer.rows()
 
 
 PLOT_FILE = "reward.png"

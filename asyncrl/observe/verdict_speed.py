@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, several
+from asyncrl.observe.run_numbers import Steps, TimeShares, several
 from asyncrl.observe.verdict_learning import MIN_STEPS
 
 MIN_TRAINING_S = 10.0
@@ -53,18 +53,14 @@ def speed_of(steps: Steps, config: RunConfig, shares: TimeShares, bottleneck: st
 
 
 def _pace(bottleneck: str, shares: TimeShares) -> str:
-    """Name the bottleneck with the shares of time that show it."""
+    """Name the bottleneck with the share of time that shows it."""
     waited = f"the trainer waited {shares.waiting:.0%} of the time"
-    words = {
-        "training": f"Training set the pace: {waited}",
-        "balanced": f"Training and generation kept pace: {waited}",
-        "turns": f"Handovers of the devices set the pace: {shares.turns:.0%} of the time",
-        "other": f"Work between steps set the pace: {shares.other:.0%} of the time",
-    }.get(bottleneck, f"{bottleneck.capitalize()} set the pace: {waited}")
-    parts = {words: getattr(shares, name) for name, (words, *_) in SHARES.items()}
-    return (
-        f"{words} ({', '.join(f'{words} {share:.0%}' for words, share in parts.items() if share >= 0.005)})."
-    )
+    return {
+        "training": f"Training set the pace: {waited}.",
+        "balanced": f"Training and generation kept pace: {waited}.",
+        "turns": f"Handovers of the devices set the pace: {shares.turns:.0%} of the time.",
+        "other": f"Work between steps set the pace: {shares.other:.0%} of the time.",
+    }.get(bottleneck, f"{bottleneck.capitalize()} set the pace: {waited}.")
 
 
 def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
@@ -138,12 +134,13 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         share = waited_s / max(waited_s, steps.total("perf/step_s"))
         yield f"on_overdue={choice} cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
     elif not policy.waits and (again or masked > 0):
-        gradient = f"{masked:.1%} of the tokens were masked, " if policy.masks else ""
+        gradient = f"{masked:.1%} of the tokens were masked" if policy.masks else ""
         advice = ""
         share = max(masked, again / (again + len(steps) * config.trainer.num_groups))
         if policy.masks and share >= MASKED_SHARE:
             advice = f" A larger buffer.max_staleness (now {config.buffer.max_staleness}) loses fewer."
-        yield f"Too old (on_overdue={choice}): {gradient}{several(again, 'group')} generated again.{advice}"
+        groups = f"{several(again, 'group')} generated again" if again else ""
+        yield f"Too old (on_overdue={choice}): {', '.join(filter(None, (gradient, groups)))}.{advice}"
     filtered = steps.newest("rollout/filtered")
     share = filtered / (filtered + len(steps) * config.trainer.num_groups)
     if share >= FILTERED_SHARE:
