@@ -29,7 +29,8 @@ class Timeline(TypedDict):
     restarts.
     `kinds`: what a span can be, each with a `name` and a `meaning`. `spans`: [lane, kind, start, end, text]
     by number of lane and kind; an instant has start = end. `slots`: engine -> [time, busy requests], busy
-    over time, of the `num_slots` that each engine has. `is_thinned`: spans were left out, the shortest first, or only the newest are shown.
+    over time, of the `num_slots` that each engine has. `is_thinned`: spans were left out, the shortest first,
+    or only the newest are shown.
     """
 
     start_s: float
@@ -94,10 +95,10 @@ class ShownVerdict(TypedDict):
 
 
 class RunView(TypedDict):
-    """One run. `window`: points of a curve that the recent steps of the verdict make. `step` and `time_s`: the x
-    values of the curves; `evaluations`: policy_version, time_s and metrics of each. `step_times`: seconds of
-    a step by what they went on, which add up to perf/step_s. `gauges`: unit and meaning of each metric.
-    `commands`: [what it does, command].
+    """One run. `window`: the number of points of a curve that the verdict's recent steps are. `step` and
+    `time_s`: the x values of the curves; `evaluations`: policy_version, time_s and metrics of each.
+    `step_times`: seconds of a step by what they went on, which add up to perf/step_s. `gauges`: unit and
+    meaning of each metric. `commands`: [what it does, command].
     """
 
     name: str
