@@ -48,7 +48,9 @@ def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: An
 
 def make_reporter(tmp_path: Path, *, num_steps: int = 0, console: str = "none") -> Reporter:
     """One whose run has reported so many steps of 100 s."""
-    lines = ({"step": step, "time_s": 100.0 * step + 100, "reward/mean": 0.5} for step in range(num_steps))
+    lines = (
+        {"step": step + 1, "time_s": 100.0 * step + 100, "reward/mean": 0.5} for step in range(num_steps)
+    )
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Reporter(make_config(tmp_path, observe={"console": console}), tmp_path, "test")
 
@@ -353,12 +355,12 @@ def test_a_status_that_lacks_a_descriptor_is_left_to_the_next_second(tmp_path: P
 def test_a_resumed_run_goes_on_with_the_steps_before_and_tells_which_are_lost(tmp_path: Path) -> None:
     reporter = make_reporter(tmp_path, num_steps=400)
     reporter.resumes(300, {})
-    assert reporter._last == {"step": 299, "time_s": 30_000.0, "reward/mean": 0.5}, "and keeps no other"
+    assert reporter._last == {"step": 300, "time_s": 30_000.0, "reward/mean": 0.5}, "and keeps no other"
     reporter.training_starts()
     assert time.monotonic() - reporter._trained_since_s >= 30_000.0
     assert reporter._warnings == []
     reporter.resumes(302, {})
-    assert ["steps 300..301 are missing in metrics.jsonl" in text for text in reporter._warnings] == [True]
+    assert ["steps 301..302 are missing in metrics.jsonl" in text for text in reporter._warnings] == [True]
     reporter.finish("interrupted")
     assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 300
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 300

@@ -55,7 +55,7 @@ def make_run(run_dir: Path, num_steps: int = 4, *, state: str = "done", **sectio
     for step in range(num_steps):
         numbers = {"reward/mean": 0.1 * step, "sample/staleness_mean": 1.0, "sample/staleness_max": 2}
         times = {"perf/step_s": 1.0, "perf/train_s": 0.6, "perf/wait_generation_s": 0.3}
-        recorder.record_step({"step": step, "time_s": step + 1.0, **numbers, **times})
+        recorder.record_step({"step": step + 1, "time_s": step + 1.0, **numbers, **times})
         note_step(spans, step, 1.0 + step)
     if num_steps:
         SampleFile(run_dir).append([make_sample(step=0), make_sample(step=0, text=HOSTILE)])
