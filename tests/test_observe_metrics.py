@@ -159,6 +159,7 @@ def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns
     assert measured(main, fork, other) == {
         "reward/mean": 0.5,
         "reward/std": 0.5,
+        "reward/equal_fraction": 0.0,
         "sample/staleness_mean": 1.5,
         "sample/staleness_max": 3,
         "sample/length_mean": 3.0,
@@ -267,4 +268,6 @@ def test_a_skipped_step_has_no_loss_and_is_told_with_its_groups(
     assert "in step 3: not finite, groups 4, 5" in caplog.text, "each is in the controller's log"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["num_skipped_steps"], len(summary["warnings"])) == (2, 1)
-    assert "in 2 optimizer steps, which were skipped (step 2, 3)" in " ".join(summary["health"])
+    assert "2 updates skipped because loss or gradient was not finite (step 2 to 3)" in " ".join(
+        summary["health"]
+    )

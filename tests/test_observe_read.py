@@ -73,13 +73,45 @@ def test_status_of_a_live_run_says_what_it_does_who_waits_and_how_far_it_is(tmp_
     make_run(tmp_path)
     lock = RunLock(tmp_path / "run.lock").acquire()
     status, text = status_of(tmp_path), words(render_status(tmp_path))
+    verbose = words(render_status(tmp_path, is_verbose=True))
     lock.release()
     assert (status["state"], status["steps_done"], status["num_steps"]) == ("running", 3, 9)
     assert status["last_metrics"]["reward/mean"] == 0.5
-    assert status["verdict"]["bottleneck"] == "training"
+    assert status["verdict"]["bottleneck"] == "unknown"
     waits = "train loop waits in TrainerClient.train for optimizer step 4, 12 s, to be woken by"
-    for said in (f"as process {os.getpid()} on host", "3 of 9", waits, "g7/r1, 12.0 s"):
+    for said in (
+        f"process {os.getpid()} on host",
+        "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left",
+        "Too short to",
+    ):
         assert said in text
+    for said in (waits, "g7/r1, 12.0 s", "training 90% ███"):
+        assert (said in text, said in verbose) == (False, True)
+
+
+def test_status_fits_a_screen_even_of_a_run_that_is_unwell(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=0)
+    recorder = Recorder(tmp_path)
+    for step in range(1, 41):
+        ill = {"reward/equal_fraction": 0.9, "sample/truncated_fraction": 0.98, "trainer/skipped_steps": 1}
+        means = {
+            "policy/entropy": 2.0,
+            "policy/grad_norm": 0.1,
+            "sample/length_mean": 9.0,
+            "perf/step_s": 1.0,
+        }
+        recorder.record_step(
+            {"step": step, "time_s": step, "reward/mean": 0.1, "reward/std": 0.1, **ill, **means}
+        )
+    recorder.write_status({"state": "running", "warnings": ["a reward call takes long " * 3] * 5})
+    recorder.close()
+    lock = RunLock(tmp_path / "run.lock").acquire()
+    text = render_status(tmp_path)
+    lock.release()
+    assert len(text.splitlines()) <= 24
+    assert "Learned nothing" in text
+    assert "And 1 more, see --verbose." in words(text)
+    assert "(and 4 more, see --verbose)" in words(text)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +297,7 @@ def test_a_run_without_a_status_says_that_it_has_none(tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "status.json").unlink()
     said = words(render_status(tmp_path))
-    assert "unknown there is no status.json that can be read" in said
+    assert "unknown: no status.json can be read" in said
     assert "None" not in said
 
 

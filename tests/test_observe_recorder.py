@@ -91,7 +91,7 @@ def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_what_is_no
     assert recorder.keep_steps(2) == {"step": 2}
     recorder.record_step({"step": 3, "reward/mean": 1.0})
     assert lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "reward/mean": 1.0}]
-    assert recorder.keep_steps_below(0) == {}
+    assert recorder.keep_steps(0) == {}
     recorder.close()
     assert lines(tmp_path) == []
 

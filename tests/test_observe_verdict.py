@@ -156,7 +156,7 @@ def test_a_learning_rate_that_destroyed_the_model_is_named_with_the_gradient() -
         ({"policy_grad_norm": 0.0}, "The gradient is 0 since step 1 although rewards differ"),
         (
             {"trainer_skipped_steps": lambda step: float(step > 197)},
-            "Loss or gradient was not finite in 3 optimizer steps, which were skipped (step 198, 199, 200)",
+            "3 updates skipped because loss or gradient was not finite (step 198 to 200): logs/trainer-0.log",
         ),
         (
             {"reward_mean": flat, "policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},

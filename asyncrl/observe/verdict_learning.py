@@ -17,8 +17,6 @@ Trend = Literal["rising", "flat", "falling", "unknown"]
 
 MIN_STEPS = 20
 """A run with fewer steps is too short to judge its trend or its speed."""
-MAX_NAMED = 5
-"""Steps with a skipped update that a sentence names."""
 _SIGMAS = 3.0
 """A change of the reward counts from this many standard errors on."""
 _SMALL_CHANGE = 0.05
@@ -142,10 +140,10 @@ def _gradient(steps: Steps, config: RunConfig) -> Iterator[Finding]:
         clause = f"the gradient is 0 since step {_first_without_gradient(steps)} although rewards differ"
         yield Finding(clause, "no step since then has changed the weights", is_certain=True)
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
-    if skipped := [f"{step:.0f}" for step, num in both if num > 0]:
-        named = ", ".join([*skipped[:MAX_NAMED], *(["..."] if len(skipped) > MAX_NAMED else [])])
-        num = several(steps.total("trainer/skipped_steps"), "optimizer step")
-        clause = f"loss or gradient was not finite in {num}, which were skipped (step {named})"
+    if skipped := [int(step) for step, num in both if num > 0]:
+        num = several(steps.total("trainer/skipped_steps"), "update")
+        clause = f"{num} skipped because loss or gradient was not finite (step {skipped[0]}"
+        clause += f" to {skipped[-1]})" if len(skipped) > 1 else ")"
         advice = "logs/trainer-0.log has the values, failed_batches/ the batches; lower trainer.learning_rate"
         yield Finding(clause, advice, is_certain=len(skipped) == len(steps))
 
