@@ -264,8 +264,8 @@ class Buffer:
     def _what_opens(self) -> str:
         rule = self.rule
         return (
-            f"leave to start a group ({rule.num_ready} ready, {rule.num_running} run, batch "
-            f"{rule.next_batch} is next, version {rule.served} is served)"
+            f"leave to start a group ({rule.num_ready} ready, {rule.num_running} run, step "
+            f"{rule.next_batch + 1} is next, version {rule.served} is served)"
         )
 
     def _what_forms(self) -> str:

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,8 @@ from asyncrl.observe.watchdog import Wait
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "run.lock"
 SHOWN_REWARDS = 1000
+SHOWN_FLAGS = 2
+"""Sentences about the run's health on the first screen."""
 _QUIET_S = 30.0
 _COLOURS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _LEFT_OUT = ("state", "step", "num_steps", "pid", "host", "boot_id", "updated_s", "why")
@@ -133,12 +135,12 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
         return "unknown", f"{STATUS_FILE} says {said!r}, which is not a state of a run"
     here, is_held = socket.gethostname(), _is_held(folder / LOCK_FILE)
     host, is_quiet = status.get("host", here), age_s > _QUIET_S
-    what = f"{said} {duration(age_s)} ago, process {status.get('pid')} on host {host}"
+    what = f"last sign of life {duration(age_s)} ago, process {status.get('pid')} on host {host}"
     if is_held:
-        return said, f"{what}{'; nothing was written since' if is_quiet else ''}"
+        return said, what
     log = folder / "logs" / "controller.log"
     if host == here and (is_quiet or status.get("boot_id") == boot_id()) and is_held is False:
-        return "crashed", f"{what}, but the process is gone: it was killed or crashed. Read {log}"
+        return "crashed", f"{what}, which is gone: it was killed or crashed. Read {log}"
     state: State = "unknown" if is_quiet else said
     return state, f"{what}; whether it lives cannot be seen from {here}: run `asyncrl status {folder}` there"
 
@@ -204,13 +206,14 @@ def _pages(files: RunFiles, *, is_verbose: bool) -> Iterator[RenderableType]:
     """State, progress, then whether the run learns, its health and its speed."""
     steps, verdict, state = files.steps, files.verdict, (files.state, _COLOURS.get(files.state, "red"))
     rows: list[tuple[str, RenderableType]] = [
-        ("state", Text.assemble(state, files.explanation.removeprefix(files.state)))
+        ("state", Text.assemble(state, _after(files.state, files.explanation)))
     ]
     rows.append(("steps", _progress(files)))
     if verdict is not None:
         rows += [("reward", reward_text(steps))]
         rows += [("by task", of_tasks)] if (of_tasks := tasks_text(steps.last)) else []
-        rows += [*verdict_rows(verdict), ("time", shares_text(verdict.shares))]
+        rows += verdict_rows(verdict if is_verbose else _in_short(verdict))
+        rows.append(("time", shares_text(verdict.shares)))
         rows.append(("staleness", staleness_text(steps.last, files.config.buffer.max_staleness)))
     for lines in by_evaluation(files.evaluations).values():
         rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
@@ -226,6 +229,18 @@ def _pages(files: RunFiles, *, is_verbose: bool) -> Iterator[RenderableType]:
         rest = [(n, Text(_said(n, value))) for n, value in found if n not in _LEFT_OUT and value is not None]
         yield from [boxed(rest, STATUS_FILE)] if rest else []
         yield from [] if verdict is None else [time_panel(verdict)]
+
+
+def _in_short(verdict: Verdict) -> Verdict:
+    """The verdict without details of the learning, and with the most serious of what is wrong."""
+    flags = verdict.health
+    more = (f"And {len(flags) - SHOWN_FLAGS} more, see --verbose.",) if len(flags) > SHOWN_FLAGS else ()
+    return replace(verdict, learning=(), health=flags[:SHOWN_FLAGS] + more)
+
+
+def _after(state: str, explanation: str) -> str:
+    """The rest of an explanation that begins with its state, or all of another one."""
+    return explanation.removeprefix(state) if explanation.startswith(state) else f": {explanation}"
 
 
 def _progress(files: RunFiles) -> str:

@@ -17,8 +17,6 @@ Trend = Literal["rising", "flat", "falling", "unknown"]
 
 MIN_STEPS = 20
 """A run with fewer steps is too short to judge its trend or its speed."""
-MAX_NAMED = 5
-"""Steps with a skipped update that a sentence names."""
 _SIGMAS = 3.0
 """A change of the reward counts from this many standard errors on."""
 _SMALL_CHANGE = 0.05
@@ -34,7 +32,8 @@ _FEW_STEPS = 100
 class Reward:
     """The reward of a run. `first`: mean of the first 5 steps (below 10 steps: of the first half); `last`:
     mean of the recent steps; `best`: the highest mean of as many steps, which ends at `best_step`; `noise`:
-    standard error of `last`; `step_noise`: standard deviation of one step around the trend.
+    standard error of `last`; `margin`: changes from `first` to `last` below it are noise; `step_noise`:
+    standard deviation of one step around the trend.
     """
 
     first: float
@@ -42,13 +41,9 @@ class Reward:
     best: float
     best_step: int
     noise: float
+    margin: float
     step_noise: float
     trend: Trend
-
-    @property
-    def margin(self) -> float:
-        """Changes from the first to the last reward below this one are noise."""
-        return _SIGMAS * math.hypot(self.noise, self.step_noise / math.sqrt(5))
 
     @property
     def has_risen(self) -> bool:
@@ -72,13 +67,15 @@ def reward_of(steps: Steps) -> Reward | None:
     changes = [(second - first) ** 2 for first, second in pairwise(rewards)]
     step_noise = math.sqrt(fmean(changes) / 2) if changes else 0.0
     ends = [*range(size, num, max(1, size // 2)), num]
+    size_first = max(1, min(5, num // 2))
     best, end = max((fmean(rewards[end - size : end]), end) for end in ends)
     return Reward(
-        first=fmean(rewards[: max(1, min(5, num // 2))]),
+        first=fmean(rewards[:size_first]),
         last=fmean(rewards[-size:]),
         best=best,
         best_step=both[end - 1][1],
         noise=step_noise / math.sqrt(size),
+        margin=_SIGMAS * step_noise * math.sqrt(1 / size + 1 / size_first),
         step_noise=step_noise,
         trend=_trend(rewards, step_noise),
     )
@@ -143,10 +140,10 @@ def _gradient(steps: Steps, config: RunConfig) -> Iterator[Finding]:
         clause = f"the gradient is 0 since step {_first_without_gradient(steps)} although rewards differ"
         yield Finding(clause, "no step since then has changed the weights", is_certain=True)
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
-    if skipped := [f"{step:.0f}" for step, num in both if num > 0]:
-        named = ", ".join([*skipped[:MAX_NAMED], *(["..."] if len(skipped) > MAX_NAMED else [])])
-        num = several(steps.total("trainer/skipped_steps"), "optimizer step")
-        clause = f"loss or gradient was not finite in {num}, which were skipped (step {named})"
+    if skipped := [int(step) for step, num in both if num > 0]:
+        num = several(steps.total("trainer/skipped_steps"), "update")
+        clause = f"{num} skipped because loss or gradient was not finite (step {skipped[0]}"
+        clause += f" to {skipped[-1]})" if len(skipped) > 1 else ")"
         advice = "logs/trainer-0.log has the values, failed_batches/ the batches; lower trainer.learning_rate"
         yield Finding(clause, advice, is_certain=len(skipped) == len(steps))
 
@@ -186,6 +183,8 @@ def headline_of(reward: Reward | None, steps: Steps, config: RunConfig, found: l
         return "No step has a reward yet."
     first, last = f"{reward.first:.3f}", f"{reward.last:.3f} ± {reward.noise:.3f}"
     ends = f"reward {first} at the start, {last} at the end"
+    if len(steps) < MIN_STEPS and not any(finding.is_certain for finding in found):
+        return f"Too short to say whether it learns: {ends} ({several(len(steps), 'step')})."
     if reward.has_risen:
         words = {"rising": " and is still rising", "flat": " and is flat now", "falling": ", but falls again"}
         return f"Learned: reward rose from {first} to {last}{words.get(reward.trend, '')}."
@@ -196,8 +195,6 @@ def headline_of(reward: Reward | None, steps: Steps, config: RunConfig, found: l
         return f"Learned and lost it again: reward {first} at the start, {peak}, {last} at the end.{why}"
     if reward.first - reward.last > reward.margin:
         return f"Got worse: reward fell from {first} to {last}.{why}"
-    if len(steps) < MIN_STEPS and not any(finding.is_certain for finding in found):
-        return f"Too short to say whether it learns: {ends} ({several(len(steps), 'step')})."
     return f"Learned nothing: {ends}.{why}"
 
 
@@ -205,8 +202,9 @@ def _reasons(reward: Reward, steps: Steps, config: RunConfig, found: list[Findin
     """Why the reward did not rise, likeliest first; two at least."""
     yield from (finding.clause for finding in found)
     if steps.total("policy/grad_norm") == 0 and steps.values("policy/grad_norm"):
+        num = len(steps) * config.trainer.num_groups * config.rollout.group_size
+        yield f"none of {num} answers stood out: prompts may be too hard or too easy, or the reward is broken"
         yield "the gradient was 0 in every step, so the weights never changed"
-        yield "the prompts may be too hard for this model, or the reward never pays"
         return
     learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
     entropies = steps.values("policy/entropy")

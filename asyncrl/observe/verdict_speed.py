@@ -90,10 +90,10 @@ def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
             return f"raise trainer.num_groups (now {num_groups}): longer turns cost fewer handovers"
         case "balanced":
             return "more speed needs both a faster trainer and more generation"
-    step_s = steps.mean("perf/step_s") or 0.0
+    other_s = TimeShares.of(steps.total).other * (steps.mean("perf/step_s") or 0.0)
     return (
-        f"steps of {step_s:.2g} s are so short that preparing batches, the journal and the logs take a large "
-        f"part: raise trainer.num_groups (now {num_groups})"
+        f"the controller took {other_s:.2g} s a step for batches, the journal and samples: raise "
+        f"trainer.num_groups (now {num_groups}) to pay that less often"
     )
 
 
