@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asyncrl.config import EvalConfig, load_config
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.records import Completion
+from asyncrl.messages.work import answer_text
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.from_config import read_eval_task
@@ -90,7 +91,7 @@ def test_what_the_run_leaves_is_whole(whole: Path, on_policy: Path) -> None:
     kinds = ("best", "worst", "random")
     assert [(one["step"], one["kind"]) for one in samples] == [*product(range(NUM_STEPS), kinds)]
     assert all(0 <= one["logprob_gap"] < 1e-4 and one["staleness"] == 0 for one in samples)
-    assert "random sample of batch 9: reward " in (whole.parent / "said.txt").read_text()
+    assert "random sample of step 10: reward " in (whole.parent / "said.txt").read_text()
     events = EventAccumulator(str(whole / "tensorboard")).Reload()
     assert events.Tags()["tensors"] == [f"samples/{kind}" for kind in kinds]
     assert (whole / "final" / "config.json").is_file()
@@ -158,5 +159,7 @@ def reward_under(model_dir: Path, evaluation: dict[str, Any]) -> float:
                 seed=derive_seed(config.seed, prompt.prompt_id, sample, 0),
             )
             answer = ask(engine, [request])[0].result(timeout=60)
-            rewards.append(float(task.score(prompt, tokenizer.decode(answer.token_ids))))  # type: ignore[arg-type]
+            rewards.append(
+                float(task.score(prompt, answer_text(tokenizer, answer.token_ids, shows_special=True)))
+            )  # type: ignore[arg-type]
     return fmean(rewards)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
 """Tasks that stay until the weights are saved, by the start of their names."""
 EVALUATING = ("publisher", "evaluation")
 """Tasks that the last evaluation needs beside them."""
+
+logger = logging.getLogger("asyncrl.job.loop")
 
 
 def run_job(
@@ -114,7 +117,8 @@ def run_job(
                     config, folder, name, point, plan.placement, launcher, trackers, num_first=num_first
                 )
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
-                    job.say(words)
+                    is_warning = words.startswith("model.dtype=")  # a slow choice of the user's
+                    job.say(words) if is_warning else logger.info("%s", words)
                 return asyncio.run(end_what_is_left(job.run()))
         finally:
             lock.release()
@@ -270,7 +274,7 @@ class Job(Life):
             with span("trainer", "to engines", batch.version):
                 await parts.turns.to_engines(report.policy_version)
             with span("trainer", "record", batch.version):
-                found = counted | await computed(batch_metrics, batch)
+                found = counted | await computed(batch_metrics, batch, parts.special_tokens)
                 self.reporter.step(parts, batch, report, found)
             with span("trainer", "copy", batch.version):
                 await parts.checkpointer.after_step(report.policy_version)

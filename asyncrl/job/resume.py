@@ -274,7 +274,7 @@ async def restore(
     def trained_again(batch: Batch, report: TrainResponse) -> None:
         restored()
         journal.trained_nowait(batch.version, report.metrics)
-        reporter.step(parts, batch, report, batch_metrics(batch))
+        reporter.step(parts, batch, report, batch_metrics(batch, parts.special_tokens))
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     missed = functools.partial(load_batches, state, point.version, state.next_version)

@@ -7,7 +7,7 @@ import json
 import logging
 import os.path
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import RolloutFailure
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Trajectory, VersionSpan
-from asyncrl.observe.samples import SampleFile, SampleKind, ShownBranch, ShownRollout, ShownTokens
+from asyncrl.observe.metrics import SpecialTokens
+from asyncrl.observe.samples import (
+    SampleFile,
+    SampleKind,
+    ShownBranch,
+    ShownRollout,
+    ShownSibling,
+    ShownTokens,
+)
 from asyncrl.rollouts.rollout import FailedRollout
 
 log = logging.getLogger(__name__)
@@ -27,6 +36,8 @@ MAX_STRETCH, MIN_STRETCH, MAX_TOKENS = 1024, 32, 2048
 """Tokens that are shown of a stretch: the most of any, as many of each of very many, and of a rollout."""
 MAX_BRANCHES, MAX_MESSAGES, MAX_CHARS = 16, 40, 4000
 """Branches and messages of a rollout that are shown, and characters of a message."""
+MAX_SIBLINGS, SIBLING_TOKENS, SIBLING_CHARS = 32, 256, 300
+"""Rollouts of a group that are shown in short, and how much of each."""
 MAX_WAITING = 128
 """Rollouts whose text may wait to be made; more are left out, with a warning."""
 
@@ -44,7 +55,9 @@ class Decoder(Protocol):
 
 
 class Chosen(NamedTuple):
-    """A rollout to be shown. `min_version`: None if it is not trained on."""
+    """A rollout to be shown. `min_version`: None if it is not trained on. `group`: the rollouts of its group,
+    with their `advantages` by sample_index.
+    """
 
     kind: SampleKind
     group_id: GroupId
@@ -55,6 +68,15 @@ class Chosen(NamedTuple):
     min_version: int | None = None
     gap: float | None = None
     error: str | None = None
+    group: tuple[Rollout, ...] = ()
+    advantages: Mapping[int, float] = {}
+    special: SpecialTokens = SpecialTokens()
+
+
+def rollouts_of(group: Group) -> tuple[Rollout, ...]:
+    """Return the group's trajectories as rollouts, each with all its branches."""
+    by_index = itertools.groupby(group.trajectories, key=lambda branch: branch.sample_index)
+    return tuple(tuple(branches) for _, branches in by_index)
 
 
 def choose(batch: Batch, num: int, seed: int, gaps: Mapping[tuple[int, int], float]) -> list[Chosen]:
@@ -62,9 +84,7 @@ def choose(batch: Batch, num: int, seed: int, gaps: Mapping[tuple[int, int], flo
     seed and batch. Equal rewards are told apart by chance.
     """
     rollouts: list[tuple[Group, Rollout]] = [
-        (group, tuple(branches))
-        for group in batch.groups
-        for _, branches in itertools.groupby(group.trajectories, key=lambda branch: branch.sample_index)
+        (group, rollout) for group in batch.groups for rollout in rollouts_of(group)
     ]
     random.Random(f"{seed} {batch.version}").shuffle(rollouts)
     found = list[tuple[SampleKind, tuple[Group, Rollout]]]()
@@ -81,9 +101,10 @@ def choose(batch: Batch, num: int, seed: int, gaps: Mapping[tuple[int, int], flo
             sample_index=(index := rollout[0].sample_index),
             prompt=group.prompt,
             rollout=rollout,
-            step=batch.version,
+            step=batch.version + 1,
             min_version=batch.min_version,
             gap=gaps.get((group.group_id, index)),
+            group=rollouts_of(group),
         )
         for kind, (group, rollout) in found
     ]
@@ -105,7 +126,7 @@ def shown(chosen: Chosen, decoder: Decoder) -> ShownRollout:
         "metrics": {name: float(value) for name, value in rollout[0].metrics.items()} if rollout else {},
         "num_sampled": sum(branch.num_sampled for branch in rollout),
         "spans": _spans(spans),
-        "staleness": chosen.step - min(in_loss) if in_loss else None,
+        "staleness": chosen.step - 1 - min(in_loss) if in_loss else None,
         "logprob_gap": chosen.gap,
         "is_truncated": any(branch.is_truncated for branch in rollout),
         "num_interruptions": sum(branch.num_interruptions for branch in rollout),
@@ -118,7 +139,29 @@ def shown(chosen: Chosen, decoder: Decoder) -> ShownRollout:
         sample["answer"] = _cut_text(str(prompt.answer))
     if len(rollout) > MAX_BRANCHES:
         sample["cut_branches"] = len(rollout) - MAX_BRANCHES
+    if len(chosen.group) > 1:
+        sample["group"] = [_sibling(one, chosen, decoder) for one in chosen.group[:MAX_SIBLINGS]]
+    sampled_ids = [token for branch in rollout for token in branch.token_ids[branch.loss_mask].tolist()]
+    if num_stray := sum(token in chosen.special.stray_ids for token in sampled_ids):
+        sample["num_stray"] = num_stray
     return sample
+
+
+def _sibling(rollout: Rollout, chosen: Chosen, decoder: Decoder) -> ShownSibling:
+    last = rollout[-1]
+    token_ids, half = last.token_ids[last.loss_mask].tolist(), SIBLING_TOKENS // 2
+    is_long = len(token_ids) > SIBLING_TOKENS
+    parts = [token_ids[:half], token_ids[-half:]] if is_long else [token_ids]
+    text = " … ".join(decoder.decode(part, skip_special_tokens=False) for part in parts)
+    half = SIBLING_CHARS // 2
+    return {
+        "sample_index": last.sample_index,
+        "reward": float(last.reward),
+        "advantage": chosen.advantages.get(last.sample_index),
+        "num_sampled": sum(branch.num_sampled for branch in rollout),
+        "is_truncated": any(branch.is_truncated for branch in rollout),
+        "text": _cut_text(f"{text[:half]} … {text[-half:]}" if len(text) > SIBLING_CHARS else text),
+    }
 
 
 def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -228,7 +271,8 @@ def _tokens(
         return {"is_sampled": False, "text": decoder.decode(token_ids, skip_special_tokens=False)}
     pieces, since = pieces_of(decoder.decode_prefixes(token_ids)), chosen.min_version
     of_token: list[int] = versions[first:end].tolist()
-    return {
+    marks = chosen.special.stray_ids | chosen.special.end_ids
+    found: ShownTokens = {
         "is_sampled": True,
         "text": "".join(pieces),
         "pieces": pieces,
@@ -236,6 +280,9 @@ def _tokens(
         "versions": of_token,
         "in_loss": [since is not None and version >= since for version in of_token],
     }
+    if special := [at for at, token in enumerate(token_ids) if token in marks]:
+        found["special"] = special
+    return found
 
 
 def pieces_of(prefixes: Sequence[str]) -> list[str]:
@@ -273,7 +320,7 @@ class SampleMaker:
         self._file = SampleFile(run_dir)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._jobs = deque[tuple[int, Future[list[ShownRollout]]]]()
-        self._next_step, self._num_failed = 0, 0
+        self._next_step, self._num_failed = 1, 0
         self._left_out: list[Made] = []
         self._known_failed = set[tuple[int, int]]()
         """Failed rollouts that an earlier process has written; used on the other thread."""
@@ -288,13 +335,22 @@ class SampleMaker:
 
         self._begin(step, heal)
 
-    def step(self, batch: Batch, gaps: Iterable[tuple[int, int, float]], decoder: Decoder) -> None:
-        """A batch was trained on; `gaps` as in TrainResponse."""
-        self._next_step, self._num_failed = batch.version + 1, 0
+    def step(
+        self, batch: Batch, report: TrainResponse, decoder: Decoder, special: SpecialTokens = SpecialTokens()
+    ) -> None:
+        """Show some rollouts of a batch that was trained on."""
+        step = batch.version + 1
+        self._next_step, self._num_failed = step + 1, 0
         if self.per_step:
-            of_rollout = {(group, index): gap for group, index, gap in gaps}
-            chosen = choose(batch, self.per_step, self.seed, of_rollout)
-            self._begin(batch.version, lambda: self._write([shown(one, decoder) for one in chosen]))
+            gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
+            advantages = defaultdict[int, dict[int, float]](dict)
+            for group, index, advantage in report.rollout_advantages:
+                advantages[group][index] = advantage
+            chosen = [
+                one._replace(advantages=advantages[one.group_id], special=special)
+                for one in choose(batch, self.per_step, self.seed, gaps)
+            ]
+            self._begin(step, lambda: self._write([shown(one, decoder) for one in chosen]))
 
     def failed(self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decoder: Decoder) -> None:
         """A rollout has failed for good."""

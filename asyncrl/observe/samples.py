@@ -32,7 +32,7 @@ class ShownTokens(TypedDict):
     (text that a token adds; joined they are `text`), `logprobs` (behaviour, nats), `versions`
     (policy_version) and `in_loss` (false: older than the bound and masked, or never trained on). `cut`:
     tokens that are left out after it: a long stretch is shown as its beginning and its end, and of very many
-    stretches the first and the last.
+    stretches the first and the last. `special`: positions of special tokens among the sampled ones.
     """
 
     is_sampled: bool
@@ -41,6 +41,7 @@ class ShownTokens(TypedDict):
     logprobs: NotRequired[list[float]]
     versions: NotRequired[list[int]]
     in_loss: NotRequired[list[bool]]
+    special: NotRequired[list[int]]
     cut: NotRequired[int]
 
 
@@ -58,14 +59,28 @@ class ShownBranch(TypedDict):
     credits: NotRequired[list[tuple[int, int, float]]]
 
 
+class ShownSibling(TypedDict):
+    """A rollout of the same group, in short. `advantage`: the trainer's, mean over its sampled tokens; null
+    if the trainer did not report it. `text`: the beginning and the end of its last branch's sampled tokens.
+    """
+
+    sample_index: int
+    reward: float
+    advantage: float | None
+    num_sampled: int
+    is_truncated: bool
+    text: str
+
+
 class ShownRollout(TypedDict):
     """A rollout as people read it.
 
-    `step`: the batch that it was trained in, or, of a failed one, the batch that was next. `task`: name of
+    `step`: the step that trained on it, or, of a failed one, the step that was next. `task`: name of
     its task, where a run has several. `metrics`: the parts of its reward, and what else task and harness
     report. `spans`: [start, end, version] over all sampled tokens of all branches, in order. `staleness`: of
     its oldest token in the loss. `logprob_gap`: mean of |engine - trainer| in nats over its fresh tokens;
-    None if it has none. `error`: why it failed. `cut_branches`: how many more it has.
+    None if it has none. `error`: why it failed. `cut_branches`: how many more it has. `group`: the rollouts
+    of its group, this one included. `num_stray`: sampled special tokens that have no place in an answer.
     """
 
     step: int
@@ -87,6 +102,8 @@ class ShownRollout(TypedDict):
     branches: list[ShownBranch]
     cut_branches: NotRequired[int]
     error: str | None
+    group: NotRequired[list[ShownSibling]]
+    num_stray: NotRequired[int]
 
 
 _SHOWN = TypeAdapter(ShownRollout)

@@ -70,6 +70,8 @@ class HFChatTokenizer:
     """
     text_ids: frozenset[int]
     """Tokens of the vocabulary that are text: all but the special ones."""
+    special_ids: frozenset[int]
+    """Special tokens of the vocabulary."""
     byte_ids: frozenset[int]
     """Tokens whose text depends on the whole run of such tokens that they stand in (byte fallback). Mostly
     empty.
@@ -92,7 +94,8 @@ class HFChatTokenizer:
         self._tokenizer = tokenizer = _load(self.model_path)
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.text_ids = frozenset(vocabulary.values()) - special - set(tokenizer.all_special_ids)
+        self.special_ids = frozenset(special) | frozenset(tokenizer.all_special_ids)
+        self.text_ids = frozenset(vocabulary.values()) - self.special_ids
         if not self.text_ids:  # transformers makes an empty one where there are no files of a tokenizer
             what = f"{self.model_path} has no tokenizer: its vocabulary is empty"
             way_out = "copy tokenizer.json and tokenizer_config.json of the model into that folder."

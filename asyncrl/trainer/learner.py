@@ -42,6 +42,7 @@ from asyncrl.trainer.step_report import (
     GAP_ADVICE,
     GAP_WARNING,
     StepMeter,
+    advantages_of_rollouts,
     append_line,
     gap_fault,
     gap_metrics,
@@ -128,6 +129,8 @@ class Learner:
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
         """gaps_of_rollouts() of the batch that was trained last."""
+        self.rollout_advantages: list[tuple[int, int, float]] = []
+        """advantages_of_rollouts() of the same batch."""
         self._schedule_ahead = 0
         """Steps that the present settings would have taken so far, above those that were: 0 unless a resume
         changed them.
@@ -211,6 +214,7 @@ class Learner:
             with self._adapters.off():
                 batch.reference_N, _ = self._forward(self.policy, header, arrays, has_loss)
         batch.advantage_N = self._objective.advantages(batch)
+        self.rollout_advantages = advantages_of_rollouts(header, arrays, batch.advantage_N)
         return batch
 
     @torch.no_grad()
@@ -352,7 +356,7 @@ class Learner:
         return float(self.ranks.gather(float(whole))[0])
 
     def _save_failed(self, batch: BatchNumbers) -> Path:
-        path = self.spec.failed_dir / f"step_{batch.header.version}.safetensors"
+        path = self.spec.failed_dir / f"step_{batch.header.version + 1}.safetensors"
         if self.ranks.is_first:
             self.spec.failed_dir.mkdir(parents=True, exist_ok=True)
             path.write_bytes(pack_batch(batch.header, batch.arrays))

@@ -36,14 +36,18 @@ KINDS = {
     "event": "something that the journal notes",
 }
 """What a span can be, and what that means."""
-_FIRST, _LAST = ("trainer", "weight sync"), ("handovers", "checkpoints", "evaluations", "restarts")
+_FIRST, _LAST = ("trainer", "weight sync"), ("handovers", "checkpoints", "evaluations", "start", "restarts")
 _OF_VERSION = {"export", "prepare", "chunks", "commit", "pause", "checkpoint", "evaluation"}
 _BUSY = {"trainer", "weight sync", "handovers"}
 """Lanes that get spans with every step; so do those of engines."""
 
 
-def timeline_view(rows: Sequence[Row], events: Iterable[tuple[float, str]], problems: list[str]) -> Timeline:
-    """`rows` of timeline.jsonl; `events`: (seconds since the epoch, text) of the journal."""
+def timeline_view(
+    rows: Sequence[Row], events: Iterable[tuple[float, str]], problems: list[str], num_slots: int
+) -> Timeline:
+    """Build the time line from the `rows` of timeline.jsonl and the `events` of the journal, (seconds since
+    the epoch, text). `num_slots`: slots of an engine.
+    """
     spans, slots = spans_of(rows, problems), [row for row in rows if row[1] == "slots"]
     told = [("restarts", "event", at_s, 0.0, -1, text) for at_s, text in events]
     kept, is_cut = _bounded([*spans, *told])
@@ -69,19 +73,24 @@ def timeline_view(rows: Sequence[Row], events: Iterable[tuple[float, str]], prob
             if row[0] in numbers
         ],
         "slots": by_engine,
+        "num_slots": num_slots,
         "is_thinned": is_thinned,
     }
 
 
 def spans_of(rows: Sequence[Row], problems: list[str]) -> list[Row]:
-    """The spans of known kinds; where the run was started again, also the time in which nothing ran."""
-    found = list[Row]()
+    """Return the spans of known kinds. The first start has a lane of its own, as it is not a restart; before
+    each later one the time in which nothing ran becomes a span.
+    """
+    found, is_started = list[Row](), False
     for row in rows:
         if not row[0]:
             continue
         if row[1] not in KINDS:
             tell(problems, f"timeline.jsonl has a span of an unknown kind, {row[1][:40]!r}")
             continue
+        if row[1] == "start" and not is_started:
+            row, is_started = ("start", *row[1:4], -1, row[5]), True
         found.append(row)
     gone = list[Row]()
     for start_s in (row[2] for row in found if row[1] == "start"):
@@ -93,7 +102,8 @@ def spans_of(rows: Sequence[Row], problems: list[str]) -> list[Row]:
 
 def span_text(row: Row) -> str:
     """What it is of, and what is said of it."""
-    of = f"{'version' if row[1] in _OF_VERSION else 'step'} {row[4]}" if row[4] >= 0 else ""
+    of = f"version {row[4]}" if row[1] in _OF_VERSION else f"step {row[4] + 1}"
+    of = of if row[4] >= 0 else ""
     return ": ".join(filter(None, (of, row[5])))
 
 

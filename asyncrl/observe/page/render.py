@@ -57,6 +57,9 @@ def differences_of(runs: Sequence[RunView]) -> Iterator[Difference]:
     """Settings that are not the same in all runs, then results."""
     settings = [{setting["key"]: setting["value"] for setting in run["settings"]} for run in runs]
     tiles = [{tile["label"]: tile["value"] for tile in run["tiles"]} for run in runs]
+    for run, of_run in zip(runs, tiles, strict=True):
+        last, noise = run["verdict"]["reward_last"], run["verdict"]["reward_noise"]
+        of_run |= {} if last is None else {"reward at the end": f"{last:.3f} ± {noise or 0:.3f}"}
     shares = [{s["name"]: f"{s['fraction']:.0%} of the time" for s in run["shares"]} for run in runs]
     states = [{"state": run["state"]} for run in runs]
     for of_runs in (settings, states, tiles, shares):

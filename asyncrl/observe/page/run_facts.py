@@ -68,21 +68,21 @@ def _text(value: Any) -> str:
 
 
 def commands_for(run_dir: Path, state: str, config: RunConfig) -> list[tuple[str, str]]:
-    """What one may want to do next, with the paths of this run."""
+    """Return the next commands with the paths of this run."""
     more = [f"trainer.num_steps={2 * config.trainer.num_steps}"]
     if config.trainer.schedule != "constant":
         more += ["--allow-change", "trainer.num_steps"]
     folder = str(run_dir)
     again = ["asyncrl", "run", str(run_dir / "config.yaml"), "--run-dir", folder]
     is_live = state in ("starting", "running")
-    go_on = [] if is_live else [("go on with it, from where it stood", again)]
+    go_on = [] if is_live else [("Continue training", again)]
     if state == "done":
-        go_on = [("go on for as many steps again", [*again, *more])]
+        go_on = [("Continue training for as many steps again", [*again, *more])]
     rest = [
-        ("how it stands, live too", ["asyncrl", "status", folder]),
-        ("what was trained on, and what was wasted", ["asyncrl", "inspect", folder]),
-        ("this page while it goes on", ["asyncrl", "watch", folder]),
-        ("its weights as a Hugging Face folder", ["asyncrl", "export", folder, "OUT"]),
+        ("Status", ["asyncrl", "status", folder]),
+        ("Inspect batches and rollouts", ["asyncrl", "inspect", folder]),
+        ("Open live page", ["asyncrl", "watch", folder]),
+        ("Export weights", ["asyncrl", "export", folder, "OUT"]),
     ]
     return [(what, shlex.join(words)) for what, words in (*go_on, *rest)]
 
@@ -130,7 +130,7 @@ def failures_of_run(connection: sqlite3.Connection) -> list[Failure]:
 
 def cause_of(why: str) -> str:
     """The same for failures that differ in names and numbers alone."""
-    line = why.strip().splitlines()[0] if why.strip() else "no reason is given"
+    line = why.strip().splitlines()[0] if why.strip() else "no reason recorded"
     line = re.sub(r"^g\d+.*?; r\d+ ", "", line)
     line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", line[:600])
     return re.sub(r"\b(?:g\d+(?:/r\d+)?|0x[0-9a-f]+|[0-9a-f]{12,}|\d[\d.,]*)", "N", line)[:160]

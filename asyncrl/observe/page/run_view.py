@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,17 @@ from asyncrl.observe.page.run_facts import (
     warnings_of,
     without_secrets,
 )
-from asyncrl.observe.page.shape import Curve, Failure, RunView, Share, Tile
+from asyncrl.observe.page.shape import Curve, Failure, RunView, Share, ShownVerdict, Tile
 from asyncrl.observe.recorder import read_evaluations
-from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, duration, masked_tokens
+from asyncrl.observe.run_numbers import (
+    SHARES,
+    Steps,
+    TimeShares,
+    duration,
+    masked_tokens,
+    recent,
+    seconds_left,
+)
 from asyncrl.observe.status import judge_state, read_config, read_status
 from asyncrl.observe.timeline import TIMELINE_FILE, read_timeline
 from asyncrl.observe.verdict import Verdict, judge
@@ -49,14 +58,14 @@ def gather(run_dir: str | Path, steps_file: StepsFile | None = None) -> tuple[Ru
     state, why = judge_state(status, folder)
     steps, curves = (steps_file or StepsFile(folder)).read(problems)
     if state in ("done", "failed", "interrupted"):  # a page is read at any time later
-        why = str(status.get("why") or f"{len(steps)} of {config.trainer.num_steps} steps are done")
+        why = str(status.get("why") or f"{len(steps)} of {config.trainer.num_steps} steps done")
     events, failures = _from_journal(folder, problems)
     verdict = judge(steps, config) if steps else None
     evaluations = read_evaluations(folder, problems)
     rows = read_timeline(folder / TIMELINE_FILE, problems)
     if steps and not rows:
         problems.append(f"there is no {TIMELINE_FILE}: what ran when is not known")
-    timeline = timeline_view(rows, shown_events(events), problems)
+    timeline = timeline_view(rows, shown_events(events), problems, config.rollout.slots)
     shown, (step, time_s) = curves.curves(), curves.x()
     view: RunView = {
         "name": name_of(folder),
@@ -66,8 +75,9 @@ def gather(run_dir: str | Path, steps_file: StepsFile | None = None) -> tuple[Ru
         "started_s": timeline["start_s"],
         "num_steps": config.trainer.num_steps,
         "max_staleness": config.buffer.max_staleness,
-        "verdict": verdict_of(state, why, verdict),
-        "tiles": tiles_of(steps, config, evaluations),
+        "verdict": verdict_of(state, why, steps, verdict),
+        "window": max(1, round(num_recent(steps) * len(step) / max(1, len(steps)))),
+        "tiles": [*time_tiles(state, steps, config), *tiles_of(steps, config, evaluations)],
         "step": step,
         "time_s": time_s,
         "curves": shown,
@@ -100,53 +110,59 @@ def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[Failu
         return [], []
 
 
-def verdict_of(state: str, why: str, verdict: Verdict | None) -> list[str]:
-    """Sentences: how it ended, if not well; what held it back; which knob to turn."""
-    ended = [f"The run {state}: {why}"] if state in ("failed", "crashed") else []
-    ended = [f"The run was interrupted: {why}"] if state == "interrupted" else ended
-    if verdict is None:
-        return [*ended, "No step is taken yet: there is nothing to judge."]
-    learnt = []
-    if verdict.reward_first is not None and verdict.reward_last is not None:
-        first, last = (
-            f"{verdict.reward_first:.3f} in the first steps",
-            f"{verdict.reward_last:.3f} in the last",
-        )
-        learnt = [f"The reward went from {first} to {last}."]
-    return [*ended, *verdict.sentences[:2], *learnt, *verdict.sentences[2:]]
+def num_recent(steps: Steps) -> int:
+    """Return the number of steps whose mean is the verdict's last reward."""
+    rewards = steps.values("reward/mean")
+    return len(rewards[recent(len(rewards))])
 
 
-def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]]) -> list[Tile]:
-    """The numbers that one looks for first."""
-    num, step_s = len(steps), steps.mean("perf/step_s")
+def verdict_of(state: str, why: str, steps: Steps, verdict: Verdict | None) -> ShownVerdict:
+    """Return how the run ended, if not well, and what the verdict says."""
+    ended = f"The run {state}: {why}" if state in ("failed", "crashed") else ""
+    ended = f"The run was interrupted: {why}" if state == "interrupted" else ended
+    return {
+        "ended": ended,
+        "headline": "No step has ended yet." if verdict is None else verdict.headline,
+        "learning": [] if verdict is None else [*verdict.learning],
+        "health": None if verdict is None else [*verdict.health],
+        "speed": [] if verdict is None else [*verdict.speed],
+        "reward_first": None if verdict is None else verdict.reward_first,
+        "reward_last": None if verdict is None else verdict.reward_last,
+        "reward_noise": None if verdict is None else verdict.reward_noise,
+        "num_recent": num_recent(steps),
+        "trend": "unknown" if verdict is None else verdict.trend,
+    }
+
+
+def time_tiles(state: str, steps: Steps, config: RunConfig) -> Iterator[Tile]:
+    """Steps, time and, in a live run, the time left."""
+    num, num_steps, step_s = len(steps), config.trainer.num_steps, steps.mean("perf/step_s")
     pace = "" if step_s is None else f", {step_s:.3g} s each"
-    tiles: list[Tile] = [
-        {"label": "steps", "value": f"{num:,}", "note": f"of {config.trainer.num_steps}{pace}"}
-    ]
-    if rewards := steps.values("reward/mean"):
-        note = f"of the last batch; {rewards[0]:.3f} of the first, {max(rewards):.3f} of the best"
-        tiles.insert(0, {"label": "reward", "value": f"{rewards[-1]:.3f}", "note": note})
-    decides = [line for line in evaluations if line.get("name", "") == (config.best_eval or "")]
-    if means := [line["eval/reward_mean"] for line in decides if "eval/reward_mean" in line]:
-        note = f"{max(means):.3f} at best, of {len(means)}"
-        label = f"last evaluation {config.best_eval or ''}".strip()
-        tiles.insert(1, {"label": label, "value": f"{means[-1]:.3f}", "note": note})
+    yield {"label": "steps", "value": f"{num:,}", "note": f"of {num_steps:,}{pace}"}
+    if state == "running" and (left_s := seconds_left(steps, num_steps)) is not None:
+        yield {"label": "time left", "value": duration(left_s), "note": "at the pace of the last 20 steps"}
     if num:
         wall_s, in_steps = float(steps.last.get("time_s", 0.0)), duration(steps.total("perf/step_s"))
-        tiles.append({"label": "time", "value": duration(wall_s), "note": f"{in_steps} of it in steps"})
-        if (tokens := steps.total("tokens/trained")) and wall_s > 0:
-            note = f"{tokens:,.0f} in all, {masked_tokens(steps):,} masked"
-            tiles.append(
-                {"label": "trained tokens", "value": f"{tokens / wall_s:,.0f} a second", "note": note}
-            )
+        yield {"label": "time", "value": duration(wall_s), "note": f"{in_steps} of it in steps"}
+
+
+def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]]) -> Iterator[Tile]:
+    """The newest evaluation, throughput, staleness and failed rollouts."""
+    decides = [line for line in evaluations if line.get("name", "") == (config.best_eval or "")]
+    if means := [line["eval/reward_mean"] for line in decides if "eval/reward_mean" in line]:
+        label = f"last evaluation {config.best_eval or ''}".strip()
+        yield {"label": label, "value": f"{means[-1]:.3f}", "note": f"best of {len(means)}: {max(means):.3f}"}
+    wall_s, tokens = float(steps.last.get("time_s", 0.0)), steps.total("tokens/trained")
+    if tokens and wall_s > 0:
+        note = f"trained, waits included; {masked_tokens(steps):,} tokens were masked as too old"
+        yield {"label": "tokens a second", "value": f"{tokens / wall_s:,.0f}", "note": note}
     if (age := steps.mean("sample/staleness_mean")) is not None:
         largest, bound = steps.most("sample/staleness_max"), config.buffer.max_staleness
-        note = f"at most {largest or 0:.0f} of {bound} allowed"
-        tiles.append({"label": "staleness", "value": f"{age:.2f} versions", "note": note})
+        note = f"largest {largest or 0:.0f}, bound {bound}"
+        yield {"label": "staleness", "value": f"{age:.2f} versions", "note": note}
     if (failed := steps.last.get("rollout/failed")) is not None:
-        note = f"{steps.last.get('rollout/retried', 0):.0f} attempts again"
-        tiles.append({"label": "failed rollouts", "value": f"{failed:.0f}", "note": note})
-    return tiles
+        note = f"{steps.last.get('rollout/retried', 0):.0f} retries"
+        yield {"label": "failed rollouts", "value": f"{failed:.0f}", "note": note}
 
 
 def shares_of(steps: Steps, verdict: Verdict | None) -> list[Share]:

@@ -29,7 +29,8 @@ class Timeline(TypedDict):
     restarts.
     `kinds`: what a span can be, each with a `name` and a `meaning`. `spans`: [lane, kind, start, end, text]
     by number of lane and kind; an instant has start = end. `slots`: engine -> [time, busy requests], busy
-    over time. `is_thinned`: spans were left out, the shortest first, or only the newest are shown.
+    over time, of the `num_slots` that each engine has. `is_thinned`: spans were left out, the shortest first,
+    or only the newest are shown.
     """
 
     start_s: float
@@ -37,6 +38,7 @@ class Timeline(TypedDict):
     kinds: list[dict[str, str]]
     spans: list[tuple[int, int, float, float, str]]
     slots: dict[str, list[tuple[float, float]]]
+    num_slots: int
     is_thinned: bool
 
 
@@ -73,11 +75,30 @@ class Tile(TypedDict):
     note: str
 
 
+class ShownVerdict(TypedDict):
+    """Did it learn, is it healthy, how fast was it: sentences, as verdict.py makes them. `ended`: how the run
+    ended, if not well; else ''. `health`: null before the first step, empty for a healthy run. The rewards
+    are means of the first and of the recent steps; `reward_noise`: standard error of the recent mean;
+    `num_recent`: how many steps it is over.
+    """
+
+    ended: str
+    headline: str
+    learning: list[str]
+    health: list[str] | None
+    speed: list[str]
+    reward_first: float | None
+    reward_last: float | None
+    reward_noise: float | None
+    num_recent: int
+    trend: str
+
+
 class RunView(TypedDict):
-    """One run. `verdict`: the most important sentence first, then what to do. `step` and `time_s`: the x
-    values of the curves; `evaluations`: policy_version, time_s and metrics of each. `step_times`: seconds of
-    a step by what they went on, which add up to perf/step_s. `gauges`: unit and meaning of each metric.
-    `commands`: [what it does, command].
+    """One run. `window`: the number of points of a curve that the verdict's recent steps are. `step` and
+    `time_s`: the x values of the curves; `evaluations`: policy_version, time_s and metrics of each.
+    `step_times`: seconds of a step by what they went on, which add up to perf/step_s. `gauges`: unit and
+    meaning of each metric. `commands`: [what it does, command].
     """
 
     name: str
@@ -87,7 +108,8 @@ class RunView(TypedDict):
     started_s: float
     num_steps: int
     max_staleness: int
-    verdict: list[str]
+    verdict: ShownVerdict
+    window: int
     tiles: list[Tile]
     step: list[float]
     time_s: list[float]

@@ -19,19 +19,19 @@ const INCREMENTS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 
   7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000];
 
 function axesOf(spec) {
-  const look = { stroke: css("--muted"), font: "12px system-ui, sans-serif", grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 } };
+  const look = { stroke: css("--muted"), font: `${spec.isSmall ? 11 : 12}px system-ui, sans-serif`, grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 } };
   const x = spec.isTime
     ? { ...look, size: 32, values: (_, ticks) => secondsText(ticks), incrs: INCREMENTS, space: 70 }
     : { ...look, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (_, ticks) => ticks.map(tick => tick.toLocaleString("en")), space: 60 };
   const y = { ...look, size: 66, values: (_, ticks) => ticks.map(tick => amount(tick, ["s", "bytes", "0..1"].includes(spec.unit) ? spec.unit : "")) };
-  return [x, y];
+  return spec.isSmall ? [{ ...x, size: 22 }, { ...y, size: 52, space: 26 }] : [x, y];
 }
 
 function optionsOf(spec, width) {
   const series = [{ label: spec.isTime ? "time" : "step", value: (_, v) => v === null || v === undefined ? "–" : spec.isTime ? duration(v) : plainNumber(v) }];
   for (const line of spec.lines) {
     series.push({
-      label: line.label, class: line.isQuiet ? "quiet" : undefined, stroke: line.stroke, width: line.width ?? 2, fill: line.fill,
+      label: line.label, scale: line.scale || "y", class: line.isQuiet ? "quiet" : undefined, stroke: line.stroke, width: line.width ?? 2, fill: line.fill,
       dash: line.dash, paths: line.paths, spanGaps: Boolean(line.spansGaps),
       points: line.isPoints ? { show: true, size: 8, fill: line.stroke } : line.width === 0 || line.fill || line.dash || line.isEdge ? { show: false } : { size: 5 },
       value: (_, v, at, row) => amount(line.raw && row !== null ? line.raw[row] : v, spec.unit),
@@ -39,17 +39,17 @@ function optionsOf(spec, width) {
   }
   const labels = spec.lines.map(line => line.label);
   return {
-    width, height: spec.height || 260, series, axes: axesOf(spec), legend: { live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
+    width, height: spec.isSmall ? 110 : 300, series, axes: axesOf(spec), legend: { show: !spec.isSmall, live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
     bands: (spec.bands || []).map(([high, low, fill]) => ({ series: [labels.indexOf(high) + 1, labels.indexOf(low) + 1], fill })),
-    scales: { x: { time: false, ...(spec.isBars && { range: (_, low, high) => [low - 0.5, high + 0.5] }) }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.08, true) } },
+    scales: { x: { time: false, ...(spec.isBars && { range: (_, low, high) => [low - 0.5, high + 0.5] }) }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.08, true) }, share: { range: [0, 1.05] } },
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
   };
 }
 
-/* Draws `spec` into the box: {title, what, lines, bands, unit, isTime, range, height, isEmpty: text}. */
+/* Draws `spec` into the box: {title, what, lines, bands, unit, isTime, isSmall, range, isEmpty: text}. */
 function drawChart(id, spec) {
   const box = byId(id), known = charts.get(id);
-  const head = h("div", { class: "chart-head" }, h("h3", {}, spec.title), h("p", {}, spec.what || ""));
+  const head = h("div", { class: "chart-head" }, h("h3", { title: spec.title }, spec.title), h("p", { title: spec.what }, spec.what || ""));
   if (spec.isEmpty || !spec.lines.some(line => line.y.some(value => value !== null && value !== undefined))) {
     known?.plot.destroy();
     charts.delete(id);
@@ -68,17 +68,24 @@ function drawChart(id, spec) {
   known?.plot.destroy();
   const reset = h("button", { type: "button", class: "small", hidden: true, onclick: () => unzoom(id) }, "Whole range");
   const holder = h("div", { class: "plot", tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": spoken(spec), onkeydown: event => chartKey(id, event) });
-  head.append(reset);
+  const now = h("span", { class: "now" });
+  head.append(reset, ...(spec.isSmall ? [now] : []));
   box.replaceChildren(head, holder);
   const entry = { spec, shape, reset, isZoomed: false, lines: spec.lines };
   const options = optionsOf(spec, Math.max(240, box.clientWidth));
   options.series.slice(1).forEach((line, at) => {
     line.value = (_, v, __, row) => amount(entry.lines[at].raw && row !== null ? entry.lines[at].raw[row] : v, spec.unit);
   });
-  const newest = plot => { if (!(plot.cursor.left >= 0)) plot.setLegend({ idxs: plot.data.map(line => line.findLastIndex(value => value !== null && value !== undefined)) }, false); };
-  options.hooks = { ready: [newest], setCursor: [newest], setData: [newest], setSelect: [plot => { if (plot.select.width > 0) markZoom(entry, true); }] };
+  const newest = plot => {
+    const last = plot.data.map(line => line.findLastIndex(value => value !== null && value !== undefined)), isOut = !(plot.cursor.left >= 0);
+    if (isOut && !spec.isSmall) plot.setLegend({ idxs: last }, false);
+    now.textContent = entry.lines.map((line, at) => line.isQuiet ? null : amount(plot.data[at + 1][isOut ? last[at + 1] : plot.cursor.idx], line.unit ?? spec.unit)).filter(Boolean).slice(0, 3).join(" · ");
+  };
+  options.hooks = { ready: [newest], setCursor: [newest], setData: [newest], draw: [plot => markStep(plot, spec)], setSelect: [plot => { if (plot.select.width > 0) markZoom(entry, true); }] };
   entry.plot = new uPlot(options, data, holder);
   entry.plot.over.addEventListener("dblclick", () => markZoom(entry, false));
+  entry.plot.over.addEventListener("mousedown", event => { entry.pressed = event.clientX; });
+  entry.plot.over.addEventListener("click", event => { if (Math.abs(event.clientX - entry.pressed) < 4) pickStep(entry); });
   charts.set(id, entry);
   if (zoomWas) zoomTo(entry, zoomWas.min, zoomWas.max);
 }
@@ -89,6 +96,25 @@ function spoken(spec) {
     return one.length ? `${line.label}: ${amount(one[0], spec.unit)} at first, ${amount(one[one.length - 1], spec.unit)} at last` : `${line.label}: nothing`;
   });
   return `${spec.title}. ${told.join("; ")}. Arrow keys read values, plus and minus zoom, 0 shows the whole range.`;
+}
+
+/* The index of the value in the rising list that is nearest. */
+const nearest = (values, value) => values.reduce((best, each, at) => Math.abs(each - value) < Math.abs(values[best] - value) ? at : best, 0);
+
+function markStep(plot, spec) {
+  const run = shown.page.runs[shown.run];
+  if (shown.step === null || !run?.step.length) return;
+  const x = Math.round(plot.valToPos(spec.isTime ? run.time_s[nearest(run.step, shown.step)] : shown.step, "x", true)), { left, top, width, height } = plot.bbox;
+  if (x < left || x > left + width) return;
+  plot.ctx.fillStyle = css("--accent");
+  plot.ctx.fillRect(x, top, window.devicePixelRatio || 1, height);
+}
+
+function pickStep({ plot, spec }) {
+  const run = shown.page.runs[shown.run], { idx } = plot.cursor;
+  if (idx === null || idx === undefined) return;
+  const x = plot.data[0][idx];
+  chooseStep(Math.round(spec.isTime ? run.step[nearest(run.time_s, x)] : x));
 }
 
 function markZoom(entry, isZoomed) {
@@ -120,11 +146,12 @@ function chartKey(id, event) {
     if (wide[0] === x[0] && wide[1] === x[x.length - 1]) unzoom(id);
     else zoomTo(entry, ...wide);
   } else if (event.key === "0" || event.key === "Escape") unzoom(id);
+  else if (event.key === "Enter") pickStep(entry);
   else return;
   event.preventDefault();
 }
 
-/* Mean of the last few values at each place, as reward.png has it. */
+/* Mean of the last few values at each place: its end is the reward that the verdict names. */
 function runningMean(values, window) {
   const kept = [];
   return values.map(value => {
@@ -141,14 +168,13 @@ function rewardSpec(runs, isTime) {
   runs.forEach((run, index) => {
     const curve = run.curves["reward/mean"], colour = runColour(index), x = xOf(run, isTime), name = isAlone ? "" : `${run.name} `;
     if (!curve) return;
-    const window = Math.max(1, Math.min(25, Math.floor(curve.mean.length / 20)));
     if (curve.low && curve.high) {
       lines.push({ label: `${name}high`, x, y: curve.high, width: 0, isQuiet: true }, { label: `${name}low`, x, y: curve.low, width: 0, isQuiet: true });
       bands.push([`${name}high`, `${name}low`, faded(colour, 0.14)]);
     }
-    const isSmooth = window > 1;
+    const isSmooth = run.window > 1 && curve.mean.length > 2 * run.window;
     lines.push({ label: `${name}${curve.low ? "mean of a stretch" : "each step"}`, x, y: curve.mean, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
-    if (isSmooth) lines.push({ label: isAlone ? "running mean" : run.name, x, y: runningMean(curve.mean, window), stroke: colour, width: 2.5 });
+    if (isSmooth) lines.push({ label: isAlone ? `mean of ${run.verdict.num_recent} steps` : run.name, x, y: runningMean(curve.mean, run.window), stroke: colour, width: 2.5 });
     const evaluated = run.evaluations.filter(line => line["eval/reward_mean"] !== undefined);
     for (const one of new Set(evaluated.map(line => line.name ?? ""))) {
       const told = evaluated.filter(line => (line.name ?? "") === one), at = told.map(line => isTime ? line.time_s : line.policy_version);
@@ -174,18 +200,22 @@ function stalenessSpec(runs, isTime) {
   return { title: "Staleness", what: "versions between sampling and training: mean to max, and the bound", lines, bands, unit: "", isTime, isEmpty: withoutSteps(runs), range: (_, high) => [0, Math.max(top, high || 0) * 1.12] };
 }
 
-function metricSpec(runs, name, isTime) {
-  const lines = [], bands = [], gauge = runs.map(run => run.gauges[name]).find(Boolean) || { unit: "", meaning: "" };
-  runs.forEach((run, index) => {
-    const curve = run.curves[name], colour = runColour(index), x = xOf(run, isTime);
+/* What shows at a glance whether a run is healthy; of two metrics the second is a share, with a scale of its own. */
+const FIXED = [["policy/entropy"], ["policy/grad_norm"], ["sample/length_mean", "sample/truncated_fraction"], ["reward/std"], ["policy/logprob_gap_mean"], ["policy/clip_fraction"]];
+const TITLES = { "policy/entropy": "Entropy", "policy/grad_norm": "Gradient norm", "sample/length_mean": "Length · truncated", "reward/std": "Reward std", "policy/logprob_gap_mean": "Logprob gap", "policy/clip_fraction": "Clip fraction" };
+
+function smallSpec(runs, names, isTime) {
+  const lines = [], bands = [], [name] = names, isFixed = FIXED.includes(names), gaugeOf = each => runs.map(run => run.gauges[each]).find(Boolean) || { unit: "", meaning: "" };
+  runs.forEach((run, index) => names.forEach((each, at) => {
+    const curve = run.curves[each], colour = runColour(index), x = xOf(run, isTime), label = names.length > 1 ? `${run.name} ${each}` : run.name;
     if (!curve) return;
-    if (curve.low && curve.high) {
-      lines.push({ label: `${run.name} high`, x, y: curve.high, width: 0, isQuiet: true }, { label: `${run.name} low`, x, y: curve.low, width: 0, isQuiet: true });
-      bands.push([`${run.name} high`, `${run.name} low`, faded(colour, 0.16)]);
+    if (curve.low && curve.high && at === 0) {
+      lines.push({ label: `${label} high`, x, y: curve.high, width: 0, isQuiet: true }, { label: `${label} low`, x, y: curve.low, width: 0, isQuiet: true });
+      bands.push([`${label} high`, `${label} low`, faded(colour, 0.16)]);
     }
-    lines.push({ label: runs.length === 1 ? "mean" : run.name, x, y: curve.mean, stroke: colour });
-  });
-  return { title: name, what: [gauge.meaning, gauge.unit && `in ${gauge.unit === "0..1" ? "shares, 0..1" : gauge.unit}`].filter(Boolean).join("; "), lines, bands, unit: gauge.unit, isTime, isEmpty: withoutSteps(runs) };
+    lines.push({ label, x, y: curve.mean, stroke: colour, width: 1.5, unit: gaugeOf(each).unit, ...(at && { scale: "share", dash: [4, 3], stroke: faded(colour, 0.75) }) });
+  }));
+  return { title: isFixed ? TITLES[name] : name, what: names.map(each => gaugeOf(each).meaning).join("; dashed: "), lines, bands, unit: gaugeOf(name).unit, isTime, isSmall: true, isEmpty: withoutSteps(runs) };
 }
 
 /* Parts of each step, one on the other: the highest sum is drawn first, the next before it. */

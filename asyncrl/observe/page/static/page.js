@@ -1,7 +1,7 @@
 /* The page: which part needs which data, and when it is drawn anew. */
 
-const shown = { page: null, run: 0, isTime: false, metric: null, drawn: new Map(), errors: [] };
-const PARTS = [["verdict", "Verdict"], ["curves", "Learning"], ["time", "Time"], ["timeline", "Time line"], ["samples", "Samples"], ["failures", "Failures"], ["evaluations", "Evaluations"], ["metrics", "Metrics"], ["config", "Config"], ["commands", "Commands"]];
+const shown = { page: null, run: 0, isTime: false, step: null, filter: "", inSight: new Set(), drawn: new Map(), errors: [] };
+const PARTS = [["verdict", "Verdict"], ["curves", "Learning"], ["samples", "Samples"], ["time", "Time"], ["timeline", "Time line"], ["metrics", "Metrics"], ["config", "Config"], ["commands", "Commands"]];
 
 /* Draws a part if something that it shows is another value than at the last time; unchanged data keep their identity. */
 function part(name, needs, draw) {
@@ -29,7 +29,7 @@ function drawPage() {
     byId("state").replaceChildren(runs.length > 1 ? "" : statePill(run.state));
   });
   part("runs", [shown.run, theme, ...runs.flatMap(each => [each.name, each.state])], () => showRuns(page, shown.run, index => { shown.run = index; drawPage(); }));
-  part("verdict", [run.verdict, run.tiles, run.why], () => showVerdict(run));
+  part("verdict", [run.verdict, run.tiles, run.why, run.state], () => showVerdict(run));
   part("warnings", [run.warnings, run.problems], () => showWarnings(run));
   part("reward", [isTime, theme, wide, ...curves], () => drawChart("reward", rewardSpec(runs, isTime)));
   part("staleness", [isTime, theme, wide, ...curves], () => drawChart("staleness", stalenessSpec(runs, isTime)));
@@ -40,26 +40,70 @@ function drawPage() {
   part("samples", [run.samples, run.run_dir], () => showSamples(run.samples, run));
   part("failures", [run.failures], () => showFailures(run));
   part("evaluations", [run.evaluations], () => showEvaluations(run));
-  part("metric-names", [Object.keys(Object.assign({}, ...runs.map(each => each.curves))).sort().join(" ")], drawMetricPicker);
-  part("metric", [isTime, theme, wide, shown.metric, ...curves], () => shown.metric ? drawChart("metric", metricSpec(runs, shown.metric, isTime)) : byId("metric").replaceChildren(nothing("No step has ended yet, so there is no metric.")));
+  FIXED.forEach((names, at) => part(`fixed-${at}`, [isTime, theme, wide, ...curves], () => drawChart(`fixed-${at}`, smallSpec(runs, names, isTime))));
+  part("metric-names", [metricNames().join(" "), shown.filter], drawMetricGrid);
+  for (const id of shown.inSight) part(id, [isTime, theme, wide, ...curves], () => drawChart(id, smallSpec(runs, [id.slice(METRIC.length)], isTime)));
+  part("step", [shown.step, run], drawStepTools);
   part("config", [run.settings], () => showConfig(run));
   part("commands", [run.commands], () => showCommands(run));
 }
 
-/* All metrics in one list, by the part of the name before the slash. */
-function drawMetricPicker() {
-  const names = [...new Set(shown.page.runs.flatMap(run => Object.keys(run.curves)))].sort(), groups = new Map();
-  for (const name of names) {
-    const group = name.includes("/") ? name.split("/")[0] : "other";
-    groups.set(group, [...(groups.get(group) || []), name]);
+const METRIC = "metric ";
+const metricNames = () => [...new Set(shown.page.runs.flatMap(run => Object.keys(run.curves)))].sort();
+const sight = new IntersectionObserver(entries => {
+  for (const entry of entries) shown.inSight[entry.isIntersecting ? "add" : "delete"](entry.target.id);
+  drawPage();
+}, { rootMargin: "300px" });
+
+/* A small chart for each metric that fits the filter; drawn when it comes into sight, as there are many. */
+function drawMetricGrid() {
+  const all = metricNames(), names = all.filter(name => name.toLowerCase().includes(shown.filter.trim().toLowerCase())), grid = byId("metric-grid");
+  if (!byId("metric-filter")) byId("metric-tools").replaceChildren(
+    h("label", { class: "pick" }, "Filter", h("input", { type: "search", id: "metric-filter", placeholder: "reward, perf/ …", spellcheck: "false", oninput: event => { shown.filter = event.target.value; drawPage(); } })),
+    h("span", { class: "range", role: "status" }));
+  byId("metric-tools").querySelector(".range").textContent = `${names.length} of ${all.length} metrics`;
+  sight.disconnect();
+  dropCharts(METRIC);
+  grid.replaceChildren(...names.map(name => h("div", { class: "chart small", id: METRIC + name })), ...(names.length ? [] : [nothing(all.length ? "No metric fits." : "No step has ended yet.")]));
+  grid.childNodes.forEach(node => node.id && sight.observe(node));
+}
+
+function dropCharts(prefix) {
+  for (const id of [...charts.keys(), ...shown.drawn.keys()].filter(id => id.startsWith(prefix))) {
+    charts.get(id)?.plot.destroy();
+    charts.delete(id);
+    shown.drawn.delete(id);
+    shown.inSight.delete(id);
   }
-  if (!names.includes(shown.metric)) shown.metric = names.find(name => name === "policy/entropy") || names[0] || null;
-  const step = by => { shown.metric = names[(names.indexOf(shown.metric) + by + names.length) % names.length]; byId("metric-name").value = shown.metric; drawPage(); };
-  byId("metric-tools").replaceChildren(...(names.length ? [
-    h("label", { class: "pick" }, "Metric", h("select", { id: "metric-name", onchange: event => { shown.metric = event.target.value; drawPage(); } },
-      [...groups].map(([group, each]) => h("optgroup", { label: group }, each.map(name => h("option", { value: name, selected: name === shown.metric }, name)))))),
-    h("button", { type: "button", class: "small", onclick: () => step(-1) }, "Previous"), h("button", { type: "button", class: "small", onclick: () => step(1) }, "Next"),
-    h("span", { class: "range" }, `${names.length} metrics`)] : []));
+}
+
+/* A step that was clicked in a chart, or named in the address: a line in all charts, and where to look further. */
+function chooseStep(step) {
+  shown.step = step;
+  history.replaceState(null, "", step === null ? location.href.split("#")[0] : `#step=${step}`);
+  charts.forEach(({ plot }) => plot.redraw(false));
+  drawPage();
+}
+
+function drawStepTools() {
+  const run = shown.page.runs[shown.run], { step } = shown, box = byId("step-tools");
+  if (step === null) return box.replaceChildren(h("span", { class: "hint" }, "Click a chart to pick a step."));
+  const reward = run.curves["reward/mean"]?.mean[nearest(run.step, step)], button = (text, act) => h("button", { type: "button", class: "small", onclick: act }, text);
+  box.replaceChildren(h("strong", {}, `Step ${step}`), ...(reward === undefined ? [] : [h("span", { class: "range" }, `reward ${amount(reward, "")}`)]),
+    ...(samples.all.length ? [button("Its samples", () => samplesOfStep(step))] : []), button("Its time line", () => timelineOfStep(step)),
+    copyButton(() => linkTo(`step=${step}`), "Copy link"), button("Clear", () => chooseStep(null)));
+}
+
+const linkTo = fragment => `${location.href.split("#")[0]}#${fragment}`;
+
+/* #step=42 and #sample=KEY lead to what they name. */
+function followAddress() {
+  const [name, value] = decodeURIComponent(location.hash.slice(1)).split("=");
+  if (name === "step" && Number.isFinite(Number(value))) {
+    chooseStep(Number(value));
+    byId("curves").scrollIntoView();
+  }
+  if (name === "sample" && showSampleOf(value)) byId("samples").scrollIntoView();
 }
 
 function showNotes(notes) {
@@ -77,12 +121,15 @@ function start() {
   const page = shown.page = JSON.parse(byId("data").textContent);
   byId("nav").append(...PARTS.map(([id, text]) => h("a", { href: `#${id}` }, text)));
   byId("axis").append(choice("Horizontal axis", [["step", "Steps"], ["time", "Seconds"]], "step", value => { shown.isTime = value === "time"; drawPage(); }));
+  byId("fixed").append(...FIXED.map((_, at) => h("div", { class: "chart small", id: `fixed-${at}` })));
   drawPage();
+  followAddress();
+  addEventListener("hashchange", followAddress);
   let waits = 0;
   addEventListener("resize", () => { clearTimeout(waits); waits = setTimeout(redrawAll, 120); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
   for (const [name, isPrint] of [["beforeprint", true], ["afterprint", false]]) {
-    addEventListener(name, () => { document.documentElement.toggleAttribute("data-print", isPrint); redrawAll(); });
+    addEventListener(name, () => { document.documentElement.toggleAttribute("data-print", isPrint); if (isPrint) metricNames().filter(name => byId(METRIC + name)).forEach(name => shown.inSight.add(METRIC + name)); redrawAll(); });
   }
   if (page.is_live) startLive(() => shown.page.made_s, change => { shown.page = change(shown.page); shown.run = Math.min(shown.run, Math.max(0, shown.page.runs.length - 1)); drawPage(); }, showNotes);
 }
@@ -94,6 +141,7 @@ window.asyncrlPage = Object.freeze({
     points: plot.data.slice(1).map(line => line.filter(value => value !== null && value !== undefined).length) })),
   timeline: () => ({ from: timeline.from, to: timeline.to, lanes: timeline.rows.map(row => row.name), spans: timeline.data?.spans.length ?? 0 }),
   sample: () => samples.key,
+  step: () => shown.step,
   runs: () => shown.page.runs.map(run => ({ name: run.name, state: run.state, steps: run.step.length, last: run.step[run.step.length - 1] ?? null })),
 });
 

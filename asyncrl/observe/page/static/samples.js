@@ -1,7 +1,7 @@
 /* What the model said: a list with filters, and one rollout in full, its tokens coloured. */
 
 const PAGE_OF_SAMPLES = 60;
-const samples = { all: [], kind: "", step: "", task: "", sort: "newest", num: PAGE_OF_SAMPLES, key: null, branch: 0, colour: "version", shown: null };
+const samples = { all: [], kind: "", step: "", task: "", sort: "newest", words: "", marks: null, num: PAGE_OF_SAMPLES, key: null, branch: 0, colour: "version", shown: null };
 const keyOf = sample => `${sample.step}/${sample.group_id}/${sample.sample_index}/${sample.kind}`;
 const SORTS = {
   newest: ["newest step first", (a, b) => b.step - a.step],
@@ -14,6 +14,7 @@ const SORTS = {
 function showSamples(all, run) {
   const box = bodyOf("samples");
   samples.all = all;
+  samples.marks = marksOf(all);
   if (!all.length) {
     samples.shown = null;
     box.replaceChildren(nothing(`No samples: ${run.run_dir}/samples.jsonl is not there or empty. A run keeps a few rollouts of each step (observe.samples_per_step; 0 keeps none).`));
@@ -27,6 +28,38 @@ function showSamples(all, run) {
   drawSampleList();
 }
 
+/* What finds the special tokens that were sampled in texts that come without token by token; null if none was. */
+function marksOf(all) {
+  const stretches = all.flatMap(sample => sample.branches).flatMap(branch => branch.stretches);
+  const texts = new Set(stretches.flatMap(part => (part.special || []).map(at => part.pieces[at])).filter(Boolean));
+  const escaped = [...texts].sort((a, b) => b.length - a.length).map(text => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  return escaped.length ? new RegExp(`(${escaped.join("|")})`) : null;
+}
+
+/* The text with its special tokens marked: split() puts them at the odd places. */
+const marked = text => samples.marks ? text.split(samples.marks).map((part, at) => at % 2 ? h("mark", { class: "special" }, part) : part) : [text];
+const wordsOf = sample => sample.error || sample.branches.flatMap(branch => branch.stretches).filter(part => part.is_sampled).map(part => part.text).join(" … ");
+const searched = sample => [sample.prompt_id, sample.answer, wordsOf(sample), ...sample.messages.map(message => message.content)].join("\n").toLowerCase();
+const badge = sample => h("span", { class: `badge ${sample.kind}${sample.num_stray ? " stray" : ""}` }, sample.kind);
+
+function samplesOfStep(step) {
+  const steps = samples.all.map(sample => sample.step), at = steps.reduce((best, each) => Math.abs(each - step) < Math.abs(best - step) ? each : best);
+  Object.assign(samples, { kind: "", task: "", words: "", step: String(at) });
+  drawSampleTools();
+  drawSampleList();
+  byId("samples").scrollIntoView();
+}
+
+/* Whether the sample of this key is there; then it is shown, whatever the filters were. */
+function showSampleOf(key) {
+  const sample = samples.all.find(each => keyOf(each) === key);
+  if (!sample) return false;
+  Object.assign(samples, { kind: "", task: "", words: "", step: String(sample.step), key });
+  drawSampleTools();
+  drawSampleList();
+  return true;
+}
+
 function drawSampleTools() {
   const steps = [...new Set(samples.all.map(sample => sample.step))].sort((a, b) => b - a);
   const tasks = [...new Set(samples.all.map(sample => sample.task).filter(Boolean))].sort();
@@ -34,13 +67,15 @@ function drawSampleTools() {
   const pick = (label, name, options) => h("label", { class: "pick" }, label, h("select", { "data-key": name, onchange: event => { samples[name] = event.target.value; samples.num = PAGE_OF_SAMPLES; drawSampleList(); } },
     options.map(([value, text]) => h("option", { value, selected: String(samples[name]) === String(value) }, text))));
   byId("sample-tools").replaceChildren(
+    h("label", { class: "pick" }, "Search", h("input", { type: "search", "data-key": "words", value: samples.words, placeholder: "text, answer, prompt id", spellcheck: "false", oninput: event => { samples.words = event.target.value; samples.num = PAGE_OF_SAMPLES; drawSampleList(); } })),
     pick("Kind", "kind", [["", "all"], ...kinds.map(kind => [kind, kind])]), pick("Step", "step", [["", "all"], ...steps.map(step => [step, step])]),
     ...(tasks.length > 1 ? [pick("Task", "task", [["", "all"], ...tasks.map(task => [task, task])])] : []),
     pick("Sort", "sort", Object.entries(SORTS).map(([name, [text]]) => [name, text])), h("span", { class: "range", id: "sample-count", role: "status" }));
 }
 
 function drawSampleList() {
-  const chosen = samples.all.filter(sample => (!samples.kind || sample.kind === samples.kind) && (samples.step === "" || sample.step === Number(samples.step)) && (!samples.task || sample.task === samples.task));
+  const words = samples.words.trim().toLowerCase();
+  const chosen = samples.all.filter(sample => (!words || searched(sample).includes(words)) && (!samples.kind || sample.kind === samples.kind) && (samples.step === "" || sample.step === Number(samples.step)) && (!samples.task || sample.task === samples.task));
   chosen.sort(SORTS[samples.sort][1]);
   const list = byId("sample-list"), left = chosen.length - samples.num;
   byId("sample-count").textContent = `${chosen.length} of ${samples.all.length}`;
@@ -53,16 +88,17 @@ function drawSampleList() {
 }
 
 function sampleButton(sample) {
-  const key = keyOf(sample), words = sample.error || sample.branches.flatMap(branch => branch.stretches).filter(part => part.is_sampled).map(part => part.text).join(" … ");
+  const key = keyOf(sample), words = wordsOf(sample);
   return h("div", { role: "listitem" }, h("button", { type: "button", class: `sample ${sample.kind}`, "data-key": key, "aria-pressed": String(key === samples.key), onclick: () => chooseSample(sample) },
-    h("span", { class: "line" }, h("span", { class: `badge ${sample.kind}` }, sample.kind), h("span", { class: "at" }, `step ${sample.step}`), h("span", { class: "reward" }, sample.reward === null ? "no reward" : `reward ${plainNumber(sample.reward)}`)),
-    h("span", { class: "words" }, words.trim().slice(0, 160) || "(nothing was sampled)")));
+    h("span", { class: "line" }, badge(sample), h("span", { class: "at" }, `step ${sample.step}${sample.num_stray ? ", special tokens" : ""}`), h("span", { class: "reward" }, sample.reward === null ? "no reward" : `reward ${plainNumber(sample.reward)}`)),
+    h("span", { class: "words" }, marked(words.trim().slice(0, 160) || "(nothing was sampled)"))));
 }
 
 function chooseSample(sample) {
   samples.key = keyOf(sample);
   for (const button of byId("sample-list").querySelectorAll("button.sample")) button.setAttribute("aria-pressed", String(button.dataset.key === samples.key));
   showSample(sample);
+  history.replaceState(null, "", `#sample=${encodeURIComponent(samples.key)}`);
   const article = byId("sample");
   if (article.getBoundingClientRect().top > window.innerHeight * 0.8) article.scrollIntoView({ block: "start" });
 }
@@ -73,9 +109,10 @@ function showSample(sample) {
   samples.branch = 0;
   if (!sample) return box.replaceChildren();
   const fact = (name, value, note) => value === null || value === undefined ? null : h("div", {}, h("dt", {}, name), h("dd", { title: note }, value));
-  const flags = [sample.is_truncated && "truncated", sample.num_interruptions > 0 && `interrupted ${sample.num_interruptions}×`, sample.branches.length > 1 && `${sample.branches.length} branches`].filter(Boolean);
+  const flags = [sample.num_stray && `${sample.num_stray} special ${sample.num_stray === 1 ? "token" : "tokens"} in the answer`, sample.is_truncated && "truncated", sample.num_interruptions > 0 && `interrupted ${sample.num_interruptions}×`, sample.branches.length > 1 && `${sample.branches.length} branches`].filter(Boolean);
   box.replaceChildren(
-    h("h3", {}, `Step ${sample.step}, group ${sample.group_id}, sample ${sample.sample_index} `, h("span", { class: `badge ${sample.kind}` }, sample.kind), ...flags.map(flag => h("span", { class: "badge flag" }, flag))),
+    h("h3", {}, `Step ${sample.step}, group ${sample.group_id}, sample ${sample.sample_index} `, badge(sample), ...flags.map(flag => h("span", { class: `badge flag${/special/.test(flag) ? " stray" : ""}` }, flag)),
+      copyButton(() => linkTo(`sample=${encodeURIComponent(keyOf(sample))}`), "Copy link")),
     h("dl", { class: "facts" },
       fact("reward", sample.reward === null ? "none" : plainNumber(sample.reward)), fact("expected", sample.answer),
       fact("sampled", `${plainNumber(sample.num_sampled)} tokens`), fact("staleness", sample.staleness === null ? null : `${sample.staleness} ${sample.staleness === 1 ? "version" : "versions"}`, "of its oldest token in the loss"),
@@ -83,16 +120,26 @@ function showSample(sample) {
       fact("prompt", sample.prompt_id), fact("task", sample.task), ...Object.entries(sample.metrics).map(([name, value]) => fact(name, plainNumber(value)))),
     ...(sample.error ? [h("p", { class: "note bad" }, h("strong", {}, "Failed: "), sample.error)] : []),
     ...(sample.messages.length ? [h("h4", {}, "Prompt")] : []), ...sample.messages.map(messageBlock),
-    h("div", { id: "branch" }));
+    h("div", { id: "branch" }), ...(sample.group ? [groupOf(sample)] : []));
   if (sample.branches.length) drawBranch();
   else byId("branch").append(nothing("No tokens: they are kept of rollouts that ended with a reward."));
+}
+
+/* The rollouts of a group beside each other: what was better than what, and by how much. */
+function groupOf(sample) {
+  return h("div", { id: "group" }, h("h4", {}, `The ${sample.group.length} rollouts of this group, best first`),
+    h("div", { class: "group", role: "list" }, [...sample.group].sort((a, b) => b.reward - a.reward).map(each =>
+      h("div", { class: "member", role: "listitem", "aria-current": each.sample_index === sample.sample_index ? "true" : null },
+        h("div", { class: "line" }, h("strong", {}, `reward ${plainNumber(each.reward)}`), ...(each.advantage === null ? [] : [h("span", { class: each.advantage < 0 ? "down" : "up" }, `advantage ${each.advantage < 0 ? "−" : "+"}${Math.abs(each.advantage).toFixed(2)}`)])),
+        h("pre", {}, marked(each.text || "(nothing was sampled)")),
+        h("div", { class: "hint" }, `sample ${each.sample_index}, ${plainNumber(each.num_sampled)} tokens${each.is_truncated ? ", truncated" : ""}`)))));
 }
 
 function messageBlock(message) {
   const { role, content, ...rest } = message;
   const parts = typeof content === "string" ? content : Array.isArray(content) ? content.map(part => part?.text ?? JSON.stringify(part)).join("\n") : content === null || content === undefined ? "" : JSON.stringify(content, null, 2);
   const other = Object.keys(rest).length ? JSON.stringify(rest, null, 2) : "";
-  return h("div", { class: "turn given" }, h("span", { class: "role" }, String(role ?? "?")), h("pre", {}, [parts, other].filter(Boolean).join("\n")));
+  return h("div", { class: "turn given" }, h("span", { class: "role" }, String(role ?? "?")), h("pre", {}, marked([parts, other].filter(Boolean).join("\n"))));
 }
 
 /* The tokens of a branch: prompt and replies as they stand, what was sampled token by token. */
@@ -108,10 +155,10 @@ function drawBranch() {
     if (!part.is_sampled) return givenStretch(part, at === 0 && sample.messages.length > 0);
     const first = number;
     number += part.pieces ? part.pieces.length : 0;
-    return sampledStretch(part, first, versions, sample.step, said);
+    return sampledStretch(part, first, versions, sample.step - 1, said);
   });
   keepingFocus(box, () => box.replaceChildren(
-    h("div", { class: "tools tokens" }, choice("Colour tokens by", [["version", "Version"], ["logprob", "Probability"], ["loss", "In the loss"]], samples.colour, value => { samples.colour = value; drawBranch(); byId("branch").querySelector(`input[value=${value}]`)?.focus(); }), tokenLegend(versions, sample.step)),
+    h("div", { class: "tools tokens" }, choice("Colour tokens by", [["version", "Version"], ["logprob", "Probability"], ["loss", "In the loss"]], samples.colour, value => { samples.colour = value; drawBranch(); byId("branch").querySelector(`input[value=${value}]`)?.focus(); }), tokenLegend(versions, sample.step - 1)),
     ...(tabs ? [tabs] : []), said, h("div", { class: `said by-${samples.colour}` }, turns)));
 }
 
@@ -121,7 +168,7 @@ function depthOf(sample, branch) {
 }
 
 function givenStretch(part, isPrompt) {
-  const text = h("pre", {}, part.text), rest = part.cut ? [h("span", { class: "cut" }, `… ${plainNumber(part.cut)} tokens left out`)] : [];
+  const text = h("pre", {}, marked(part.text)), rest = part.cut ? [h("span", { class: "cut" }, `… ${plainNumber(part.cut)} tokens left out`)] : [];
   if (isPrompt) return h("details", { class: "turn given" }, h("summary", {}, "the prompt as the model saw it"), text, ...rest);
   return h("div", { class: "turn given" }, h("span", { class: "role" }, "not sampled here: template, tools, or another branch"), text, ...rest);
 }
@@ -129,17 +176,17 @@ function givenStretch(part, isPrompt) {
 const CHANCES = [[0.9, "≥ 90%"], [0.5, "50–90%"], [0.1, "10–50%"], [0.01, "1–10%"], [0, "< 1%"]];
 const bucketOf = logprob => CHANCES.findIndex(([least]) => Math.exp(logprob) >= least);
 
-function sampledStretch(part, first, versions, step, said) {
-  const pieces = part.pieces || [part.text], last = { version: null };
+function sampledStretch(part, first, versions, trained, said) {
+  const pieces = part.pieces || [part.text], special = new Set(part.special), last = { version: null };
   const tokens = pieces.map((piece, at) => {
     const version = part.versions?.[at], isNew = samples.colour === "version" && version !== last.version;
     last.version = version;
-    return h("span", { class: `tok ver-${Math.min(5, versions.indexOf(version))} chance-${bucketOf(part.logprobs?.[at] ?? 0)}${part.in_loss?.[at] === false ? " masked" : ""}`, "data-at": at, "data-v": isNew && version !== undefined ? `v${version}` : null }, piece);
+    return h("span", { class: `tok ver-${Math.min(5, versions.indexOf(version))} chance-${bucketOf(part.logprobs?.[at] ?? 0)}${part.in_loss?.[at] === false ? " masked" : ""}${special.has(at) ? " special" : ""}`, "data-at": at, "data-v": isNew && version !== undefined ? `v${version}` : null }, piece);
   });
   const tell = at => {
     const logprob = part.logprobs?.[at], version = part.versions?.[at];
     tokens.forEach((token, other) => token.classList.toggle("here", other === at));
-    said.textContent = [`token ${first + at} ${written(JSON.stringify(pieces[at]))}`, version !== undefined && `version ${version} (${step - version} behind)`, logprob !== undefined && `logprob ${logprob.toFixed(3)} nats (${amount(Math.exp(logprob), "0..1")})`, part.in_loss && (part.in_loss[at] ? "in the loss" : "masked: too old")].filter(Boolean).join(" · ");
+    said.textContent = [`token ${first + at} ${written(JSON.stringify(pieces[at]))}`, version !== undefined && `version ${version} (${trained - version} behind)`, logprob !== undefined && `logprob ${logprob.toFixed(3)} nats (${amount(Math.exp(logprob), "0..1")})`, part.in_loss && (part.in_loss[at] ? "in the loss" : "masked: too old"), special.has(at) && "special token"].filter(Boolean).join(" · ");
   };
   let here = -1;
   const block = h("pre", { class: "tokens", tabindex: "0", "aria-label": "Sampled tokens; arrow keys step through them",
@@ -154,9 +201,9 @@ function sampledStretch(part, first, versions, step, said) {
   return h("div", { class: "turn model" }, h("span", { class: "role" }, "model"), block, ...(part.cut ? [h("span", { class: "cut" }, `… ${plainNumber(part.cut)} tokens left out`)] : []));
 }
 
-function tokenLegend(versions, step) {
+function tokenLegend(versions, trained) {
   const key = (name, text) => h("span", { class: "key" }, h("span", { class: `tok ${name}` }, "abc"), text);
-  const told = { version: () => versions.slice(0, 6).map((version, at) => key(`ver-${at}`, `v${version}${at === 5 && versions.length > 6 ? " and older" : ""}, ${step - version} behind`)),
+  const told = { version: () => versions.slice(0, 6).map((version, at) => key(`ver-${at}`, `v${version}${at === 5 && versions.length > 6 ? " and older" : ""}, ${trained - version} behind`)),
     logprob: () => CHANCES.map(([, text], at) => key(`chance-${at}`, text)),
     loss: () => [key("", "trained on"), key("masked", "masked: older than the bound")] }[samples.colour]();
   return h("div", { class: `legend by-${samples.colour}`, "aria-label": "Legend" }, told);

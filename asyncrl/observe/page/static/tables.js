@@ -1,13 +1,26 @@
 /* What a run says in words and rows: verdict, tiles, shares, failures, evaluations, settings, commands, differences. */
 
+const TRENDS = { rising: "still rising", flat: "flat at the end", falling: "falling", unknown: "too few steps for a trend" };
+
 function showVerdict(run) {
-  const [first, ...rest] = run.verdict;
+  const told = run.verdict, sentences = texts => texts.map(text => h("p", {}, text));
+  const row = (label, ...content) => h("div", { class: "row" }, h("h2", {}, label), h("div", {}, ...content));
+  byId("headline").replaceChildren(written(told.ended || told.headline));
+  const health = told.health === null ? nothing("No step has ended yet.") : told.health.length
+    ? h("ul", { class: "flags" }, told.health.map(text => h("li", {}, text))) : h("p", { class: "fine" }, "Nothing unusual.");
   bodyOf("verdict").replaceChildren(
-    first ? h("p", { class: "first" }, first) : nothing("No verdict yet: it takes one step that has ended."),
-    ...rest.map(sentence => h("p", {}, sentence)),
+    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(told.ended ? [told.headline] : []), ...sentences(told.learning), told.reward_last === null ? nothing("No reward yet.") : bigReward(told))),
+    row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
     h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
   byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
     h("div", { class: "label" }, tile.label), h("div", { class: "value" }, tile.value), h("div", { class: "hint" }, tile.note))));
+}
+
+function bigReward(told) {
+  const number = value => value === null ? "–" : value.toFixed(3);
+  return h("p", { class: "big" }, h("span", { class: "label" }, "reward"), h("span", { class: "from" }, number(told.reward_first)), h("span", { class: "from" }, "→"),
+    h("strong", {}, number(told.reward_last)), h("span", { class: "from" }, `± ${number(told.reward_noise)}`),
+    h("span", { class: "hint" }, `mean of the first and of the last ${told.num_recent === 1 ? "step" : `${told.num_recent} steps`}; ${TRENDS[told.trend] ?? told.trend}`));
 }
 
 function showWarnings(run) {
@@ -27,15 +40,15 @@ function showShares(run) {
 }
 
 function showFailures(run) {
-  const all = run.failures.reduce((sum, failure) => sum + failure.count, 0);
-  bodyOf("failures").replaceChildren(all === 0 ? nothing("No rollout failed.") : table(["Cause", "Rollouts", "One of them in full"],
+  byId("failures").hidden = !run.failures.length;
+  bodyOf("failures").replaceChildren(table(["Cause", "Rollouts", "An example"],
     run.failures.map(failure => [failure.cause, plainNumber(failure.count), h("code", { class: "wrap" }, failure.example)]), "failures"));
 }
 
 function showEvaluations(run) {
-  if (!run.evaluations.length) return bodyOf("evaluations").replaceChildren(nothing("No evaluation has ended. eval.every says how often held-out prompts are tried."));
+  if (!run.evaluations.length) return bodyOf("evaluations").replaceChildren(h("p", { class: "empty" }, "No evaluations. To test held-out prompts, add a section to the config: ", h("code", {}, "eval: {task: {files: [held_out.jsonl], reward: math}, every: 20}")));
   const number = (line, name, unit) => line[name] === undefined || line[name] === null ? "–" : amount(line[name], unit);
-  bodyOf("evaluations").replaceChildren(table(["Version", "Reward", "Tokens", "Cut", "Took", "At"], [...run.evaluations].reverse().map(line => [
+  bodyOf("evaluations").replaceChildren(h("h3", {}, "Evaluations"), table(["Version", "Reward", "Tokens", "Truncated", "Took", "At"], [...run.evaluations].reverse().map(line => [
     `v${line.policy_version} ${line.name ?? ""}`.trim(), line["eval/standard_error"] === undefined ? number(line, "eval/reward_mean", "") : `${number(line, "eval/reward_mean", "")} ± ${line["eval/standard_error"].toFixed(3)}`,
     number(line, "eval/length_mean", ""), number(line, "eval/truncated_fraction", "0..1"), number(line, "eval/seconds", "s"), number(line, "time_s", "s")]), "evaluations"));
 }
@@ -60,7 +73,7 @@ function drawConfig() {
   const shown = config.settings.filter(each => (each.differs || !config.onlyDiffers) && `${each.key} ${each.value}`.toLowerCase().includes(words));
   box.querySelector(".range").textContent = `${shown.length} of ${config.settings.length} settings`;
   const rows = shown.map(each => {
-    const row = [h("code", {}, each.key), h("code", { class: "wrap" }, each.value), each.default === null ? h("span", { class: "hint" }, "none: it must be given") : h("code", { class: "wrap hint" }, each.default)];
+    const row = [h("code", {}, each.key), h("code", { class: "wrap" }, each.value), each.default === null ? h("span", { class: "hint" }, "required") : h("code", { class: "wrap hint" }, each.default)];
     row.className = each.differs && !config.onlyDiffers ? "differs" : "";
     return row;
   });
@@ -68,13 +81,16 @@ function drawConfig() {
 }
 
 function showCommands(run) {
-  bodyOf("commands").replaceChildren(run.commands.length ? h("ul", { class: "commands" }, run.commands.map(([what, command]) => {
-    const button = h("button", { type: "button", class: "small", "aria-label": `Copy: ${command}`, onclick: () => copyText(command, button) }, "Copy");
-    return h("li", {}, h("span", {}, what), h("code", {}, command), button);
-  })) : nothing("No command fits the state of this run."));
+  bodyOf("commands").replaceChildren(run.commands.length ? h("ul", { class: "commands" }, run.commands.map(([what, command]) =>
+    h("li", {}, h("span", {}, what), h("code", {}, command), copyButton(() => command, "Copy", `Copy: ${command}`)))) : nothing("No command fits the state of this run."));
 }
 
-async function copyText(text, button) {
+function copyButton(textOf, label, spoken = label) {
+  const button = h("button", { type: "button", class: "small", "aria-label": spoken, onclick: () => copyText(textOf(), button, label) }, label);
+  return button;
+}
+
+async function copyText(text, button, label) {
   let isDone = false;
   try {
     await navigator.clipboard.writeText(text);
@@ -89,7 +105,7 @@ async function copyText(text, button) {
     button.focus();
   }
   button.textContent = isDone ? "Copied" : "Select it by hand";
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  setTimeout(() => { button.textContent = label; }, 1500);
 }
 
 function showDifferences(page) {

@@ -50,7 +50,7 @@ function indexSpans(data) {
   left.forEach(engine => rows.push({ name: `${engine} busy`, slots: data.slots[engine], height: SLOT_ROW }));
   let top = GAP;
   timeline.rows = rows.map(row => {
-    const placed = { ...row, top, most: row.slots ? Math.max(1, ...row.slots.map(point => point[1])) : 0 };
+    const placed = { ...row, top, most: row.slots ? Math.max(data.num_slots, ...row.slots.map(point => point[1])) : 0 };
     top += row.height + GAP;
     return placed;
   });
@@ -107,7 +107,7 @@ function drawTimeline() {
     pen.fillText(clipped(pen, row.name, left - 14), 2, row.top + row.height / 2 - (row.slots ? 7 : 0));
     if (row.slots) {
       pen.fillStyle = css("--muted");
-      pen.fillText(clipped(pen, `0 to ${aboutNumber(row.most)} requests`, left - 14), 2, row.top + row.height / 2 + 8);
+      pen.fillText(clipped(pen, `of ${aboutNumber(row.most)} slots`, left - 14), 2, row.top + row.height / 2 + 8);
     }
     pen.save();
     pen.beginPath();
@@ -246,6 +246,13 @@ function panTimeline(share) {
 
 const wholeTimeline = () => setTimelineRange(timeline.first, timeline.last);
 
+function timelineOfStep(step) {
+  const spans = (timeline.data?.spans || []).filter(span => span[4] === `step ${step}` || span[4].startsWith(`step ${step}:`));
+  const from = Math.min(...spans.map(span => span[2])), to = Math.max(...spans.map(span => span[3]));
+  if (spans.length) setTimelineRange(from - (to - from), to + (to - from));
+  byId("timeline").scrollIntoView();
+}
+
 function timelineWheel(event) {
   const { canvas, toTime } = timelinePlace();
   if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) panTimeline(event.deltaX / 800);
@@ -292,7 +299,7 @@ function timelineMove(event) {
   if (!row || event.offsetX < left) return tellSpan(null);
   if (row.slots) {
     const now = row.slots.filter(point => point[0] <= time).pop();
-    return tellText(now ? [`${row.name}: ${aboutNumber(now[1])} of at most ${aboutNumber(row.most)} requests`, `at ${duration(time)}`] : null, event.offsetX, row.top + row.height);
+    return tellText(now ? [`${row.name}: ${aboutNumber(now[1])} of ${aboutNumber(row.most)} slots`, `at ${duration(time)}`] : null, event.offsetX, row.top + row.height);
   }
   const near = (timeline.to - timeline.from) / width * 4;
   const hits = visibleSpans(row.lane, time - near, time + near), inside = hits.filter(span => span[2] <= time && span[3] >= time);

@@ -65,7 +65,7 @@ const runColour = index => css(`--run-${index % 8}`);
 const OF_WORDS = [
   [/generation/, "--generation"], [/straggl/, "--stragglers"], [/publish/, "--publishing"], [/turn|handover|^to /, "--turns"],
   [/restart|lost|fail|down|gone/, "--restart"], [/pause/, "--pause"], [/commit/, "--commit"], [/checkpoint|copy|save/, "--checkpoint"],
-  [/prepare/, "--prepare"], [/export|chunks|push|sync|weight/, "--push"], [/eval|start/, "--evaluation"], [/train|step/, "--training"],
+  [/prepare/, "--prepare"], [/export|chunks|push|sync|weight/, "--push"], [/eval/, "--evaluation"], [/start/, "--quiet"], [/train|step/, "--training"],
   [/wait|idle/, "--generation"], [/journal|event/, "--quiet"],
 ];
 
