@@ -159,28 +159,36 @@ LORA, SMALL = ["trainer.lora={rank: 32}"], ["1xRTX4090-24GB", "--cores=16", "--m
 @pytest.mark.parametrize(
     ("name", "machine", "words"),
     [
-        ("gpu-turns", ONE, "share: auto: both sides stay on cuda:0, the engines with 0."),
-        ("gpu-turns", [*SMALL, *LORA], "share: auto: both sides stay on cuda:0, the engines with 0."),
-        ("gpu-turns", SMALL, "on cuda:0 (trainer-0 ... Way out: "),
-        ("gpu-shared", ONE, "share=0.35: both sides stay on cuda:0, and work at once"),
+        ("gsm8k-qwen2.5-1.5b-1gpu", ONE, "share: auto: both sides stay on cuda:0, the engines with 0."),
         (
-            "gpu-shared",
+            "gsm8k-qwen2.5-1.5b-1gpu",
+            [*SMALL, *LORA],
+            "share: auto: both sides stay on cuda:0, the engines with 0.",
+        ),
+        ("gsm8k-qwen2.5-1.5b-1gpu", SMALL, "on cuda:0 (trainer-0 ... Way out: "),
+        ("gsm8k-qwen2.5-1.5b-1gpu-shared", ONE, "share=0.35: both sides stay on cuda:0, and work at once"),
+        (
+            "gsm8k-qwen2.5-1.5b-1gpu-shared",
             [*ONE, "placement.share=0.9"],
             "share=0.9 of cuda:0 ... set placement.share=",
         ),
-        ("gpu-8-apart", EIGHT, "engine-3     cuda:7"),
+        ("gsm8k-qwen2.5-7b-8gpu", EIGHT, "engine-3     cuda:7"),
         (
-            "gpu-2x8-apart",
+            "gsm8k-qwen2.5-7b-2x8gpu",
             TWICE,
             "transport: auto is stream: ... engine-7     cuda:7 ... on node-1/cuda:0-7)",
         ),
         (
-            "gpu-2x8-turns",
+            "gsm8k-qwen2.5-7b-2x8gpu-colocated",
             TWICE,
             "on node-0/cuda:0-7, node-1/cuda:0-7, in turns ... share: auto: both sides stay on "
             "node-0/cuda:0-7",
         ),
-        ("gpu-8-turns", EIGHT, "share: auto: both sides stay on cuda:0, ... cuda:7, the engines with 0."),
+        (
+            "gsm8k-qwen2.5-7b-8gpu-colocated",
+            EIGHT,
+            "share: auto: both sides stay on cuda:0, ... cuda:7, the engines with 0.",
+        ),
     ],
 )
 def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
