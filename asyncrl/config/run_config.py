@@ -212,8 +212,8 @@ class RunConfig(FrozenConfig):
         engines = list(dict.fromkeys(one.engine for one in self.evals.values()))
         if len(engines) > 1:
             raise ValueError(
-                f"eval.engine is {' and '.join(engines)}, and all evaluations of a run have the same; set it to "
-                f"{engines[0]} in each"
+                f"eval.engine is {' and '.join(engines)}, and all evaluations of a run have the same; "
+                f"set it to {engines[0]} in each"
             )
         if engines == ["rollout"] and self.placement.eval != "auto":
             raise ValueError(
