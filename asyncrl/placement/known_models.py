@@ -47,7 +47,7 @@ def _architectures() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = dict(_architectures())
-"""Size keys of config.json, by hub id. The base and the instruct model of a size have the same architecture."""
+"""Size keys of config.json, by hub id. Base and instruct models share their architecture."""
 
 PUBLISHED_PARAMETERS: Mapping[str, int] = {row[0]: row[1] for row in _ROWS}
 """Published number of parameters, by hub id; a tied embedding counts once."""
