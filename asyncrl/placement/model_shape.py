@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
     """
     if model.scratch is not None:
         architecture = {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
-        return _shape(architecture, {}, is_converted=False)
+        return _shape(architecture, {})
     folder = _folder(model.path or "", model.revision)
     try:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         known = ARCHITECTURES.get(model.path or "") if model.revision is None else None
         if known is None:
             return ModelShape()
-        return replace(_shape(known, {}, is_converted=False), is_from_table=True)
+        return _shape(known, {}, is_from_table=True)
     is_converted = "quantization_config" in architecture or (not stored and any(folder.glob("*.bin")))
     return _shape(architecture, stored, is_converted=is_converted)
 
@@ -169,7 +169,13 @@ def _folder(path: str, revision: str | None) -> Path:
     return Path(cached).parent if isinstance(cached, str) else Path(path)
 
 
-def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_converted: bool) -> ModelShape:
+def _shape(
+    architecture: Mapping[str, Any],
+    stored: Mapping[str, int],
+    *,
+    is_converted: bool = False,
+    is_from_table: bool = False,
+) -> ModelShape:
     given = Sizes(architecture)
     hidden, layers, vocab = given("hidden_size"), given("num_hidden_layers"), given("vocab_size")
     intermediate = given("intermediate_size", 4 * hidden)
@@ -213,6 +219,7 @@ def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_con
         largest_layer=max(by_layer.values()),
         outside=outside,
         is_converted=is_converted,
+        is_from_table=is_from_table,
     )
 
 
