@@ -304,6 +304,9 @@ class TalkingWorker:
             elif not self._is_stubborn:
                 raise RolloutFailure("exit code 1")
 
+    def shows_special(self, prompt: Any) -> bool:
+        return True
+
     async def score(self, prompt: Prompt, completion: str) -> float:
         assert completion == "Hello there."
         return 0.25

@@ -67,18 +67,20 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(encoded | ids, max_size=25).map(lambda each: sum(each, []))
 
 
+@pytest.mark.parametrize("shows_special", [True, False])
 @pytest.mark.parametrize("name", [*MAKERS, "characters"])
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), cuts=st.lists(st.integers(0, 6), max_size=60))
 def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
-    name: str, data: st.DataObject, cuts: list[int]
+    name: str, shows_special: bool, data: st.DataObject, cuts: list[int]
 ) -> None:
     tokenizer = _saved[name]
     ids = data.draw(ids_of(name))
-    whole = tokenizer.decode([token for token in ids if token not in tokenizer.end_ids])
+    shown = [token for token in ids if token not in tokenizer.end_ids]
+    whole = tokenizer.decode(shown, skip_special_tokens=not shows_special)
     inside = st.integers(0, len(whole)).map(lambda at: whole[at : at + 1 + at % 5])
     stop = data.draw(st.lists(inside | st.sampled_from(["zz", "fox ", "\ufffd", "e"]), max_size=3))
-    answer = AnswerText(tokenizer, stop)
+    answer = AnswerText(tokenizer, stop, shows_special=shows_special)
     expected = cut_at_stop(whole, stop)
     out = pieces(answer, ids, cuts)
     assert "".join(out) == expected
@@ -90,16 +92,22 @@ def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_special_and_end_tokens_are_never_shown_but_those_that_are_asked_for(name: str) -> None:
+def test_only_markup_shows_among_the_special_tokens_that_are_stripped(name: str) -> None:
     tokenizer = _saved[name]
     encode = tokenizer.encode
     ids = encode(f"the{START}fox{PYTHON}") + encode(f"{MARKER}12") + encode(END)
-    hidden = "".join(pieces(AnswerText(tokenizer), ids, [1] * len(ids)))
+    whole = "".join(pieces(AnswerText(tokenizer), ids, [1] * len(ids)))
+    assert [special in whole for special in (START, PYTHON, END)] == [True, True, False]
+
+    def stripped(stop: Sequence[str] = (), keep: Sequence[str] = ()) -> AnswerText:
+        return AnswerText(tokenizer, stop, keep_special=keep, shows_special=False)
+
+    hidden = "".join(pieces(stripped(), ids, [1] * len(ids)))
     assert MARKER in hidden, "added to the vocabulary, and no special token"
     assert not any(special in hidden for special in (START, PYTHON, END))
-    shown = "".join(pieces(AnswerText(tokenizer, keep_special=[PYTHON, END]), ids, [1] * len(ids)))
+    shown = "".join(pieces(stripped(keep=[PYTHON, END]), ids, [1] * len(ids)))
     assert (PYTHON in shown, START in shown) == (True, False)
-    cut = AnswerText(tokenizer, ["fox" + PYTHON], keep_special=[PYTHON])
+    cut = stripped(["fox" + PYTHON], [PYTHON])
     assert PYTHON not in "".join(pieces(cut, ids, [1] * len(ids)))
     assert cut.is_stopped
 

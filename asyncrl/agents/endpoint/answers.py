@@ -38,6 +38,8 @@ class GatewayTokenizer(ChatRenderer, Protocol):
 
     text_ids: frozenset[int]
     """Tokens that are text: no special ones, and none that the vocabulary does not have."""
+    special_ids: frozenset[int]
+    """Special tokens of the vocabulary."""
     byte_ids: frozenset[int]
     """Tokens that become text only as a whole run of such tokens."""
 
@@ -45,9 +47,9 @@ class GatewayTokenizer(ChatRenderer, Protocol):
 class AnswerText:
     """Visible text of an answer, in the pieces in which it gets final.
 
-    All pieces together are the decoded text, without end-of-turn and special tokens but those named in
-    `keep_special`, cut before the first stop string: the one that is complete first; if two end together, the
-    longer one.
+    All pieces together are the decoded text, cut before the first stop string: the one that is complete
+    first; if two end together, the longer one. End-of-turn tokens are left out. So are other special tokens,
+    unless `shows_special` is set or `keep_special` names them.
 
     Life: feed() for each new tokens, finish() once after the last.
     Invariant: however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
@@ -55,9 +57,14 @@ class AnswerText:
     """
 
     def __init__(
-        self, texts: GatewayTokenizer, stop: Sequence[str] = (), *, keep_special: Collection[str] = ()
+        self,
+        texts: GatewayTokenizer,
+        stop: Sequence[str] = (),
+        *,
+        keep_special: Collection[str] = (),
+        shows_special: bool = True,
     ) -> None:
-        """`keep_special`: special tokens to be shown all the same: they mark tool calls."""
+        """`keep_special`: special tokens that mark tool calls and thoughts. They are always shown."""
         self._texts = texts
         self._kept = {
             token
@@ -65,6 +72,8 @@ class AnswerText:
             for token in texts.encode(name)
             if token not in texts.text_ids and texts.decode([token], skip_special_tokens=False) == name
         }
+        if shows_special:
+            self._kept |= texts.special_ids - texts.end_ids
         self._stop = [text for text in stop if text]
         self._held = ""  # the end of the text so far, which may be the beginning of a stop string
         self._context: list[int] = []
@@ -150,6 +159,8 @@ class Answer:
     """It makes ids of tool calls."""
     thoughts: ThoughtCutter | None = None
     """Cuts the thought from the text; None: the text stays as the model wrote it."""
+    shows_special: bool = True
+    """`content` contains the text of special tokens that mark no tool call (task.special_tokens)."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
@@ -164,7 +175,12 @@ class Answer:
         self._has_logprobs, self._has_one_call = asked.has_logprobs, asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
-        self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=(*self.tool_format.opens, *marks))
+        self._answer = AnswerText(
+            self.tokenizer,
+            asked.stop,
+            keep_special=(*self.tool_format.opens, *marks),
+            shows_special=self.shows_special,
+        )
         self._text, self._shown, self._held_from = "", "", 0
         self._completion: Completion | None = None
         self._sampled: list[tuple[int, float, npt.NDArray[np.float64]]] = []
