@@ -70,11 +70,17 @@ def runs(
     typer.echo(render_runs(folder, as_json=as_json))
 
 
-def status(run_dir: RunDir = None, as_json: Json = False) -> None:
-    """How a run stands, live or afterwards: steps, staleness, where the time goes, what is stuck."""
+def status(
+    run_dir: RunDir = None,
+    as_json: Json = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With waits, queues, engines and where the time went.")
+    ] = False,
+) -> None:
+    """Describe a run, live or ended: whether it learns, its health, its speed."""
     from asyncrl.observe.status import render_status
 
-    typer.echo(render_status(_or_newest(run_dir), as_json=as_json))
+    typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
 
 
 def inspect(

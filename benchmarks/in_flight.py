@@ -290,7 +290,7 @@ class Controller:
             report = await self.trainer.train(batch)
             self.journal.trained_nowait(batch.version, report.metrics)
             measured = await computed(batch_metrics, batch, SpecialTokens())
-            self.recorder.record_step({"step": batch.version, **measured})
+            self.recorder.record_step({"step": batch.version + 1, **measured})
 
     async def report_status(self) -> None:
         """Once a second, as job/loop.py and job/report.py do."""

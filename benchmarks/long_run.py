@@ -94,7 +94,7 @@ def _metrics_lines(num_steps: int) -> Iterator[str]:
     others = [name for name in COLUMNS if name not in ("step", "time_s", "reward/mean")]
     names = [*others, *(f"policy/some_metric_{index}" for index in range(NUM_METRICS - len(others)))]
     rest = json.dumps({name: 0.123456789 + index for index, name in enumerate(names)})[1:]
-    for step in range(num_steps):
+    for step in range(1, num_steps + 1):
         yield f'{{"step": {step}, "time_s": {step * 1.5}, "reward/mean": {step / num_steps:.9f}, {rest}\n'
 
 

@@ -145,7 +145,7 @@ class SyncRun:
             )
             for batch, report in loop:
                 line = {
-                    "step": batch.version,
+                    "step": batch.version + 1,
                     "time_s": time.monotonic() - started,
                     **batch_metrics(batch, self.special_tokens),
                     **report.metrics,

@@ -99,7 +99,7 @@ def resume_cost(run_dir: Path, before: int, process: subprocess.Popen[bytes]) ->
             ready = time.monotonic()
         time.sleep(0.02)
     total = time.monotonic() - began
-    replayed = [line for line in lines(run_dir) if restored <= line["step"] < before]
+    replayed = [line for line in lines(run_dir) if restored < line["step"] <= before]
     replay_s = sum(line["perf/train_s"] for line in replayed)
     startup_s = (ready or began) - began
     return {

@@ -74,7 +74,7 @@ def console_picture(run_dir: Path) -> str:
     )
     console.goes_on(files.steps)
     console.show_activity("training")
-    for sample in read_samples(run_dir, [], num_steps - 1)[-1:]:
+    for sample in read_samples(run_dir, [], num_steps)[-1:]:
         shown.print(sample_text(sample), style="dim", markup=False, highlight=False)
     shown.print(console.panel())
     shown.print(summary_panel(files.verdict, title="quickstart: done"))

@@ -37,12 +37,12 @@ def record(run_dir: Path, batch: Batch) -> None:
 
 
 async def live(run_dir: Path) -> Journal:
-    """A run of which step 0 is in the trainer's record; its group 7 was filtered, 8 has a rollout of several
+    """A run of which step 1 is in the trainer's record; its group 7 was filtered, 8 has a rollout of several
     branches.
     """
     config = {"model": {"path": "nowhere/at-all"}, "task": {"python": "a:B"}, "rollout": {"group_size": 2}}
     (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)))
-    append_line(run_dir / "metrics.jsonl", {"step": 0, "tokens/sampled": 40, "tokens/trained": 33})
+    append_line(run_dir / "metrics.jsonl", {"step": 1, "tokens/sampled": 40, "tokens/trained": 33})
     record(run_dir, make_batch(0, 0, 1))
     journal = journal_cases.open_journal(run_dir / "journal.sqlite")
     await tell_a_run(journal)
@@ -141,7 +141,7 @@ def test_people_are_told_the_same(run_dir: Path, options: dict[str, Any], words:
 
 
 def test_a_step_shows_its_batch_whether_trained_or_not(run_dir: Path) -> None:
-    batch, taken = as_json(run_dir, step=0)["batch"], as_json(run_dir, step=1)
+    batch, taken = as_json(run_dir, step=1)["batch"], as_json(run_dir, step=2)
     assert batch["tokens_by_version"] == {"0": 40}
     assert [group["group_id"] for group in batch["groups"]] == [0, 1]
     assert (taken["batch"]["trained_at"], taken["steps"]) == (None, [])
@@ -159,15 +159,15 @@ def test_tokens_that_were_deleted_leave_the_groups_numbers_and_a_damaged_journal
     story = as_json(tmp_path, group=0)["story"]
     assert (story["has_tokens"], story["rollouts"], story["num_sampled"]) == (False, [], 20)
     assert "samples.jsonl has none of it" in as_text(tmp_path, group=0)
-    sample = {"step": 0, "kind": "best", "group_id": 0, "sample_index": 1, "prompt_id": "0/0", "messages": []}
+    sample = {"step": 1, "kind": "best", "group_id": 0, "sample_index": 1, "prompt_id": "0/0", "messages": []}
     sample |= {"reward": 0.5, "metrics": {}, "num_sampled": 0, "spans": [], "staleness": 0, "branches": []}
     sample |= {"logprob_gap": None, "is_truncated": False, "num_interruptions": 0, "error": None}
     append_line(tmp_path / "samples.jsonl", sample)
     assert "--samples --group 0` shows 1 rollout of it" in as_text(tmp_path, group=0)
-    assert "best sample of batch 0: reward 0.500" in as_text(tmp_path, group=0, samples=True)
+    assert "best sample of step 1: reward 0.500" in as_text(tmp_path, group=0, samples=True)
     assert [found["sample_index"] for found in as_json(tmp_path, kinds=["best"])["samples"]] == [1]
-    with pytest.raises(ConfigError, match=r"has no worst sample of step 0(.|\n)*--samples` shows the newest"):
-        render_inspect(tmp_path, step=0, kinds=["worst"])
+    with pytest.raises(ConfigError, match=r"has no worst sample of step 1(.|\n)*--samples` shows the newest"):
+        render_inspect(tmp_path, step=1, kinds=["worst"])
     (tmp_path / "journal.sqlite").write_bytes(b"no journal at all" * 100)
     (tmp_path / "journal.sqlite-wal").unlink(missing_ok=True)
     plain = as_json(tmp_path)
@@ -190,9 +190,9 @@ def test_a_step_that_was_trained_again_counts_once_and_on_other_data_it_is_found
         answers.append(as_json(tmp_path))
         append_line(tmp_path / "trained.jsonl", {"restored": 1})
     _, same, *differ = answers
-    assert [step["step"] for step in same["steps"]] == [0, 1]
+    assert [step["step"] for step in same["steps"]] == [1, 2]
     assert (same["violations"], same["restored_from"]) == ([], [1])
-    told = "step 1 was trained again on other data than before it was restored"
+    told = "step 2 was trained again on other data than before it was restored"
     assert [each["violations"] for each in differ] == [[told], [told] * 2, [told] * 3]
 
 

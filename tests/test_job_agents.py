@@ -161,7 +161,7 @@ def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_ru
     failed = [one for one in read_lines(run_dir / "samples.jsonl") if one["kind"] == "failed"]
     assert 0 < len(failed) <= 3 * 5
     assert all(one["error"] and one["messages"] and one["reward"] is None for one in failed)
-    assert "failed rollout of batch " in ended.stdout
+    assert "failed rollout of step " in ended.stdout
     assert inspected(run_dir)["bound_kept"] is True
 
 

@@ -48,7 +48,9 @@ def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: An
 
 def make_reporter(tmp_path: Path, *, num_steps: int = 0, console: str = "none") -> Reporter:
     """One whose run has reported so many steps of 100 s."""
-    lines = ({"step": step, "time_s": 100.0 * step + 100, "reward/mean": 0.5} for step in range(num_steps))
+    lines = (
+        {"step": step + 1, "time_s": 100.0 * step + 100, "reward/mean": 0.5} for step in range(num_steps)
+    )
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Reporter(make_config(tmp_path, observe={"console": console}), tmp_path, "test")
 
@@ -354,12 +356,12 @@ def test_a_status_that_lacks_a_descriptor_is_left_to_the_next_second(tmp_path: P
 def test_a_resumed_run_goes_on_with_the_steps_before_and_tells_which_are_lost(tmp_path: Path) -> None:
     reporter = make_reporter(tmp_path, num_steps=400)
     reporter.resumes(300, {})
-    assert reporter._last == {"step": 299, "time_s": 30_000.0, "reward/mean": 0.5}, "and keeps no other"
+    assert reporter._last == {"step": 300, "time_s": 30_000.0, "reward/mean": 0.5}, "and keeps no other"
     reporter.training_starts()
     assert time.monotonic() - reporter._trained_since_s >= 30_000.0
     assert reporter._warnings == []
     reporter.resumes(302, {})
-    assert ["steps 300..301 are missing in metrics.jsonl" in text for text in reporter._warnings] == [True]
+    assert ["steps 301..302 are missing in metrics.jsonl" in text for text in reporter._warnings] == [True]
     reporter.finish("interrupted")
     assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 300
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 300
@@ -403,8 +405,9 @@ def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
 
 
 def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_made_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "asyncrl.job.loop")
     config, left, said = make_config(tmp_path), ("model", MODEL_PIN, RUN_COPY), list[str]()
     begun, failed, foreign = begun_run(tmp_path, config), tmp_path / "failed", tmp_path / "foreign"
     monkeypatch.setattr(job, "Job", lambda *_, **__: SimpleNamespace(run=nothing, say=said.append))
@@ -416,4 +419,5 @@ def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_m
             (folder / "run.id").write_text(RUN_ID)
         job.run_job(config, folder, name="test", allow_change=allowed)
         assert [(folder / name).exists() for name in left] == [bool(stays)] * 3
-    assert len([line for line in said if line.startswith("rollout.deterministic: auto is true: ")]) == 4
+    assert caplog.text.count("rollout.deterministic: auto is true: ") == 4
+    assert said == [], "what auto is stays in the log"

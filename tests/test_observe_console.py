@@ -4,8 +4,8 @@ import errno
 import io
 import logging
 import os
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
 from typing import TextIO
 from unittest.mock import Mock
 
@@ -18,7 +18,7 @@ from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers, durat
 from asyncrl.observe.verdict import Verdict, summary_panel
 
 METRICS = {
-    "step": 11,
+    "step": 12,
     "reward/mean": 0.413,
     "sample/staleness_mean": 1.2,
     "sample/staleness_max": 3,
@@ -30,20 +30,26 @@ METRICS = {
     "rollout/inflight": 61,
     "rollout/failed": 1,
 }
-LINE = "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24%"
+LINE = (
+    "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24%  1 min 58 s left"
+)
 
 
-PANEL = """12/300 1 min 05 s, 1 min 58 s to go
+PANEL = """12/300 1 min 05 s, 1 min 58 s left
+reward 0.716
+from 0.083, last step 0.413
 1.2 on average, 3 at most of 4 allowed
 training 71%, waiting for generation 17%
 61 inflight, 1 failed
-2 optimizer steps: not finite"""
-SUMMARY = """50 in 2 min 05 s, 2.50 s each
-0.100 at first, 0.800
-stragglers 10%
+health 12 steps are broken."""
+SUMMARY = """learning Learned: it did. Entropy fell.
+health It is broken.
+speed Generation set the pace. Raise engines.
+steps 50 in 2 min 05 s, 2.50 s each
+time training 50%
+waiting for stragglers 10%
 forward 30%, backward 60%, the rest 10%
-12,000 packed tokens/s a device, MFU 30.0%
-Knob: engines."""
+12,000 tokens a second and device while training, MFU 30.0%"""
 
 
 class Terminal(io.StringIO):
@@ -66,19 +72,30 @@ def drawn(renderable: object, width: int = 80) -> str:
 
 
 def test_a_plain_line_says_step_reward_staleness_and_where_the_time_went() -> None:
-    line_of = partial(plain_line, num_steps=300, max_staleness=4)
-    assert (line_of(METRICS), line_of({"step": 0})) == (LINE, "step   1/300")
-    line = line_of(METRICS | {"sample/masked_fraction": 0.02, "trainer/skipped_steps": 3})
-    assert "masked 2.0%" in line
-    assert "  3 steps skipped: not finite (batch 11, counted from 0)  " in line
+    def line_of(*lines: Mapping[str, float], num: int = 1) -> str:
+        return plain_line(Steps(lines), num, num_steps=300, max_staleness=4)
+
+    assert (line_of(METRICS), line_of({"step": 1})) == (LINE, "step   1/300")
+    odd = {"tokens/sampled": 100, "tokens/trained": 98, "trainer/skipped_steps": 3}
+    assert "  masked 2.0%  3 updates skipped: not finite  " in line_of(METRICS | odd)
+    before = METRICS | {"step": 11, "reward/mean": 0.113, "sample/staleness_max": 4, "perf/step_s": 0.81}
+    line = line_of(METRICS | {"step": 10, "reward/mean": 9.0}, before, METRICS, num=2)
+    assert "reward 0.263  staleness 1.2 (max 4 of 4)  0.61 s/step  train 48% wait 16%" in line
 
 
 def console_to(file: TextIO, kind: Kind = "plain") -> Console:
-    return Console(kind, run_name="quick [start]", num_steps=300, max_staleness=4, file=file)
+    return Console(
+        kind,
+        run_name="quick [start]",
+        num_steps=300,
+        max_staleness=4,
+        health=lambda steps: [f"{len(steps)} steps are broken."],
+        file=file,
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "none"])
-def test_plain_prints_a_line_a_step_and_what_is_said_and_none_prints_nothing(kind: Kind) -> None:
+def test_plain_prints_lines_and_what_is_said_and_none_prints_nothing(kind: Kind) -> None:
     out = io.StringIO()
     console = console_to(out, kind)
     console.start()
@@ -103,14 +120,34 @@ def test_auto_is_plain_without_a_terminal_and_live_on_one_which_leaves_the_last_
     assert all(words in out.getvalue() for words in ("quick [start]", "12/300"))
 
 
+def test_plain_prints_a_line_every_few_seconds_and_all_steps_are_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, out = [0.0], io.StringIO()
+    monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
+    console = console_to(out)
+    console.start()
+    for step in range(1, 300):  # half a second each
+        now_s[0] += 0.5
+        console.show_step(METRICS | {"step": step, "trainer/skipped_steps": 1.0})
+    console.close()
+    console.close()
+    shown = [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
+    assert shown == [1, *range(11, 112, 10), *range(131, 292, 20), 299], "5 s apart, later 10 s"
+    skipped = re.findall(r"(\d+) updates? skipped", out.getvalue())
+    assert sum(map(int, skipped)) == 299
+    console.show_step(METRICS | {"step": 300})
+    assert "step 300/300" in out.getvalue().splitlines()[-1], "the last one at once"
+
+
 @pytest.mark.parametrize("width", [60, 200])
 def test_the_panel_fits_its_width_and_shows_all_by_name(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
     console = console_to(io.StringIO())
     assert "starting" in drawn(console.panel(), width)
-    console.goes_on(Steps([METRICS | {"step": step, "reward/mean": step / 12} for step in range(11)]))
-    console.show_step(METRICS | {"trainer/skipped_steps": 2.0})
+    console.goes_on(Steps([METRICS | {"step": step, "reward/mean": step / 12} for step in range(1, 12)]))
+    console.show_step(METRICS)
     now_s[0] = 165.0
     picture = drawn(console.panel(), width)
     for words in PANEL.splitlines():
@@ -175,9 +212,22 @@ def test_what_finds_no_room_is_left_out_and_waited_for_once_and_not_line_by_line
 
 def test_the_summary_shows_the_verdict_in_80_columns() -> None:
     shares = TimeShares(training=0.5, generation=0.3, stragglers=0.1, publishing=0.05, other=0.05)
-    sentences = ("Generation held it.", "Knob: engines.")
     trainer = TrainerNumbers({"forward": 0.3, "backward": 0.6}, 12_000.0, 0.3, 100 * 2.0**30, 2.0**30)
-    verdict = Verdict(50, 125.0, 0.1, 0.8, shares, "generation", sentences, trainer=trainer)
+    verdict = Verdict(
+        num_steps=50,
+        wall_s=125.0,
+        headline="Learned: it did.",
+        learning=("Entropy fell.",),
+        health=("It is broken.",),
+        speed=("Generation set the pace.", "Raise engines."),
+        reward_first=0.1,
+        reward_last=0.8,
+        reward_noise=0.01,
+        trend="flat",
+        shares=shares,
+        bottleneck="generation",
+        trainer=trainer,
+    )
     picture = drawn(summary_panel(verdict, title="quickstart"))
     for words in SUMMARY.splitlines():
         assert words in picture

@@ -29,6 +29,7 @@ from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, 
 from asyncrl.observe.console import plain_line
 from asyncrl.observe.metrics import GAUGES, SpecialTokens, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import evaluation_metrics
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.trainer.step_report import append_line
 
@@ -161,7 +162,7 @@ def test_a_batch_of_several_tasks_is_measured_for_each_of_them_too() -> None:
         **{"sample/length_mean/b": 3.0, "sample/truncated_fraction/b": 0.0},
     }
     assert all(gauge_of(name) is not None for name in found)
-    line = plain_line(metrics | {"step": 3}, num_steps=9, max_staleness=4)
+    line = plain_line(Steps([metrics | {"step": 3}]), 1, num_steps=9, max_staleness=4)
     assert "reward 0.667 (a 0.750, b 0.500)" in line
 
 
@@ -183,6 +184,7 @@ def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns
     assert measured(main, fork, other) == {
         "reward/mean": 0.5,
         "reward/std": 0.5,
+        "reward/equal_fraction": 0.0,
         "sample/staleness_mean": 1.5,
         "sample/staleness_max": 3,
         "sample/length_mean": 3.0,
@@ -228,7 +230,7 @@ class CountingReporter(Reporter):
     def _metrics(
         self, rooms: Any, batch: Any, answer: TrainResponse, _: Any, step_s: float
     ) -> dict[str, float]:
-        found = {"step": batch.version, "time_s": step_s, "reward/mean": 0.5, **answer.metrics}
+        found = {"step": batch.version + 1, "time_s": step_s, "reward/mean": 0.5, **answer.metrics}
         return found | self._totals.add(rooms)
 
 
@@ -245,10 +247,15 @@ def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_lin
     tmp_path: Path,
 ) -> None:
     for step in range(5):
-        line = {"step": step, "time_s": 1.0, "tokens/generated": 100 * (step + 1), "rollout/retried": step}
+        line = {
+            "step": step + 1,
+            "time_s": 1.0,
+            "tokens/generated": 100 * (step + 1),
+            "rollout/retried": step,
+        }
         append_line(tmp_path / "metrics.jsonl", line)
     with reporting_to(tmp_path) as reporter:
-        # batches 3, 4 and 5 were taken; the run was killed before the line of step 5
+        # batches 3, 4 and 5 were taken; the run was killed before the line of step 6
         reporter.resumes(3, {"tokens/generated": 650, "rollout/filtered": 6})
         for step in (3, 4, 5):
             report(reporter, step, rooms={"tokens/generated": 0, "rollout/retried": 0})
@@ -282,10 +289,12 @@ def test_a_skipped_step_has_no_loss_and_is_told_with_its_groups(
     first, second, _ = read_lines(tmp_path / "metrics.jsonl")
     assert (first["policy/loss"], "not_finite" in first) == (0.5, False)
     assert ("policy/loss" in second, second["not_finite"]) == (False, ["policy/loss", "policy/grad_norm"])
-    said, warning = capsys.readouterr().out, "WARNING: 1 step skipped: not finite (batch 1, counted from 0)"
-    assert "step  2/12  reward 0.500  1 step skipped: not finite (batch 1, counted from 0)" in said
+    said, warning = capsys.readouterr().out, "WARNING: 1 update skipped in step 2: not finite"
+    assert "step  3/12  reward 0.500  2 updates skipped: not finite" in said
     assert said.count(f"{warning}, groups 2, 3") == said.count("WARNING") == 1
-    assert "(batch 2, counted from 0), groups 4, 5" in caplog.text, "each is in the controller's log"
+    assert "in step 3: not finite, groups 4, 5" in caplog.text, "each is in the controller's log"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["num_skipped_steps"], len(summary["warnings"])) == (2, 1)
-    assert "in 2 optimizer steps (batches 1, 2, counted from 0)" in " ".join(summary["sentences"])
+    assert "2 updates skipped because loss or gradient was not finite (step 2 to 3)" in " ".join(
+        summary["health"]
+    )

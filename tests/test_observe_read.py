@@ -36,9 +36,9 @@ def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", max_s
         append_line(run_dir / "trained.jsonl", record_line(version))
         ages = {"sample/staleness_mean": 1.0, "sample/staleness_max": 2.0}
         times = {"time_s": version + 1.0, "perf/step_s": 1.0, "perf/train_s": 0.9}
-        recorder.record_step({"step": version, "reward/mean": 0.25 * version, **ages, **times})
+        recorder.record_step({"step": version + 1, "reward/mean": 0.25 * version, **ages, **times})
     oldest = [["g7/r1", 12.0], ["g8/r0", 3.5]]
-    wait = Wait("train loop", "TrainerClient.train", "the optimizer step of batch 3", "trainer-0", 12.25)
+    wait = Wait("train loop", "TrainerClient.train", "optimizer step 4", "trainer-0", 12.25)
     recorder.write_status({"state": state, "waits": [asdict(wait)], "oldest_rollouts": oldest})
     recorder.close()
 
@@ -73,13 +73,45 @@ def test_status_of_a_live_run_says_what_it_does_who_waits_and_how_far_it_is(tmp_
     make_run(tmp_path)
     lock = RunLock(tmp_path / "run.lock").acquire()
     status, text = status_of(tmp_path), words(render_status(tmp_path))
+    verbose = words(render_status(tmp_path, is_verbose=True))
     lock.release()
     assert (status["state"], status["steps_done"], status["num_steps"]) == ("running", 3, 9)
     assert status["last_metrics"]["reward/mean"] == 0.5
-    assert status["verdict"]["bottleneck"] == "training"
-    waits = "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by"
-    for said in (f"as process {os.getpid()} on host", "3 of 9", waits, "g7/r1, 12.0 s"):
+    assert status["verdict"]["bottleneck"] == "unknown"
+    waits = "train loop waits in TrainerClient.train for optimizer step 4, 12 s, to be woken by"
+    for said in (
+        f"process {os.getpid()} on host",
+        "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left",
+        "Too short to",
+    ):
         assert said in text
+    for said in (waits, "g7/r1, 12.0 s", "training 90% ███"):
+        assert (said in text, said in verbose) == (False, True)
+
+
+def test_status_fits_a_screen_even_of_a_run_that_is_unwell(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=0)
+    recorder = Recorder(tmp_path)
+    for step in range(1, 41):
+        ill = {"reward/equal_fraction": 0.9, "sample/truncated_fraction": 0.98, "trainer/skipped_steps": 1}
+        means = {
+            "policy/entropy": 2.0,
+            "policy/grad_norm": 0.1,
+            "sample/length_mean": 9.0,
+            "perf/step_s": 1.0,
+        }
+        recorder.record_step(
+            {"step": step, "time_s": step, "reward/mean": 0.1, "reward/std": 0.1, **ill, **means}
+        )
+    recorder.write_status({"state": "running", "warnings": ["a reward call takes long " * 3] * 5})
+    recorder.close()
+    lock = RunLock(tmp_path / "run.lock").acquire()
+    text = render_status(tmp_path)
+    lock.release()
+    assert len(text.splitlines()) <= 24
+    assert "Learned nothing" in text
+    assert "And 1 more, see --verbose." in words(text)
+    assert "(and 4 more, see --verbose)" in words(text)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +184,13 @@ def test_every_way_in_which_a_record_breaks_a_promise_is_found(tmp_path: Path) -
     plain = inspected(tmp_path)
     assert (plain["bound_kept"], "BOUND OR RECORD BROKEN" in render_inspect(tmp_path)) == (False, True)
     assert plain["violations"] == [
-        "step 2, group 5, sample 0: tokens 3..3 are of version 0, 2 behind; 1 are allowed",
-        "step 3, group 0, sample 0: tokens 3..6 are of version 0, 3 behind; 1 are allowed",
-        "step 3, group 0, sample 0: 9 tokens in the loss, but spans of 4",
-        "step 3, group 0: was trained on in step 0 already",
-        "step 4, group 9, sample 0: tokens 3..6 are of version 5, which did not exist yet",
-        "step 5 is missing in the record",
-        "step 6, group 13, sample 0, branch 1: was trained on in step 6 already",
+        "step 3, group 5, sample 0: tokens 3..3 are of version 0, 2 behind; 1 are allowed",
+        "step 4, group 0, sample 0: tokens 3..6 are of version 0, 3 behind; 1 are allowed",
+        "step 4, group 0, sample 0: 9 tokens in the loss, but spans of 4",
+        "step 4, group 0: was trained on in step 1 already",
+        "step 5, group 9, sample 0: tokens 3..6 are of version 5, which did not exist yet",
+        "step 6 is missing in the record",
+        "step 7, group 13, sample 0, branch 1: was trained on in step 7 already",
     ]
 
 
@@ -167,16 +199,16 @@ def test_one_step_or_group_is_shown_with_its_trajectories_and_a_rollout_counts_o
     forked = record_line(3)
     forked["trajectories"].insert(1, {**forked["trajectories"][0], "branch": 1})
     append_line(tmp_path / "trained.jsonl", forked)
-    (step,) = inspected(tmp_path, step=3)["steps"]
+    (step,) = inspected(tmp_path, step=4)["steps"]
     assert (step["num_trajectories"], step["num_loss_tokens"], step["reward_mean"]) == (3, 12, 0.5)
     assert [entry["branch"] for entry in step["trajectories"]] == [0, 1, 0]
-    assert inspected(tmp_path, step=1)["steps"][0]["metrics"]["reward/mean"] == 0.25
+    assert inspected(tmp_path, step=2)["steps"][0]["metrics"]["reward/mean"] == 0.25
     (found,) = inspected(tmp_path, group=5)["steps"]
-    assert found["step"] == 2
+    assert found["step"] == 3
     assert found["trajectories"] == [record_line(2)["trajectories"][1] | {"staleness": 2}]
     assert "3..3@v0 4..6@v2" in render_inspect(tmp_path, group=5)
     for unknown in ({"step": 7}, {"group": 99}):
-        with pytest.raises(ConfigError, match="has no record of (step 7|group 99); it has steps 0 to 3"):
+        with pytest.raises(ConfigError, match="has no record of (step 7|group 99); it has steps 1 to 4"):
             render_inspect(tmp_path, **unknown)
 
 
@@ -191,7 +223,7 @@ def test_steps_that_a_power_cut_took_are_told_as_missing_and_the_bound_stands(tm
     plain = inspected(tmp_path)
     why = "lost before a sync: the machine stopped, or the file was cut"
     assert (plain["bound_kept"], plain["violations"], plain["restored_from"]) == (True, [], [5, 6])
-    assert plain["lost"] == plain["problems"] == [f"steps 3..4 are missing in the record ({why})"]
+    assert plain["lost"] == plain["problems"] == [f"steps 4..5 are missing in the record ({why})"]
     assert "bound kept in all that is recorded" in render_inspect(tmp_path)
     note_restored(path, 3)
     for version in (3, 4, 5):
@@ -200,7 +232,7 @@ def test_steps_that_a_power_cut_took_are_told_as_missing_and_the_bound_stands(tm
     assert (plain["lost"], plain["violations"], plain["num_steps"]) == ([], [], 6), "trained again after all"
     path.unlink()
     append_line(path, record_line(2))
-    assert inspected(tmp_path)["violations"] == ["steps 0..1 are missing in the record"], "without a reason"
+    assert inspected(tmp_path)["violations"] == ["steps 1..2 are missing in the record"], "without a reason"
 
 
 @given(
@@ -265,7 +297,7 @@ def test_a_run_without_a_status_says_that_it_has_none(tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "status.json").unlink()
     said = words(render_status(tmp_path))
-    assert "unknown there is no status.json that can be read" in said
+    assert "unknown: no status.json can be read" in said
     assert "None" not in said
 
 

@@ -81,28 +81,28 @@ assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 
 
 @pytest.mark.parametrize(
-    "left", ['{"step": 2, "rew', "12\n", '{"step": null}\n', "\0" * 4096, '{"step": 2}\n']
+    "left", ['{"step": 3, "rew', "12\n", '{"step": null}\n', "\0" * 4096, '{"step": 3}\n']
 )
 def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_what_is_no_line_of_a_step(
     tmp_path: Path, left: str
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n' + left)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + left)
     recorder = Recorder(tmp_path)
-    assert recorder.keep_steps_below(2) == {"step": 1}
-    recorder.record_step({"step": 2, "reward/mean": 1.0})
-    assert lines(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2, "reward/mean": 1.0}]
-    assert recorder.keep_steps_below(0) == {}
+    assert recorder.keep_steps(2) == {"step": 2}
+    recorder.record_step({"step": 3, "reward/mean": 1.0})
+    assert lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "reward/mean": 1.0}]
+    assert recorder.keep_steps(0) == {}
     recorder.close()
     assert lines(tmp_path) == []
 
 
 def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "re')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "re')
     for _ in range(2):
         recorder = Recorder(tmp_path)
-        last = recorder.keep_steps_below(5)
-        recorder.record_step({"step": 5})
+        last = recorder.keep_steps(5)
+        recorder.record_step({"step": 6})
         recorder.close()
-    assert last == {"step": 1}
-    assert [line.get("step", line.get("lost")) for line in lines(tmp_path)] == [0, 1, [2, 4], 5]
+    assert last == {"step": 2}
+    assert [line.get("step", line.get("lost")) for line in lines(tmp_path)] == [1, 2, [3, 5], 6]
     assert "before a sync" in str(lines(tmp_path)[2]["why"])

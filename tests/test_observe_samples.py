@@ -99,7 +99,7 @@ def test_other_steps_and_seeds_show_other_rollouts() -> None:
 
 
 def chosen(rollout: Rollout, **more: Any) -> Chosen:
-    given: dict[str, Any] = {"kind": "random", "step": 9, "min_version": 7, "prompt": Prompt("0/4", ())}
+    given: dict[str, Any] = {"kind": "random", "step": 10, "min_version": 7, "prompt": Prompt("0/4", ())}
     return Chosen(group_id=GroupId(5), sample_index=0, rollout=rollout, **given | more)
 
 
@@ -249,11 +249,11 @@ def test_failed_rollouts_are_shown_at_once_a_few_between_two_steps_and_once_over
     fail(maker, 2, nothing)
     fail(maker, 3)
     maker.flush()
-    assert steps_in(tmp_path) == [(0, "failed")] * 2
+    assert steps_in(tmp_path) == [(1, "failed")] * 2
     maker.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), [(0, 3, 0.25)], Letters())
     fail(maker, 4)
     maker.close()
-    assert [(made.step, len(made.samples)) for made in maker.taken()] == [(0, 1), (0, 1), (0, 3), (1, 1)]
+    assert [(made.step, len(made.samples)) for made in maker.taken()] == [(1, 1), (1, 1), (1, 3), (2, 1)]
     first, second, best, *_ = read_samples(tmp_path, [])
     assert first["error"] is not None
     assert "failed 2 times, last: no reward" in first["error"]
@@ -267,17 +267,15 @@ def test_failed_rollouts_are_shown_at_once_a_few_between_two_steps_and_once_over
     assert (best["reward"], best["logprob_gap"], best["sample_index"]) == (3.0, 0.25, 3)
     texts = [sample_text(sample) for sample in (first, second)]
     assert "model v8* | cde" in texts[0]
-    assert all(
-        words in texts[1] for words in ("failed rollout of batch 0", "no reward", "user | why", "| so")
-    )
+    assert all(words in texts[1] for words in ("failed rollout of step 1", "no reward", "user | why", "| so"))
 
     again = maker_of(tmp_path)
-    again.goes_on_at(0, keeps_failed=True)
+    again.goes_on_at(1, keeps_failed=True)
     fail(again, 4)  # its failure was not durable at the kill
     again.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), [(0, 3, 0.25)], Letters())
     again.close()
     kinds = ["failed", "failed", "best", "worst", "random"]
-    assert steps_in(tmp_path) == [*((0, kind) for kind in kinds), (1, "failed")]
+    assert steps_in(tmp_path) == [*((1, kind) for kind in kinds), (2, "failed")]
 
 
 def test_what_cannot_be_written_or_made_in_time_is_told_and_the_next_step_is_tried(
@@ -289,18 +287,18 @@ def test_what_cannot_be_written_or_made_in_time_is_told_and_the_next_step_is_tri
     maker.flush()
     (tmp_path / "samples.jsonl").rmdir()
     (broken,) = maker.taken()
-    assert broken.problem.startswith("no samples of step 0 in samples.jsonl: [Errno 21]")
+    assert broken.problem.startswith("no samples of step 1 in samples.jsonl: [Errno 21]")
     maker.step(make_batch([[1.0]], 1), [], Letters())
     monkeypatch.setattr(sample_maker, "MAX_WAITING", 1)
     maker.step(make_batch([[1.0]], 2), [], Letters())
     maker.close()
-    assert [(made.step, bool(made.problem)) for made in maker.taken()] == [(2, True), (1, False)]
-    assert steps_in(tmp_path) == [(1, "best")]
+    assert [(made.step, bool(made.problem)) for made in maker.taken()] == [(3, True), (2, False)]
+    assert steps_in(tmp_path) == [(2, "best")]
 
 
 def test_without_samples_no_file_is_made(tmp_path: Path) -> None:
     maker = maker_of(tmp_path, per_step=0, failed_per_step=0)
-    maker.goes_on_at(0, keeps_failed=True)
+    maker.goes_on_at(1, keeps_failed=True)
     maker.step(make_batch([[1.0]], 0), [], Letters())
     fail(maker, 1)
     maker.close()
@@ -325,16 +323,16 @@ def test_the_console_shows_a_sample_now_and_then_and_hostile_text_as_it_is(kind:
     names = {"run_name": "t", "num_steps": 300, "max_staleness": 4}
     console = Console(kind, **names, samples_every="auto", file=out)
     console.start()
-    for step in range(300):
+    for step in range(1, 301):
         random = a_sample(step, text=HOSTILE + "\u20ac")
         console.show_samples(step, [a_sample(step, "best"), random])
         console.show_samples(step, [a_sample(step, "failed")])
     console.close()
     out.seek(0)
     said = out.read()
-    shown_of = [step for step in range(300) if f"random sample of batch {step}:" in said]
-    assert shown_of == [0, 9, 99, 199, 299]
-    assert said.count("failed rollout of batch 0") == said.count("failed rollout") == 1
+    shown_of = [step for step in range(1, 301) if f"random sample of step {step}:" in said]
+    assert shown_of == [1, 10, 100, 200, 300]
+    assert said.count("failed rollout of step 1:") == said.count("failed rollout") == 1
     assert "best sample" not in said
     for word in (r"\x1b[31m", r"\x07", "[red]red[/red]", "<script>", ":smile:", r"\u202e", "| # no title"):
         assert word in said
@@ -343,16 +341,16 @@ def test_the_console_shows_a_sample_now_and_then_and_hostile_text_as_it_is(kind:
     assert ("\\u20ac" in said) == (kind == "live"), "a terminal that does not know the character"
 
 
-@pytest.mark.parametrize(("every", "steps"), [(None, []), (7, [6, 13])])
+@pytest.mark.parametrize(("every", "steps"), [(None, []), (7, [7, 14])])
 def test_the_console_shows_none_or_one_every_so_many_steps(every: int | None, steps: list[int]) -> None:
     out = io.StringIO()
     console = Console("plain", run_name="t", num_steps=20, max_staleness=4, samples_every=every, file=out)
-    for step in range(20):
+    for step in range(1, 21):
         console.show_samples(step, [a_sample(step)])
     if every is None:
-        console.show_samples(20, [a_sample(20, "failed")])
+        console.show_samples(21, [a_sample(21, "failed")])
     said = out.getvalue()
-    assert [step for step in range(21) if f" of batch {step}:" in said] == steps
+    assert [step for step in range(1, 22) if f" of step {step}:" in said] == steps
 
 
 def test_samples_are_listed_as_text_the_newest_or_those_that_are_asked_for(tmp_path: Path) -> None:
@@ -362,13 +360,11 @@ def test_samples_are_listed_as_text_the_newest_or_those_that_are_asked_for(tmp_p
 
     def listed(**asked: Any) -> list[str]:
         text = render_samples(tmp_path, [], as_json=False, **asked)
-        return [line.partition(":")[0] for line in text.splitlines() if " of batch " in line]
+        return [line.partition(":")[0] for line in text.splitlines() if " of step " in line]
 
-    assert listed() == [
-        f"{kind} sample of batch {step}" for step in range(3, 8) for kind in ("best", "worst")
-    ]
-    assert listed(kinds=["worst"]) == [f"worst sample of batch {step}" for step in range(8)]
-    both = ["best sample of batch 1", "worst sample of batch 1"]
+    assert listed() == [f"{kind} sample of step {step}" for step in range(3, 8) for kind in ("best", "worst")]
+    assert listed(kinds=["worst"]) == [f"worst sample of step {step}" for step in range(8)]
+    both = ["best sample of step 1", "worst sample of step 1"]
     assert listed(step=1) == listed(group=1) == both
     found = json.loads(render_samples(tmp_path, ["damaged"], as_json=True, step=1, kinds=["best"]))
     assert ([sample["kind"] for sample in found["samples"]], found["problems"]) == (["best"], ["damaged"])
@@ -393,7 +389,7 @@ def test_tensorboard_has_the_text_of_samples_of_ever_fewer_steps_and_shows_marku
     assert events.Tags()["tensors"] == ["samples/best", "samples/random"]
     best, random = (events.Tensors(f"samples/{kind}") for kind in ("best", "random"))
     assert [event.step for event in best] == [0, 99, 100, 110, 1000, 1100]
-    assert random[0].tensor_proto.string_val[0].count(b"random sample of batch 0") == 2
+    assert random[0].tensor_proto.string_val[0].count(b"random sample of step 0") == 2
     html = markdown_to_safe_html(best[0].tensor_proto.string_val[0])
     assert "&lt;script&gt;" in html
     assert html.count("<pre>") == 1

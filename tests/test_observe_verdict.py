@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Callable
+
 import pytest
 from placement_cases import load
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers
-from asyncrl.observe.verdict import judge
+from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers, recent, seconds_left
+from asyncrl.observe.verdict import Verdict, judge
 
 ZERO, TWO = "buffer.max_staleness=0", "buffer.max_staleness=2"
 WAIT = "buffer.on_overdue=wait"
 FILTER = "buffer.filter=equal_rewards"
+AGENT = "generator.python=my_agent:run"
+NUM = 200
+
+Column = float | Callable[[int], float]
 
 
 def config(*overrides: str) -> RunConfig:
@@ -17,62 +25,257 @@ def config(*overrides: str) -> RunConfig:
 
 
 def steps(text: str, num: int = 20) -> list[dict[str, float]]:
-    """Steps of 1 s each, with metrics like `train_s=0.4 rollout/inflight=64`; perf/ is left out."""
+    """Steps of 1 s each, with metrics like `train_s=0.4 engine/busy_slots=64`; perf/ is left out."""
     parts = dict(part.split("=") for part in f"step_s=1 {text}".split())
     metrics = {name if "/" in name else f"perf/{name}": float(value) for name, value in parts.items()}
     return [{"step": n, "time_s": 10.0 + n, "reward/mean": n / num, **metrics} for n in range(1, num + 1)]
 
 
+def judged(num: int = NUM, *overrides: str, **columns: Column) -> Verdict:
+    """The verdict of `num` steps of a second; a column is `reward_mean`, with _ for its first /."""
+    healthy: dict[str, Column] = {"reward_mean": rising, "reward_std": 0.2, "policy_grad_norm": 0.5}
+    lines: list[dict[str, float]] = []
+    for step in range(1, num + 1):
+        line = {"step": step, "time_s": float(step), "perf/step_s": 1.0, "perf/train_s": 0.95}
+        for name, column in (healthy | columns).items():
+            line[name.replace("_", "/", 1)] = column(step) if callable(column) else column
+        lines.append(line)
+    return judge(Steps(lines), config(*overrides))
+
+
+def noise(step: int) -> float:
+    return random.Random(step).gauss(0, 0.02)
+
+
+def rising(step: int) -> float:
+    return 0.1 + 0.8 * step / NUM + noise(step)
+
+
+def settled(step: int) -> float:
+    return min(0.9, 0.1 + 0.02 * step) + noise(step)
+
+
+def flat(step: int) -> float:
+    return 0.3 + noise(step)
+
+
+# ---- did it learn?
+
+TINY = {"reward_mean": flat, "policy_entropy": lambda step: 2.31 - step / 1e5}
+LOST: Column = lambda step: (0.9 if 80 < step < 120 else 0.1) + noise(step)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("columns", "headline"),
+    [
+        ({}, "Learned: reward rose from 0.1* to 0.8* ± 0.00* and is still rising."),
+        ({"reward_mean": settled}, "Learned: reward rose from 0.1* to 0.8* ± 0.00* and is flat now."),
+        (
+            {"reward_mean": flat},
+            "Learned nothing: reward 0.3* at the start, 0.2* ± 0.00* at the end. Likeliest",
+        ),
+        (
+            TINY,
+            "reasons: trainer.learning_rate=0.0015 hardly moved the model (entropy 2.31, then 2.31); a",
+        ),
+        (
+            {"reward_mean": flat, "reward_equal_fraction": 0.95},
+            "in 95% of the groups all answers earned the same",
+        ),
+        (
+            {"reward_mean": LOST},
+            "Learned and lost it again: reward 0.1* at the start, 0.9* around step 110, 0.09",
+        ),
+        ({"reward_mean": lambda step: 1 - rising(step)}, "Got worse: reward fell from 0.8* to 0.1*"),
+        ({"reward_mean": math.nan}, "No step has a reward yet."),
+    ],
+)
+def test_the_first_sentence_says_whether_the_run_learned(columns: dict[str, Column], headline: str) -> None:
+    found = judged(**columns)
+    at = -1
+    for part in headline.split("*"):
+        assert (at := found.headline.find(part, at + 1)) >= 0, found.headline
+    assert found.trend == {"and is still rising.": "rising"}.get(headline[-20:], found.trend)
+
+
+def test_a_short_run_neither_learned_nor_failed_and_its_speed_is_not_judged() -> None:
+    found = judged(19)
+    assert found.headline.startswith("Too short to say whether it learns: reward 0.1")
+    assert found.speed == ("Too short to judge speed: 20 steps and 10 s of training are needed.",)
+    assert (found.trend, found.bottleneck, found.health) == ("unknown", "unknown", ())
+    quick = judged(100, perf_step_s=0.05, perf_train_s=0.01)
+    assert quick.speed == found.speed
+    assert quick.bottleneck == "unknown"
+
+
+def test_a_reward_that_is_always_zero_is_named_even_in_four_steps() -> None:
+    found = judged(4, reward_mean=0.0, reward_std=0.0, policy_grad_norm=0.0, reward_equal_fraction=1.0)
+    assert found.headline == (
+        "Learned nothing: reward 0.000 at the start, 0.000 ± 0.000 at the end. Likeliest reasons: every "
+        "answer earned 0, so no answer was better than another; none of 128 answers stood out: prompts may "
+        "be too hard or too easy, or the reward is broken."
+    )
+    (flag,) = found.health
+    assert "inspect RUN_DIR --samples` and check the reward function" in flag
+
+
+def test_a_learning_rate_that_destroyed_the_model_is_named_with_the_gradient() -> None:
+    """The numbers of configs/quickstart.yaml at trainer.learning_rate=1000."""
+    rewards, entropies = (0.162, 0.152, 0.125, 0.162), (2.64, 3.135, 3.135, 3.135)
+    found = judged(
+        4,
+        "trainer.learning_rate=1000",
+        reward_mean=lambda step: rewards[step - 1],
+        reward_std=0.1,
+        policy_grad_norm=lambda step: 1.39 if step == 1 else 0.0,
+        policy_entropy=lambda step: entropies[step - 1],
+    )
+    assert found.headline.startswith("Learned nothing: reward 0.157 at the start, 0.14")
+    destroyed = (
+        "the model is probably destroyed by trainer.learning_rate=1000 (entropy stays at exactly 3.13)"
+    )
+    no_gradient = "the gradient is 0 since step 2 although rewards differ"
+    assert found.headline.endswith(f"Likeliest reasons: {destroyed}; {no_gradient}.")
+    assert [flag.partition(":")[0].lower() for flag in found.health] == [destroyed.lower(), no_gradient]
+
+
+# ---- is it healthy?
+
+
+@pytest.mark.parametrize(
+    ("columns", "flag"),
+    [
+        (
+            {"sample_truncated_fraction": 0.98},
+            "98% of the answers were cut off at a limit (rollout.max_tokens=",
+        ),
+        ({"sample_unfinished_fraction": 0.6}, "60% of the answers do not end: have the reward punish"),
+        ({"sample_special_fraction": 0.06}, "6% of the answers contain special tokens"),
+        ({"policy_logprob_gap_mean": 0.2}, "Engines and trainer disagree by 0.2 nats on fresh tokens"),
+        ({"reward_equal_fraction": 0.9}, "In 90% of the groups all answers earned the same reward"),
+        ({"policy_grad_norm": 0.0}, "The gradient is 0 since step 1 although rewards differ"),
+        (
+            {"trainer_skipped_steps": lambda step: float(step > 197)},
+            "3 updates skipped because loss or gradient was not finite (step 198 to 200): logs/trainer-0.log",
+        ),
+        (
+            {"reward_mean": flat, "policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},
+            "Entropy fell from 1.7 to 0.00",
+        ),
+    ],
+)
+def test_each_thing_that_is_wrong_is_one_sentence(columns: dict[str, Column], flag: str) -> None:
+    (found,) = judged(**columns).health
+    assert found.startswith(flag)
+    assert found.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {},
+        {
+            "sample_special_fraction": 0.04,
+            "sample_unfinished_fraction": 0.4,
+            "sample_truncated_fraction": 0.4,
+        },
+        {"policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},
+    ],
+    ids=["what is not measured", "below the limits", "a model that learned is sure of itself"],
+)
+def test_a_healthy_run_has_no_flag(columns: dict[str, Column]) -> None:
+    assert judged(**columns).health == ()
+
+
+# ---- how fast was it?
+
 GENERATION, PUBLISHING = "train_s=0.3 wait_generation_s=0.65", "train_s=0.4 wait_publishing_s=0.6"
 STRAGGLERS = "train_s=0.4 wait_generation_s=0.1 wait_stragglers_s=0.5"
 MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
+HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
 
 
 @pytest.mark.parametrize(
     ("metrics", "settings", "bottleneck", "words"),
     [
-        ("train_s=0.9 wait_generation_s=0.04", [], "training", "waited 4% of the time (training 90%"),
-        ("train_s=0.9 sample/staleness_mean=1.5", [], "training", "data of 1.5 versions"),
-        (GENERATION, [], "generation", "Generation held the run back: the trainer waited 65%"),
-        (f"{GENERATION} rollout/inflight=64", [], "generation", "raise rollout.slots (now 64) or"),
-        (f"{GENERATION} rollout/inflight=20", [], "generation", "only 20 of 64 slots were used"),
         (
-            f"{GENERATION} rollout/inflight=20 engine/up=1.5",
+            "train_s=0.9 wait_generation_s=0.04",
+            [],
+            "training",
+            "set the pace: the trainer waited 4% of the time.",
+        ),
+        (GENERATION, [], "generation", "Generation set the pace: the trainer waited 65% of the time."),
+        (f"{GENERATION} engine/busy_slots=63", [], "generation", "Raise rollout.slots (now 64) or"),
+        (f"{GENERATION} engine/busy_slots=40", [], "generation", "(now 1): 40 of 64 slots were busy"),
+        (f"{GENERATION} engine/busy_slots=9", [], "generation", "Raise buffer.max_staleness (now 4) so that"),
+        (GENERATION, [], "generation", "Raise rollout.num_engines (now 1)."),
+        (
+            f"{GENERATION} engine/busy_slots=60 engine/up=1.5",
             ["rollout.num_engines={max: 4}"],
             "generation",
-            "raise engines=N of `asyncrl scale` (1.5 of at most 4 on average): only 20 of 96 slots were used",
+            "Raise engines=N of `asyncrl scale` (1.5 of at most 4 on average): 60 of 96 slots were busy",
         ),
-        (GENERATION, [ZERO], "generation", "Knob: buffer.max_staleness=0"),
-        (GENERATION, ["buffer.look_ahead=1"], "generation", "buffer.look_ahead=1"),
+        (
+            HELD,
+            [AGENT],
+            "generation",
+            "Raise generator.workers (now 1): the engines wait for the agent, 4 of 64 slots were busy on "
+            "average while 63 rollouts were in flight.",
+        ),
+        (HELD, ["generator.remote=true"], "generation", "Start more workers (`asyncrl work`): 4 of 64 slots"),
+        (HELD, [], "generation", "engines wait for the reward function, 4 of 64"),
+        (GENERATION, [ZERO], "generation", "Buffer.max_staleness=0 has trainer and engines wait"),
+        (GENERATION, ["buffer.look_ahead=1"], "generation", "uffer.look_ahead=1"),
         (f"{PUBLISHING} weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
-        (PUBLISHING, ["weight_sync.interrupt=wait"], "publishing", "weight_sync.interrupt=wait drains"),
+        (PUBLISHING, ["weight_sync.interrupt=wait"], "publishing", "eight_sync.interrupt=wait drains"),
         (STRAGGLERS, [TWO, WAIT], "stragglers", "or raise buffer.max_staleness (now 2) to 4"),
         (STRAGGLERS, [TWO, WAIT], "stragglers", "on_overdue=wait cost 10.0 s (50.0%)"),
-        ("train_s=0.4 handover_s=0.5", [ZERO], "turns", "50% of the time went into handovers"),
-        ("train_s=0.82 wait_generation_s=0.18", [], "balanced", "none stands out"),
-        ("train_s=0.3 wait_generation_s=0.1", [], "other", "60% of the time went into neither"),
+        (
+            "train_s=0.4 handover_s=0.5",
+            [ZERO],
+            "turns",
+            "Handovers of the devices set the pace: 50% of the time.",
+        ),
+        ("train_s=0.82 wait_generation_s=0.18", [], "balanced", "More speed needs both"),
+        (
+            "train_s=0.3 wait_generation_s=0.1",
+            [],
+            "other",
+            "Work between steps set the pace: 60% of the time.",
+        ),
+        ("train_s=0.3 wait_generation_s=0.1", [], "other", "raise trainer.num_groups (now 4)"),
         (MASKED, [], "training", "10.0% of the tokens were masked, 3 groups generated again. A larger"),
-        (MASKED, ["buffer.on_overdue=drop"], "training", "on_overdue=drop: 3 groups generated again."),
+        (
+            MASKED,
+            ["buffer.on_overdue=drop"],
+            "training",
+            "Too old (on_overdue=drop): 3 groups generated again.",
+        ),
         ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_hand_backs=3)"),
         ("train_s=1 rollout/filtered=20", [FILTER], "training", "replaced 20 groups (20.0% of those that"),
         ("train_s=1 rollout/filtered=100", [FILTER], "training", "Prompts of another difficulty"),
-        ("train_s=1 trainer/skipped_steps=1", [], "training", "20 optimizer steps (batches 1, 2, 3, 4, 5"),
     ],
 )
-def test_a_verdict_names_what_held_the_run_back_its_knob_and_what_was_lost(
+def test_the_speed_is_told_with_its_bottleneck_the_setting_and_what_was_lost(
     metrics: str, settings: list[str], bottleneck: str, words: str
 ) -> None:
     verdict = judge(Steps(steps(metrics)), config(*settings))
     assert verdict.bottleneck == bottleneck
-    assert words in " ".join(verdict.sentences)
+    assert words in " ".join(verdict.speed)
 
 
-def test_the_reward_is_that_of_the_first_five_steps_and_of_the_last_tenth() -> None:
+def test_the_reward_is_that_of_the_first_five_and_of_the_recent_steps() -> None:
     verdict = judge(Steps(steps("train_s=1", num=50)), config())
     assert (verdict.reward_first, verdict.reward_last) == (pytest.approx(3 / 50), pytest.approx(48 / 50))
     assert (verdict.num_steps, verdict.wall_s) == (50, 60.0)
     one = judge(Steps(steps("train_s=1", num=1)), config())
-    assert one.reward_first == one.reward_last == 1.0
+    assert (one.reward_first, one.reward_last, one.reward_noise) == (1.0, 1.0, 0.0)
+    assert [len(range(num)[recent(num)]) for num in (1, 4, 10, 50, 360, 9000)] == [1, 2, 5, 5, 36, 50]
+
+
+def test_the_time_left_is_that_of_the_recent_pace() -> None:
+    run = Steps([{"step": step, "perf/step_s": 9.0 if step < 5 else 2.0} for step in range(1, 31)])
+    assert (seconds_left(run, 100), seconds_left(run, 30), seconds_left(Steps(), 9)) == (140.0, 0.0, None)
 
 
 def test_shares_add_up_to_one_even_where_parts_exceed_the_whole() -> None:
@@ -86,6 +289,7 @@ def test_a_step_that_was_taken_again_takes_the_place_of_all_from_there_on() -> N
     assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
 
 
+SPEED = "12,000 tokens a second and device while training"
 TRAINED = "train_s=0.5 forward_s=0.1 backward_s=0.25 optimizer_s=0.05 pack_s=0.001 device_tokens_per_s=12000"
 
 
@@ -97,12 +301,12 @@ TRAINED = "train_s=0.5 forward_s=0.1 backward_s=0.25 optimizer_s=0.05 pack_s=0.0
             f"{TRAINED} host_memory_bytes=3221225472",
             {
                 "training": "forward 20%, backward 50%, optimizer 10%, the rest 20%",
-                "trainer": "12,000 packed tokens/s a device, 3.0 GiB of the host",
+                "trainer": f"{SPEED}; peak memory 3.0 GiB on the host",
             },
         ),
         (
             f"{TRAINED} mfu=0.314 device_memory_bytes=107374182400",
-            {"trainer": "12,000 packed tokens/s a device, MFU 31.4%, 100.0 GiB of the device"},
+            {"trainer": f"{SPEED}, MFU 31.4%; peak memory 100.0 GiB on the device"},
         ),
     ],
 )

@@ -51,8 +51,8 @@ def hang_restarted_trainer(house: House) -> None:
 
 HANGS = {
     hang_trainer: r"""
-train loop waits in TrainerClient.train for the optimizer step of batch 3.* by trainer-0
-producers waits in Buffer.wait_open for leave to start a group \(2 ready, 0 run, batch 4
+train loop waits in TrainerClient.train for optimizer step 4.* by trainer-0
+producers waits in Buffer.wait_open for leave to start a group \(2 ready, 0 run, step 5
 publisher waits .* for a policy_version above 3.* woken by the train loop""",
     hang_restarted_trainer: r"""
 catching up waits in TrainerClient.recover for the journaled batches .* woken by trainer-0

@@ -41,7 +41,7 @@ def test_every_command_of_the_tutorial_runs_on_the_files_that_it_shows(tmp_path:
         num_done = num_steps(tmp_path / "runs/agent") if command in said else 0
         said[command] = run(command, tmp_path, num_done + NUM_STEPS, is_killed=is_killed)
     assert len(commands) == 14
-    assert "random sample of batch" in said["asyncrl inspect runs/first --samples"]
+    assert "random sample of step" in said["asyncrl inspect runs/first --samples"]
     assert (tmp_path / "runs/first/report.html").stat().st_size > 10_000
     assert (tmp_path / "my-model/model.safetensors").exists()
     assert "bound kept" in said["asyncrl inspect runs/first --step 1"]
@@ -86,7 +86,7 @@ def run(command: str, folder: Path, num_steps: int, *, is_killed: bool) -> str:
 
 def test_the_line_that_the_tutorial_shows_is_as_the_console_writes_them() -> None:
     shape = r"step +\d+/\d+  reward [\d.]+  staleness [\d.]+ \(max \d of \d\)  [\d.]+ s/step  train \d+% "
-    shape += r"wait \d+%\n"
+    shape += r"wait \d+%  [\d.]+ s left\n"
     assert re.fullmatch(shape, block("text", 0))
 
 

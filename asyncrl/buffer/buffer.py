@@ -264,8 +264,8 @@ class Buffer:
     def _what_opens(self) -> str:
         rule = self.rule
         return (
-            f"leave to start a group ({rule.num_ready} ready, {rule.num_running} run, batch "
-            f"{rule.next_batch} is next, version {rule.served} is served)"
+            f"leave to start a group ({rule.num_ready} ready, {rule.num_running} run, step "
+            f"{rule.next_batch + 1} is next, version {rule.served} is served)"
         )
 
     def _what_forms(self) -> str:
@@ -275,7 +275,7 @@ class Buffer:
             "publishing": "publishing, for no group may start before a newer version is served",
             "stragglers": "stragglers that would become too old",
         }.get(rule.waits_for or "", "generation")
-        batch = f"batch {rule.next_batch}: {rule.num_ready} of {rule.num_groups} groups are ready"
+        batch = f"step {rule.next_batch + 1}: {rule.num_ready} of {rule.num_groups} groups are ready"
         if rule.oldest_running is not None:
             group_id, version = rule.oldest_running
             batch += f", {rule.num_running} run; the oldest is group g{group_id}, start_version {version}"

@@ -211,7 +211,7 @@ class ObserveConfig(FrozenConfig):
     """What is shown and written."""
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain. Lines for
+    """live: a table that updates; plain: a line every few seconds; auto = live on a terminal, else plain. Lines for
     which a pipe has no room, because it is not read, are left out; the run goes on.
     """
     trackers: list[str] = ["tensorboard"]

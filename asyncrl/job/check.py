@@ -35,7 +35,7 @@ from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.observe.trackers.tracker_names import check_trackers
-from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
+from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.nodes import Node
 from asyncrl.placement.plan import make_plan, nodes_of
@@ -95,7 +95,7 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     yield from (f"note: {note}" for note in found.notes)
     plan, share_words = settle_share(make_plan(config, where), config)
     yield plan_text(plan, config)
-    yield from filter(None, [share_words])
+    yield from filter(None, [share_words, *start_words(plan, config)])
     refuse_what_cannot_fit(plan, config)
 
 

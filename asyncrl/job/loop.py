@@ -11,6 +11,7 @@ exception: only the end of the run waits for it, and without its engine the run 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
 """Tasks that stay until the weights are saved, by the start of their names."""
 EVALUATING = ("publisher", "evaluation")
 """Tasks that the last evaluation needs beside them."""
+
+logger = logging.getLogger("asyncrl.job.loop")
 
 
 def run_job(
@@ -103,7 +106,8 @@ def run_job(
                     config, folder, name, point, plan.placement, launcher, trackers, num_first=num_first
                 )
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
-                    job.say(words)
+                    is_warning = words.startswith("model.dtype=")  # a slow choice of the user's
+                    job.say(words) if is_warning else logger.info("%s", words)
                 return asyncio.run(end_what_is_left(job.run()))
         finally:
             lock.release()

@@ -81,6 +81,7 @@ class Reporter(Voice):
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
             samples_every=config.observe.console_samples_every,
+            health=lambda steps: judge(steps, config).health,
         )
         per_step, failed = config.observe.samples_per_step, config.observe.failed_samples_per_step
         self._samples = SampleMaker(run_dir, seed=config.seed, per_step=per_step, failed_per_step=failed)
@@ -98,6 +99,8 @@ class Reporter(Voice):
         """Totals by step, of steps that were reported and are about to be taken again."""
         self._journaled: dict[str, float] = {}
         """Those that the journal had counted at the kill."""
+        self._slots_at: tuple[float, float] | None = None
+        """When the last step ended, and the seconds that slots of the engines had been busy by then."""
         self._warnings: list[str] = []
         self._told = set[str]()
         """What is said once a run."""
@@ -164,15 +167,15 @@ class Reporter(Voice):
         self._timeline.open()
         steps = Steps()
         for line in metrics_of(self.run_dir / METRICS_FILE, [], "step"):
-            if line["step"] < version:
+            if line["step"] <= version:
                 steps.add(line)
             else:
                 self._before[int(line["step"])] = totals_in(line)
-        self._last = self._recorder.keep_steps_below(version)
+        self._last = self._recorder.keep_steps(version)
         # without a journal all of it is made anew
-        self._samples.goes_on_at(version, keeps_failed=any(counted.values()))
-        if (first := int(self._last.get("step", -1)) + 1) < version:
-            self.warn(f"steps {first}..{version - 1} are missing in metrics.jsonl ({LOST})")
+        self._samples.goes_on_at(version + 1, keeps_failed=any(counted.values()))
+        if (first := int(self._last.get("step", 0)) + 1) <= version:
+            self.warn(f"steps {first}..{version} are missing in metrics.jsonl ({LOST})")
         self._console.goes_on(steps)
         self._evaluations = [*read_evaluations(self.run_dir, [])]
         for before in (self._last, *self._evaluations[-1:]):
@@ -188,8 +191,8 @@ class Reporter(Voice):
     def training_starts(self) -> None:
         """All processes answer: time_s counts from here, set-up is said beside it."""
         self._count_on()
-        first = int(self._last.get("step", -1)) + 1
-        note_span("restarts", "start", self._opened_s, time.monotonic(), first)
+        version = int(self._last.get("step", 0))
+        note_span("restarts", "start", self._opened_s, time.monotonic(), version)
         for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
@@ -199,7 +202,7 @@ class Reporter(Voice):
         """What the engines have sampled, before they can sample for the next batch: at max_staleness 0 the
         same in every run. For step().
         """
-        self._totals.starts_from(self._before.get(batch.version, self._journaled))
+        self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         name = "tokens/generated"
         return {name: self._counted({name: parts.engines.gauges()[name]})[name]}
 
@@ -209,7 +212,7 @@ class Reporter(Voice):
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console. `found`:
         batch_metrics of the batch.
         """
-        self._totals.starts_from(self._before.get(batch.version, self._journaled))
+        self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         metrics = self._metrics(parts, batch, report, found, step_s)
         for of_evaluation in self._new_evaluations.values():
             metrics |= of_evaluation
@@ -267,7 +270,7 @@ class Reporter(Voice):
         gap, logs = metrics.get("policy/logprob_gap_mean", 0.0), self.run_dir / "logs" / "trainer-0.log"
         if gap > GAP_WARNING:
             text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
-            text += f"{batch.version} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why"
+            text += f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why"
             self.warn_once("gap", text)
         if metrics.get("rollout/given_up"):
             tries = several(self.config.rollout.max_hand_backs + 1, "time")
@@ -275,7 +278,7 @@ class Reporter(Voice):
             self.warn_once("given up", f"{text}sampled, is given up; logs/controller.log says why")
         if skipped := skipped_text(metrics):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
-            saved = self.run_dir / "failed_batches" / f"step_{batch.version}.safetensors"
+            saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
             text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}"
             text += f": loss or gradient was NaN or infinite; {logs} has the values, {saved} the batch"
             if "skipped" in self._told:  # the first time, warn_once logs it
@@ -333,7 +336,7 @@ class Reporter(Voice):
             self._recorder.write_status(status)
             return
         self._timeline.close()
-        self._recorder.write_status(status | {"step": int(self._last.get("step", -1)) + 1})
+        self._recorder.write_status(status | {"step": int(self._last.get("step", 0))})
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self._warnings}
         newest = [lines[-1] for lines in by_evaluation(self._evaluations).values()]
         if newest:
@@ -369,7 +372,7 @@ class Reporter(Voice):
     ) -> dict[str, float]:
         self._note_slots(parts)
         metrics: dict[str, float] = {
-            "step": batch.version,
+            "step": batch.version + 1,
             "policy_version": report.policy_version,
             "time_s": time.monotonic() - self._trained_since_s,
             **found,
@@ -377,6 +380,11 @@ class Reporter(Voice):
             "perf/step_s": step_s,
         }
         metrics["perf/tokens_per_s"] = metrics["tokens/trained"] / step_s if step_s > 0 else 0.0
+        now_s = time.monotonic()
+        busy_s = sum(parts.engines.busy_s(now_s).values())
+        if self._slots_at is not None and now_s > self._slots_at[0]:
+            metrics["engine/busy_slots"] = (busy_s - self._slots_at[1]) / (now_s - self._slots_at[0])
+        self._slots_at = now_s, busy_s
         for name, value in self._counted(gauges(parts)).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind not in ("eval", "run"):
                 metrics.setdefault(name, value)

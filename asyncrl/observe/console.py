@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, else one plain line a step.
+"""What a person sees during a run: a live panel on a terminal, else a plain line every few seconds.
 
 Standard output that is not read (a closed pipe, a stopped terminal, a full disk) neither ends a run nor holds
 it.
@@ -10,11 +10,13 @@ import contextlib
 import functools
 import io
 import logging
+import math
 import os
 import select
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console as RichConsole
@@ -25,12 +27,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, duration, skipped_text, sparkline
+from asyncrl.observe.run_numbers import (
+    SHARES,
+    Steps,
+    TimeShares,
+    boxed,
+    duration,
+    recent,
+    seconds_left,
+    several,
+    sparkline,
+)
 from asyncrl.observe.sample_text import sample_text
 from asyncrl.observe.samples import ShownRollout
 
 Kind = Literal["auto", "live", "plain", "none"]
 _RECENT = slice(-20, None)
+LINE_EVERY_S, LATER_LINE_EVERY_S, LATER_S = 5.0, 10.0, 60.0
+"""Least seconds between two plain lines: at first, and once the run is LATER_S old."""
 MAX_SAMPLE_CHARS = 300
 """Of each stretch of a sample."""
 
@@ -39,8 +53,9 @@ class Console:
     """Shows progress. Life: silent until start(); live until close().
 
     live repaints one panel, from a thread of rich's own, so the clock goes on while nothing happens; plain
-    prints a line a step; none prints nothing at all; auto is live on a terminal, else plain. Once the file
-    cannot be written any more nothing is shown, and nothing raises, in either thread.
+    prints a line every few seconds, averaged over the steps since the last one; none prints nothing at all;
+    auto is live on a terminal, else plain. Once the file cannot be written any more nothing is shown, and
+    nothing raises, in either thread. `health`: sentences about what is wrong with the run.
     """
 
     def __init__(
@@ -51,6 +66,7 @@ class Console:
         num_steps: int,
         max_staleness: int,
         samples_every: Literal["auto"] | int | None = None,
+        health: Callable[[Steps], Sequence[str]] = lambda steps: (),
         file: TextIO | None = None,
     ) -> None:
         # rich itself ends the process on a closed pipe
@@ -60,6 +76,9 @@ class Console:
         self._run_name, self._num_steps, self._max_staleness = run_name, num_steps, max_staleness
         self._samples_every, self._has_failed = samples_every, False
         self._steps, self._activity, self._started_s = Steps(), "starting", time.monotonic()
+        self._health_of, self._health = health, (0, tuple[str, ...]())
+        """With the number of steps that it is of."""
+        self._line_at_s, self._num_unshown = -math.inf, 0
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -76,8 +95,20 @@ class Console:
     def show_step(self, metrics: Mapping[str, float]) -> None:
         """The metrics of one optimizer step."""
         self._steps.add(metrics)
-        if self.kind == "plain":
-            self.say(plain_line(metrics, num_steps=self._num_steps, max_staleness=self._max_staleness))
+        self._num_unshown += 1
+        now_s = time.monotonic()
+        every_s = LINE_EVERY_S if now_s - self._started_s < LATER_S else LATER_LINE_EVERY_S
+        if now_s - self._line_at_s >= every_s or metrics["step"] >= self._num_steps:
+            self._show_line(now_s)
+
+    def _show_line(self, now_s: float) -> None:
+        """A plain line on the steps since the last one."""
+        if self.kind == "plain" and self._num_unshown:
+            text = plain_line(
+                self._steps, self._num_unshown, num_steps=self._num_steps, max_staleness=self._max_staleness
+            )
+            self.say(text)
+        self._line_at_s, self._num_unshown = now_s, 0
 
     def show_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         """One of a step's, now and then: by chance, so that it is neither the best nor the worst if there are
@@ -86,17 +117,17 @@ class Console:
         for sample in samples[-1:]:
             is_first_failed = sample["kind"] == "failed" and not self._has_failed
             self._has_failed |= is_first_failed
-            is_due = is_first_failed or (sample["kind"] != "failed" and self._is_sample_due(step + 1))
+            is_due = is_first_failed or (sample["kind"] != "failed" and self._is_sample_due(step))
             if self._samples_every is not None and is_due:
                 text = sample_text(sample, most=MAX_SAMPLE_CHARS)
                 encoding = self._rich.encoding  # of a terminal that may not know the model's characters
                 text = text.encode(encoding, "backslashreplace").decode(encoding)
                 self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
 
-    def _is_sample_due(self, num_steps: int) -> bool:
+    def _is_sample_due(self, step: int) -> bool:
         if self._samples_every == "auto":
-            return num_steps in (1, 10) or num_steps % 100 == 0
-        return self._samples_every is not None and num_steps % self._samples_every == 0
+            return step in (1, 10) or step % 100 == 0
+        return self._samples_every is not None and step % self._samples_every == 0
 
     def show_activity(self, text: str) -> None:
         """What the run does right now ("waiting for stragglers"); shown by the live panel alone."""
@@ -111,7 +142,8 @@ class Console:
         self._rich.print(renderable)
 
     def close(self) -> None:
-        """Stop repainting, leave the last picture; idempotent."""
+        """Stop repainting and leave the last picture, or print the last plain line; idempotent."""
+        self._show_line(time.monotonic())
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -129,20 +161,27 @@ class Console:
             rows += [
                 ("reward", reward_text(steps)),
                 *([("by task", of_tasks)] if (of_tasks := tasks_text(last)) else []),
-                ("staleness", staleness_text(last, self._max_staleness)),
+                *([("answers", answers)] if (answers := answers_text(steps)) else []),
+                *([("health", Text("\n".join(health), "red"))] if (health := self._health_now()) else []),
                 ("speed", self._speed()),
-                ("time", self._time()),
+                ("time", shares_text(TimeShares.of(lambda metric: steps.total(metric, _RECENT)))),
+                ("staleness", staleness_text(last, self._max_staleness)),
                 ("rollouts", ", ".join(rollouts)),
             ]
-        if skipped := steps.total("trainer/skipped_steps"):
-            rows.append(("skipped", Text(f"{skipped:.0f} optimizer steps: not finite", style="red")))
         return boxed(rows, Text(f"asyncrl {self._run_name}"))
 
+    def _health_now(self) -> tuple[str, ...]:
+        """Judged once a step: the panel is drawn often."""
+        num = len(self._steps)
+        if num != self._health[0]:
+            self._health = num, tuple(self._health_of(self._steps))
+        return self._health[1]
+
     def _progress(self) -> RenderableType:
-        done = int(self._steps.last.get("step", -1)) + 1
+        done = int(self._steps.last.get("step", 0))
         words = f"{done}/{self._num_steps}  {duration(time.monotonic() - self._started_s)}"
-        if (step_s := self._steps.mean("perf/step_s", _RECENT)) is not None and done < self._num_steps:
-            words += f", {duration(step_s * (self._num_steps - done))} to go"
+        if left_s := seconds_left(self._steps, self._num_steps):
+            words += f", {duration(left_s)} left"
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True, justify="right")
@@ -154,47 +193,63 @@ class Console:
         if not step_s:
             return "-"
         tokens = steps.total("tokens/trained", _RECENT) / steps.total("perf/step_s", _RECENT)
-        length = steps.last.get("sample/length_mean", 0.0)
         mfu = f", MFU {steps.last['perf/mfu']:.1%}" if "perf/mfu" in steps.last else ""
-        return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s, {length:.0f} tokens a rollout{mfu}"
-
-    def _time(self) -> RenderableType:
-        shares = TimeShares.of(lambda metric: self._steps.total(metric, _RECENT))
-        words = Text()
-        for name, (word, colour, _) in SHARES.items():
-            if (share := getattr(shares, name)) >= 0.005:
-                words.append(", " if words else "").append(f"{word} {share:.0%}", colour)
-        return words
+        return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s{mfu}"
 
 
-def plain_line(metrics: Mapping[str, float], *, num_steps: int, max_staleness: int) -> str:
-    """One step on one line: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71%
-    wait 24%`.
+def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) -> str:
+    """The newest `num` steps on one line: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)
+    0.41 s/step  train 71% wait 24%  1 min 58 s left`.
     """
-    parts = [f"step {int(metrics['step']) + 1:>{len(str(num_steps))}}/{num_steps}"]
-    if (reward := metrics.get("reward/mean")) is not None:
-        of_tasks = tasks_text(metrics)
+    part, last = slice(-num, None), steps.last
+    parts = [f"step {int(last['step']):>{len(str(num_steps))}}/{num_steps}"]
+    if (reward := steps.mean("reward/mean", part)) is not None:
+        of_tasks = tasks_text(last)
         parts.append(f"reward {reward:.3f}" + (of_tasks and f" ({of_tasks})"))
-    if (age := metrics.get("sample/staleness_mean")) is not None:
-        largest = metrics.get("sample/staleness_max", age)
+    if (age := steps.mean("sample/staleness_mean", part)) is not None:
+        largest = max(steps.values("sample/staleness_max", part), default=age)
         parts.append(f"staleness {age:.1f} (max {largest:.0f} of {max_staleness})")
-    if (masked := metrics.get("sample/masked_fraction", 0.0)) > 0:
-        parts.append(f"masked {masked:.1%}")
-    if skipped := skipped_text(metrics):
-        parts.append(skipped)
-    if (step_s := metrics.get("perf/step_s")) is not None:
-        shares = TimeShares.of(lambda metric: metrics.get(metric, 0.0))
+    if sampled := steps.total("tokens/sampled", part):
+        masked = 1 - steps.total("tokens/trained", part) / sampled
+        parts += [f"masked {masked:.1%}"] if masked > 0 else []
+    if skipped := steps.total("trainer/skipped_steps", part):
+        parts.append(f"{several(skipped, 'update')} skipped: not finite")
+    if (step_s := steps.mean("perf/step_s", part)) is not None:
+        shares = TimeShares.of(lambda metric: steps.total(metric, part))
         parts.append(f"{step_s:.2f} s/step  train {shares.training:.0%} wait {shares.waiting:.0%}")
+    if left_s := seconds_left(steps, num_steps):
+        parts.append(f"{duration(left_s)} left")
     return "  ".join(parts)
 
 
 def reward_text(steps: Steps) -> Text:
-    """The last reward, a line of all of them, and the first."""
+    """The mean reward of the recent steps, a line of all of them, the first and the newest."""
     rewards = steps.values("reward/mean")
     if not rewards:
         return Text("-")
-    line = sparkline(rewards[:: 1 + len(rewards) // 1024])  # the panel is drawn often
-    return Text.assemble((f"{rewards[-1]:.3f}  ", "bold"), (line, "cyan"), f"  from {rewards[0]:.3f}")
+    mean = fmean(rewards[recent(len(rewards))])
+    line = sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
+    ends = f"  from {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
+    return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
+
+
+def shares_text(shares: TimeShares) -> Text:
+    """Where the time went: `training 71%, waiting for generation 17%`."""
+    words = Text()
+    for name, (word, colour, _) in SHARES.items():
+        if (share := getattr(shares, name)) >= 0.005:
+            words.append(", " if words else "").append(f"{word} {share:.0%}", colour)
+    return words
+
+
+def answers_text(steps: Steps) -> str:
+    """What the answers of the recent steps are like."""
+    part = recent(len(steps))
+    length, cut = steps.mean("sample/length_mean", part), steps.mean("sample/truncated_fraction", part)
+    words = [] if length is None else [f"{length:.0f} tokens on average"]
+    words += [] if cut is None else [f"{cut:.0%} cut off"]
+    entropy = steps.mean("policy/entropy", part)
+    return ", ".join(words + ([] if entropy is None else [f"entropy {entropy:.2g}"]))
 
 
 def tasks_text(metrics: Mapping[str, float]) -> str:

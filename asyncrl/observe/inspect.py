@@ -114,7 +114,7 @@ def _journal(
     if group is not None:
         told["story"] = _story(connection, group, files)
     if step is not None:
-        told["batch"] = batch_story(connection, step)
+        told["batch"] = batch_story(connection, step - 1)
     if not told:
         told["journal"] = run = run_story(connection)
         run["wasted_tokens"]["masked"] = masked_tokens(files.steps)

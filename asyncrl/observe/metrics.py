@@ -38,11 +38,12 @@ class Gauge:
 
 
 GAUGES: Mapping[str, Gauge] = {
-    "step": Gauge("step", "", "number of the batch, from 0"),
-    "policy_version": Gauge("step", "", "version that the step made: step + 1", is_progress=True),
+    "step": Gauge("step", "", "number of the optimizer step, from 1"),
+    "policy_version": Gauge("step", "", "version that the step made: the same number", is_progress=True),
     "time_s": Gauge("step", "s", "of training up to the end of the step, without set-up; a resume goes on"),
     "reward/mean": Gauge("step", "", "mean reward of the batch's rollouts"),
     "reward/std": Gauge("step", "", "standard deviation of those rewards (population)"),
+    "reward/equal_fraction": Gauge("step", "0..1", "groups whose rollouts all have the same reward"),
     "reward/mean/*": Gauge("step", "", "of the rollouts of one task, by name; where there are several"),
     "reward/std/*": Gauge("step", "", "of the rollouts of one task, by name; where there are several"),
     "sample/groups/*": Gauge("step", "groups", "of one task in the batch; where there are several"),
@@ -142,6 +143,7 @@ GAUGES: Mapping[str, Gauge] = {
     "engine/tokens": Gauge("run", "tokens", "sampled, as the engines' /health says", is_progress=True),
     "engine/down": Gauge("run", "engines", "that get no work now, parked ones too", is_progress=True),
     "engine/wanted": Gauge("now", "engines", "that `asyncrl scale` asks for; where num_engines is a range"),
+    "engine/busy_slots": Gauge("step", "slots", "with a request since the step before, mean, all engines"),
     "engine/up": Gauge("now", "engines", "that get work; where num_engines is a range"),
     "gateway/calls": Gauge("total", "calls", "of harnesses to the model", is_progress=True),
     "gateway/extended": Gauge("total", "calls", "that went on with a branch"),
@@ -252,6 +254,7 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
+        "reward/equal_fraction": fmean(len({r[0].reward for r in group}) == 1 for group in groups),
         "sample/length_mean": num_sampled / len(rollouts),
         "sample/truncated_fraction": fmean(any(branch.is_truncated for branch in r) for r in rollouts),
         "sample/special_fraction": fmean(_has_stray(rollout, special) for rollout in rollouts),

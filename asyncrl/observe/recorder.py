@@ -64,19 +64,19 @@ class Recorder:
         for tracker in self.trackers:
             tracker.start(run)
 
-    def keep_steps_below(self, step: int) -> Mapping[str, Any]:
-        """Cut off the lines of steps from `step` on, which are about to be taken again, and what is no line
-        of a step behind the others.
+    def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
+        """Cut off the lines of steps after `num_steps`, which are about to be taken again, and text after the
+        last line of a step.
 
-        Returns the line of the last step that stays, {} if there is none. If steps before `step` are missing,
-        a line says which and why: {"lost": [first, last], "why": ...}.
+        Returns the line of the last step that stays, {} if there is none. If a step up to `num_steps` is
+        missing at the end, a line says which and why: {"lost": [first, last], "why": ...}.
         """
         self.close()
         path = self.run_dir / METRICS_FILE
-        end, newest, last = path.stat().st_size, -1.0, dict[str, Any]()
+        end, newest, last = path.stat().st_size, 0.0, dict[str, Any]()
         for start, text in lines_from_end(path):
             line, of_step = _line_of_step(text)
-            if newest < 0 and (not line or of_step >= step):
+            if newest == 0 and (not line or of_step > num_steps):
                 end = start
                 continue
             newest = max(newest, of_step)
@@ -84,8 +84,8 @@ class Recorder:
                 last = line
                 break
         cut_at(path, end)
-        if newest + 1 < step:
-            self._append(METRICS_FILE, {LOST_KEY: [int(newest) + 1, step - 1], "why": LOST})
+        if newest < num_steps:
+            self._append(METRICS_FILE, {LOST_KEY: [int(newest) + 1, num_steps], "why": LOST})
         return last
 
     def record_step(self, metrics: Mapping[str, float]) -> None:

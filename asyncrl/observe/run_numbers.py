@@ -16,10 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 COLUMNS = tuple(
-    "step time_s reward/mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
+    "step time_s reward/mean reward/std reward/equal_fraction sample/truncated_fraction "
+    "sample/length_mean sample/special_fraction sample/unfinished_fraction policy/entropy policy/grad_norm "
+    "policy/logprob_gap_mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
     "perf/wait_generation_s perf/wait_stragglers_s perf/wait_publishing_s perf/handover_s "
     "sample/staleness_mean sample/staleness_max rollout/inflight rollout/dropped rollout/filtered "
     "rollout/filtered_tokens rollout/given_up trainer/skipped_steps engine/up "
+    "engine/busy_slots "
     "perf/forward_s perf/backward_s perf/optimizer_s perf/pack_s perf/logprobs_s perf/blocked_s "
     "perf/device_tokens_per_s perf/mfu perf/device_memory_bytes perf/host_memory_bytes".split()
 )
@@ -84,6 +87,19 @@ class Steps:
         return ([0.0] + self.values(name))[-1]
 
 
+def recent(num: int) -> slice:
+    """The newest of `num` steps, whose mean stands for the reward now: a tenth, of 5 to 50 steps; below 10
+    steps the second half.
+    """
+    return slice(-max(1, min(50, num // 10), min(5, num // 2)), None)
+
+
+def seconds_left(steps: Steps, num_steps: int) -> float | None:
+    """Time until a run of `num_steps` is done, at the pace of its recent steps; None before the first one."""
+    step_s = steps.mean("perf/step_s", slice(-20, None))
+    return None if step_s is None else step_s * max(0, num_steps - int(steps.last["step"]))
+
+
 SHARES = {
     "training": ("training", "green", "perf/train_s"),
     "generation": ("waiting for generation", "yellow", "perf/wait_generation_s"),
@@ -132,16 +148,19 @@ class TrainerNumbers:
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """What it says, for a table."""
+        """Where the time of training went, and how the device was used, for a table."""
         if self.parts:
             parts = {**self.parts, "the rest": max(0.0, 1 - sum(self.parts.values()))}
             yield "training", ", ".join(f"{w} {share:.0%}" for w, share in parts.items() if share >= 0.005)
         if self.tokens_per_device_s is not None:
             mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
             device, host = self.device_memory_bytes, self.host_memory_bytes
-            memory = f", {device / 2**30:.1f} GiB of the device" if device else ""
-            memory += f", {host / 2**30:.1f} GiB of the host" if host else ""
-            yield "trainer", f"{self.tokens_per_device_s:,.0f} packed tokens/s a device{mfu}{memory}"
+            memory = f"; peak memory {device / 2**30:.1f} GiB on the device" if device else ""
+            memory += (
+                f"{', ' if device else '; peak memory '}{host / 2**30:.1f} GiB on the host" if host else ""
+            )
+            speed = f"{self.tokens_per_device_s:,.0f} tokens a second and device while training"
+            yield "trainer", f"{speed}{mfu}{memory}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +261,9 @@ def plain(value: Any) -> str:
 
 
 def skipped_text(metrics: Mapping[str, float]) -> str:
-    """`1 step skipped: not finite (batch 11, counted from 0)`; '' where no optimizer step of the batch was.
-
-    Beside `step 12/300` it says that both are the same: files and logs name the batch.
-    """
+    """`1 update skipped in step 12: not finite`; '' for a step without a skipped update."""
     num = metrics.get("trainer/skipped_steps", 0.0)
-    batch = f"(batch {metrics['step']:.0f}, counted from 0)"
-    return f"{several(num, 'step')} skipped: not finite {batch}" if num else ""
+    return f"{several(num, 'update')} skipped in step {metrics['step']:.0f}: not finite" if num else ""
 
 
 def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

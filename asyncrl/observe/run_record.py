@@ -67,7 +67,9 @@ class RunRecord:
         bound = self.config.buffer.max_staleness
         record = TrainedRecord(self.run_dir / TRAINED_FILE, self.problems, bound)
         rows = (
-            {"step": line.version, **entry} for line in record.lines() for entry in trajectory_summaries(line)
+            {"step": line.version + 1, **entry}
+            for line in record.lines()
+            for entry in trajectory_summaries(line)
         )
         return table_of(rows)
 

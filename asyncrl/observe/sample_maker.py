@@ -81,7 +81,7 @@ def choose(batch: Batch, num: int, seed: int, gaps: Mapping[tuple[int, int], flo
             sample_index=(index := rollout[0].sample_index),
             prompt=group.prompt,
             rollout=rollout,
-            step=batch.version,
+            step=batch.version + 1,
             min_version=batch.min_version,
             gap=gaps.get((group.group_id, index)),
         )
@@ -105,7 +105,7 @@ def shown(chosen: Chosen, decoder: Decoder) -> ShownRollout:
         "metrics": {name: float(value) for name, value in rollout[0].metrics.items()} if rollout else {},
         "num_sampled": sum(branch.num_sampled for branch in rollout),
         "spans": _spans(spans),
-        "staleness": chosen.step - min(in_loss) if in_loss else None,
+        "staleness": chosen.step - 1 - min(in_loss) if in_loss else None,
         "logprob_gap": chosen.gap,
         "is_truncated": any(branch.is_truncated for branch in rollout),
         "num_interruptions": sum(branch.num_interruptions for branch in rollout),
@@ -273,7 +273,7 @@ class SampleMaker:
         self._file = SampleFile(run_dir)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._jobs = deque[tuple[int, Future[list[ShownRollout]]]]()
-        self._next_step, self._num_failed = 0, 0
+        self._next_step, self._num_failed = 1, 0
         self._left_out: list[Made] = []
         self._known_failed = set[tuple[int, int]]()
         """Failed rollouts that an earlier process has written; used on the other thread."""
@@ -290,11 +290,12 @@ class SampleMaker:
 
     def step(self, batch: Batch, gaps: Iterable[tuple[int, int, float]], decoder: Decoder) -> None:
         """A batch was trained on; `gaps` as in TrainResponse."""
-        self._next_step, self._num_failed = batch.version + 1, 0
+        step = batch.version + 1
+        self._next_step, self._num_failed = step + 1, 0
         if self.per_step:
             of_rollout = {(group, index): gap for group, index, gap in gaps}
             chosen = choose(batch, self.per_step, self.seed, of_rollout)
-            self._begin(batch.version, lambda: self._write([shown(one, decoder) for one in chosen]))
+            self._begin(step, lambda: self._write([shown(one, decoder) for one in chosen]))
 
     def failed(self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decoder: Decoder) -> None:
         """A rollout has failed for good."""

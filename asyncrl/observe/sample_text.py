@@ -38,7 +38,7 @@ def headline(sample: ShownRollout) -> str:
     versions = sorted({version for *_, version in sample["spans"]})
     reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
     what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
-    words = [f"{what} of batch {sample['step']}: {reward}"]
+    words = [f"{what} of step {sample['step']}: {reward}"]
     words += [f"{name} {plain(value)}" for name, value in sample["metrics"].items()]
     if versions:
         is_one = len(versions) == 1

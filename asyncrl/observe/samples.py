@@ -61,7 +61,7 @@ class ShownBranch(TypedDict):
 class ShownRollout(TypedDict):
     """A rollout as people read it.
 
-    `step`: the batch that it was trained in, or, of a failed one, the batch that was next. `task`: name of
+    `step`: the step that trained on it, or, of a failed one, the step that was next. `task`: name of
     its task, where a run has several. `metrics`: the parts of its reward, and what else task and harness
     report. `spans`: [start, end, version] over all sampled tokens of all branches, in order. `staleness`: of
     its oldest token in the loss. `logprob_gap`: mean of |engine - trainer| in nats over its fresh tokens;

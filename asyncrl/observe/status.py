@@ -15,8 +15,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from rich.text import Text
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.observe.console import reward_text, staleness_text, tasks_text
+from asyncrl.observe.console import reward_text, shares_text, staleness_text, tasks_text
 from asyncrl.observe.recorder import (
     STATUS_FILE,
     boot_id,
@@ -37,17 +37,21 @@ from asyncrl.observe.run_numbers import (
     Steps,
     boxed,
     by_evaluation,
+    duration,
     evaluation_text,
     plain,
+    seconds_left,
     sparkline,
     thinned,
 )
-from asyncrl.observe.verdict import Verdict, judge, summary_panel
+from asyncrl.observe.verdict import Verdict, judge, time_panel, verdict_rows
 from asyncrl.observe.watchdog import Wait
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "run.lock"
 SHOWN_REWARDS = 1000
+SHOWN_FLAGS = 2
+"""Sentences about the run's health on the first screen."""
 _QUIET_S = 30.0
 _COLOURS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _LEFT_OUT = ("state", "step", "num_steps", "pid", "host", "boot_id", "updated_s", "why")
@@ -120,24 +124,25 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     said = status.get("state")
     age_s = max(0.0, time.time() - float(status.get("updated_s", 0.0)))
     if said in ("done", "failed", "interrupted"):
-        return said, f"{said} {age_s:.0f} s ago: {status.get('why') or 'no reason is given'}"
+        why = status.get("why")
+        return said, f"{said} {duration(age_s)} ago" + (f": {why}" if why else "")
     if not status:
         return (
             "unknown",
-            f"there is no {STATUS_FILE} that can be read: whether it was ever started is not known.",
+            f"no {STATUS_FILE} can be read: whether the run was ever started is not known",
         )
     if said not in ("starting", "running"):
-        return "unknown", f"{STATUS_FILE} says {said!r}, which is no state of a run."
+        return "unknown", f"{STATUS_FILE} says {said!r}, which is not a state of a run"
     here, is_held = socket.gethostname(), _is_held(folder / LOCK_FILE)
     host, is_quiet = status.get("host", here), age_s > _QUIET_S
-    what = f"{said}, as process {status.get('pid')} on host {host} wrote {age_s:.0f} s ago"
+    what = f"last sign of life {duration(age_s)} ago, process {status.get('pid')} on host {host}"
     if is_held:
-        return said, f"{what}{'; it has written nothing since' if is_quiet else ''}."
+        return said, what
     log = folder / "logs" / "controller.log"
     if host == here and (is_quiet or status.get("boot_id") == boot_id()) and is_held is False:
-        return "crashed", f"{what}, but it is gone: the run was killed or crashed. Read {log}."
+        return "crashed", f"{what}, which is gone: it was killed or crashed. Read {log}"
     state: State = "unknown" if is_quiet else said
-    return state, f"{what}; whether it lives cannot be seen from {here}: ask `asyncrl status {folder}` there."
+    return state, f"{what}; whether it lives cannot be seen from {here}: run `asyncrl status {folder}` there"
 
 
 def _is_held(path: Path) -> bool | None:
@@ -156,10 +161,14 @@ def _is_held(path: Path) -> bool | None:
     return False
 
 
-def render_status(run_dir: str | Path, *, as_json: bool = False) -> str:
-    """How a run stands, live or afterwards. Raises ConfigError if `run_dir` is no run directory."""
+def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: bool = False) -> str:
+    """Describe a run, live or ended, on one screen; `is_verbose`: with all of status.json and where the time
+    went. Raises ConfigError if `run_dir` is no run directory.
+    """
     files = read_run(run_dir)
-    return json.dumps(status_summary(files), indent=2) if as_json else to_text(_table(files))
+    if as_json:
+        return json.dumps(status_summary(files), indent=2)
+    return to_text(*_pages(files, is_verbose=is_verbose))
 
 
 def status_summary(files: RunFiles) -> dict[str, Any]:
@@ -193,29 +202,70 @@ def to_text(*drawn: RenderableType) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _table(files: RunFiles) -> RenderableType:
-    """State, progress, staleness, what status.json says, verdict so far."""
-    config, steps = files.config, files.steps
-    state = (files.state, _COLOURS.get(files.state, "red"))
+def _pages(files: RunFiles, *, is_verbose: bool) -> Iterator[RenderableType]:
+    """State, progress, then whether the run learns, its health and its speed."""
+    steps, verdict, state = files.steps, files.verdict, (files.state, _COLOURS.get(files.state, "red"))
     rows: list[tuple[str, RenderableType]] = [
-        ("state", Text.assemble(state, "  ", files.explanation)),
-        ("steps", f"{len(steps)} of {config.trainer.num_steps}"),
+        ("state", Text.assemble(state, _after(files.state, files.explanation)))
     ]
-    if steps:
-        ages = f"{staleness_text(steps.last, config.buffer.max_staleness)} (last step)"
-        of_tasks = tasks_text(steps.last)
-        rows += [("reward", reward_text(steps)), *([("by task", of_tasks)] if of_tasks else [])]
-        rows.append(("staleness", ages))
-    if files.evaluations:
-        for lines in by_evaluation(files.evaluations).values():
-            rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
-            rows.append(("eval", Text(f"{evaluation_text(lines[-1])}\n{sparkline(rewards)}")))
-    for name, value in files.status.items():
-        if name not in _LEFT_OUT and value is not None:
-            rows.append((name, Text(_said(name, value))))
+    rows.append(("steps", _progress(files)))
+    if files.state in ("starting", "running"):
+        rows += _now(files.status)
+    if verdict is not None:
+        rows += [("reward", reward_text(steps))]
+        rows += [("by task", of_tasks)] if (of_tasks := tasks_text(steps.last)) else []
+        rows += verdict_rows(verdict if is_verbose else _in_short(verdict))
+        rows.append(("time", shares_text(verdict.shares)))
+        rows.append(("staleness", staleness_text(steps.last, files.config.buffer.max_staleness)))
+    for lines in by_evaluation(files.evaluations).values():
+        rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
+        rows.append(("eval", Text(f"{evaluation_text(lines[-1])}  {sparkline(rewards, width=16)}")))
+    warnings = files.status.get("warnings")
+    shown = warnings if isinstance(warnings, list) else []
+    more = f" (and {len(shown) - 1} more, see --verbose)" if len(shown) > 1 else ""
+    rows += [("warning", Text(f"{warning}{more}", style="yellow")) for warning in shown[:1]]
     rows += [("problem", Text(problem, style="red")) for problem in files.problems]
-    panel = boxed(rows, str(files.run_dir))
-    return Group(panel, summary_panel(files.verdict, title="so far")) if files.verdict else panel
+    yield boxed(rows, str(files.run_dir))
+    if is_verbose:
+        found = files.status.items()
+        rest = [(n, Text(_said(n, value))) for n, value in found if n not in _LEFT_OUT and value is not None]
+        yield from [boxed(rest, STATUS_FILE)] if rest else []
+        yield from [] if verdict is None else [time_panel(verdict)]
+
+
+def _now(status: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    """What the run does at this moment, and the oldest wait if it is long."""
+    if activity := status.get("activity"):
+        yield "now", Text(str(activity))
+    with contextlib.suppress(TypeError, ValueError):
+        waits = [Wait(**entry) for entry in status.get("waits") or ()]
+        oldest = max(waits, key=lambda wait: wait.seconds, default=None)
+        if oldest is not None and oldest.seconds >= _QUIET_S:
+            yield "waits", Text(str(oldest), style="yellow")
+
+
+def _in_short(verdict: Verdict) -> Verdict:
+    """The verdict without details of the learning, and with the most serious of what is wrong."""
+    flags = verdict.health
+    more = (f"And {len(flags) - SHOWN_FLAGS} more, see --verbose.",) if len(flags) > SHOWN_FLAGS else ()
+    return replace(verdict, learning=(), health=flags[:SHOWN_FLAGS] + more)
+
+
+def _after(state: str, explanation: str) -> str:
+    """The rest of an explanation that begins with its state, or all of another one."""
+    return explanation.removeprefix(state) if explanation.startswith(state) else f": {explanation}"
+
+
+def _progress(files: RunFiles) -> str:
+    """Steps, time and what is left of a run in progress."""
+    num, num_steps = len(files.steps), files.config.trainer.num_steps
+    words = f"{num} of {num_steps}"
+    if files.verdict is not None:
+        words += f" in {duration(files.verdict.wall_s)}"
+        words += f", {files.verdict.wall_s / num:.2f} s each"
+    if files.state == "running" and (left_s := seconds_left(files.steps, num_steps)):
+        words += f", {duration(left_s)} left"
+    return words
 
 
 def _said(name: str, value: Any) -> str:

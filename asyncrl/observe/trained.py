@@ -1,6 +1,6 @@
 """What was trained on, and whether it kept the staleness bound: from the trainer's record alone.
 
-Step v is the one whose batch turned policy_version v into v + 1: the same number as `step` in metrics.jsonl.
+Step v + 1, as in metrics.jsonl, trained on the batch that turned policy_version v into v + 1.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TrainedRecord:
             return
         step = self._checked(start, line if isinstance(line, Line) else _CHECK.validate_python(line))
         if self._before.get(step.version, step.data) != step.data:
-            again = f"step {step.version} was trained again on other data than before it was restored"
+            again = f"step {step.version + 1} was trained again on other data than before it was restored"
             self._replay_faults.append(again)
         self._steps.append(step)
 
@@ -124,10 +124,10 @@ class TrainedRecord:
         broken, lost, expected = list[str](), list[str](), 0
         for step in self._steps:
             if step.version < expected:
-                broken.append(f"step {step.version} follows step {expected - 1}")
+                broken.append(f"step {step.version + 1} follows step {expected}")
             elif step.version > expected:
                 is_one = step.version == expected + 1
-                what = f"step {expected} is" if is_one else f"steps {expected}..{step.version - 1} are"
+                what = f"step {expected + 1} is" if is_one else f"steps {expected + 1}..{step.version} are"
                 if all(map(self._why_lost, range(expected, step.version))):
                     lost.append(f"{what} missing in the record ({self._why_lost(expected)})")
                 else:
@@ -150,13 +150,15 @@ class TrainedRecord:
     @property
     def range_text(self) -> str:
         """The steps that it has, in words."""
-        return f"steps {self._steps[0].version} to {self._steps[-1].version}" if self._steps else "no steps"
+        if not self._steps:
+            return "no steps"
+        return f"steps {self._steps[0].version + 1} to {self._steps[-1].version + 1}"
 
     def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
         """Those of a step, and of the step that a group was trained on, else of the newest; read again."""
         shown = self._steps[-SHOWN_STEPS:] if step is None and group is None else self._steps
         if step is not None:
-            shown = [one for one in shown if one.version == step]
+            shown = [one for one in shown if one.version == step - 1]
         if group is not None:
             shown = [one for one in shown if one.version == self._trained_in.get(group)]
         found = []
@@ -197,7 +199,9 @@ class TrainedRecord:
             faults += self._faults(line)
         for group in sorted({group for group, *_ in names}):
             if (earlier := self._trained_in.setdefault(group, version)) != version:
-                faults.append(f"step {version}, group {group}: was trained on in step {earlier} already")
+                faults.append(
+                    f"step {version + 1}, group {group}: was trained on in step {earlier + 1} already"
+                )
         rewards = array("d", [entry["reward"] for entry in entries]).tobytes()  # hash(-1.0) is hash(-2.0)
         data = hash((*names, rewards, *(entry.get("tokens_sha") for entry in entries)))
         num_tokens = sum(entry["num_loss_tokens"] for entry in entries)
@@ -208,7 +212,7 @@ class TrainedRecord:
         """What is wrong in it, in words."""
         names = set[str]()
         for entry in line.trajectories:
-            name = f"step {line.version}, group {entry['group_id']}, sample {entry['sample_index']}"
+            name = f"step {line.version + 1}, group {entry['group_id']}, sample {entry['sample_index']}"
             name += f", branch {entry['branch']}" if entry["branch"] else ""
             num = 0
             for start, end, sampled in entry["spans"]:
@@ -221,7 +225,7 @@ class TrainedRecord:
             if num != entry["num_loss_tokens"]:
                 yield f"{name}: {entry['num_loss_tokens']} tokens in the loss, but spans of {num}"
             if name in names:
-                yield f"{name}: was trained on in step {line.version} already"
+                yield f"{name}: was trained on in step {line.version + 1} already"
             names.add(name)
 
 
@@ -240,7 +244,7 @@ def batch_summary(line: Line) -> dict[str, Any]:
         for start, end, sampled in entry["spans"]:
             tokens[sampled] += end - start
     return {
-        "step": version,
+        "step": version + 1,
         "version": version,
         "min_version": line.min_version,
         "group_ids": sorted({entry["group_id"] for entry in entries}),

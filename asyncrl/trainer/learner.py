@@ -352,7 +352,7 @@ class Learner:
         return float(self.ranks.gather(float(whole))[0])
 
     def _save_failed(self, batch: BatchNumbers) -> Path:
-        path = self.spec.failed_dir / f"step_{batch.header.version}.safetensors"
+        path = self.spec.failed_dir / f"step_{batch.header.version + 1}.safetensors"
         if self.ranks.is_first:
             self.spec.failed_dir.mkdir(parents=True, exist_ok=True)
             path.write_bytes(pack_batch(batch.header, batch.arrays))

@@ -153,7 +153,7 @@ class TrainerClient:
 
     async def train(self, batch: Batch) -> TrainResponse:
         """One optimizer step."""
-        with waiting(f"the optimizer step of batch {batch.version}", on=self._caller.name):
+        with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
             report = await self._train(batch)
         self._reached(report.policy_version)
         return report

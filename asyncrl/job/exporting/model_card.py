@@ -84,7 +84,7 @@ def write_card(weights: WeightsOut, folder: Path, *, repo: str | None = None) ->
     """Write README.md, and beside it the reward curve up to these weights if there is one."""
     steps, oldest = Steps(), 0.0
     for line in metrics_of(weights.run_dir / METRICS_FILE, [], "step"):
-        if line["step"] < weights.version:
+        if line["step"] <= weights.version:
             steps.add(line)
             oldest = max(oldest, line.get("sample/staleness_max", 0.0))
     evaluations = [

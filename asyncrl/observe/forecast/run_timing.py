@@ -93,7 +93,7 @@ def read_timing(run_dir: Path, own: RunConfig, *, slots: int, group_size: int) -
     taken_s, served_s = _versions(run_dir)
     first_s = min((line["start_s"] for line in lines), default=0.0)
     newest = {int(step["step"]): step for step in metrics_of(run_dir / METRICS_FILE, problems, *_NEEDED)}
-    steps = [step for number, step in newest.items() if taken_s.get(number, -1.0) >= first_s]
+    steps = [step for number, step in newest.items() if taken_s.get(number - 1, -1.0) >= first_s]
     if len(steps) < MIN_STEPS or not any(line["turns"] for line in lines):
         raise ConfigError(
             f"{run_dir} has {len(steps)} steps whose rollouts are on record, and {len(lines)} rollouts in "
@@ -107,9 +107,9 @@ def read_timing(run_dir: Path, own: RunConfig, *, slots: int, group_size: int) -
     sizes = {group: len(found) for group, found in samples.items()}
     trained = _column(steps, PACKED) / np.maximum(_column(steps, "tokens/sampled"), 1.0)
     workload = RecordedRollouts(_groups(lines, sizes, trained), group_size)
-    began = np.array([taken_s[int(step["step"])] for step in steps])
+    began = np.array([taken_s[int(step["step"]) - 1] for step in steps])
     requests = Requests(lines, sizes, sorted(served_s.values()), own.rollout.max_engines, own.interrupt)
-    later = np.array([served_s.get(int(step["step"]) + 1, np.nan) for step in steps])
+    later = np.array([served_s.get(int(step["step"]), np.nan) for step in steps])
     timing = _timing(steps, began, later, requests, workload, own, slots)
     return replace(timing, notes=(*timing.notes, *(f"problem: {problem}" for problem in problems)))
 

@@ -93,7 +93,8 @@ def spans_of(rows: Sequence[Row], problems: list[str]) -> list[Row]:
 
 def span_text(row: Row) -> str:
     """What it is of, and what is said of it."""
-    of = f"{'version' if row[1] in _OF_VERSION else 'step'} {row[4]}" if row[4] >= 0 else ""
+    of = f"version {row[4]}" if row[1] in _OF_VERSION else f"step {row[4] + 1}"
+    of = of if row[4] >= 0 else ""
     return ": ".join(filter(None, (of, row[5])))
 
 

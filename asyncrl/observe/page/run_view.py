@@ -101,19 +101,12 @@ def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[Failu
 
 
 def verdict_of(state: str, why: str, verdict: Verdict | None) -> list[str]:
-    """Sentences: how it ended, if not well; what held it back; which knob to turn."""
+    """Sentences: how it ended, if not well; whether it learned, its health, its speed."""
     ended = [f"The run {state}: {why}"] if state in ("failed", "crashed") else []
     ended = [f"The run was interrupted: {why}"] if state == "interrupted" else ended
     if verdict is None:
         return [*ended, "No step is taken yet: there is nothing to judge."]
-    learnt = []
-    if verdict.reward_first is not None and verdict.reward_last is not None:
-        first, last = (
-            f"{verdict.reward_first:.3f} in the first steps",
-            f"{verdict.reward_last:.3f} in the last",
-        )
-        learnt = [f"The reward went from {first} to {last}."]
-    return [*ended, *verdict.sentences[:2], *learnt, *verdict.sentences[2:]]
+    return [*ended, *verdict.sentences]
 
 
 def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]]) -> list[Tile]:

@@ -85,7 +85,7 @@ def _counters(slots: list[Row], steps: Steps, made: dict[int, Event], start_s: f
             yield _count(f"requests of {engine}", round(1e6 * (at_s - start_s)), busy=busy)
     ages = zip(*map(steps.column, ("step", "sample/staleness_mean", "sample/staleness_max")), strict=True)
     for step, mean, largest in ages:
-        if (train := made.get(int(step) + 1)) is not None and mean == mean and largest == largest:
+        if (train := made.get(int(step))) is not None and mean == mean and largest == largest:
             yield _count("staleness", train["ts"] + train["dur"], mean=mean, max=largest)
 
 
