@@ -16,6 +16,10 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY asyncrl asyncrl
 COPY servers servers
+# asyncrl/templates/files has links to these
+COPY configs configs
+COPY examples examples
+COPY docs/tutorial.md docs/
 
 FROM build AS build-cpu
 RUN --mount=type=cache,target=/root/.cache/uv \

@@ -77,6 +77,22 @@ def _root(version: Version = False) -> None:
 
 
 @app.command()
+def init(
+    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent|tutorial", help="What to start from.")],
+    folder: Annotated[Path, Option(help="Where to write (default: here).")] = Path(),
+) -> None:
+    """Write a config, and the task and agent that it names, to start from. Overwrites no file.
+
+    quickstart: a small model learns letters on a CPU in half a minute. gsm8k: Qwen3-0.6B learns grade school
+    math on one GPU. agent: a small model learns to call a tool. tutorial: the tutorial's task and agent.
+    """
+    from asyncrl.templates import write_template
+
+    for line in write_template(kind, folder):
+        typer.echo(line)
+
+
+@app.command()
 def run(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -36,12 +36,42 @@ Overrides = Annotated[
         autocompletion=_complete_override,
     ),
 ]
-RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
+NamedRun = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
+RunDir = Annotated[
+    File, Argument(metavar="[RUN_DIR]", help="Directory of a run (default: the newest in runs/).")
+]
+RunDirs = Annotated[
+    list[Path] | None,
+    Argument(metavar="[RUN_DIR]...", help="Directories of runs (default: the newest in runs/)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
+def _or_newest(run_dir: Path | None) -> Path:
+    """Return the named run, or the newest one, which stderr names."""
+    if run_dir is not None:
+        return run_dir
+    from asyncrl.observe.run_list import newest_run
+
+    newest = newest_run()
+    typer.echo(f"the newest run: {newest}", err=True)
+    return newest
+
+
+def runs(
+    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")] = Path(
+        "runs"
+    ),
+    as_json: Json = False,
+) -> None:
+    """List the runs in a folder, the newest first: state, steps, reward, and when each last wrote."""
+    from asyncrl.observe.run_list import render_runs
+
+    typer.echo(render_runs(folder, as_json=as_json))
+
+
 def status(
-    run_dir: RunDir,
+    run_dir: RunDir = None,
     as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With waits, queues, engines and where the time went.")
@@ -50,11 +80,11 @@ def status(
     """Describe a run, live or ended: whether it learns, its health, its speed."""
     from asyncrl.observe.status import render_status
 
-    typer.echo(render_status(run_dir, as_json=as_json, is_verbose=verbose))
+    typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
 
 
 def inspect(
-    run_dir: RunDir,
+    run_dir: RunDir = None,
     as_json: Json = False,
     step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
     group: Annotated[int | None, Option(help="This group's whole story, with its conversation.")] = None,
@@ -73,11 +103,12 @@ def inspect(
     from asyncrl.observe.inspect import render_inspect
 
     kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
-    typer.echo(render_inspect(run_dir, as_json=as_json, step=step, group=group, samples=samples, kinds=kinds))
+    run = _or_newest(run_dir)
+    typer.echo(render_inspect(run, as_json=as_json, step=step, group=group, samples=samples, kinds=kinds))
 
 
 def report(
-    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    run_dirs: RunDirs = None,
     out: Annotated[
         File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
     ] = None,
@@ -88,12 +119,12 @@ def report(
     """
     from asyncrl.observe.page.render import write_report
 
-    for line in write_report(run_dirs, out):
+    for line in write_report(run_dirs or [_or_newest(None)], out):
         typer.echo(line)
 
 
 def watch(
-    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    run_dirs: RunDirs = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
     host: Annotated[
         str, typer.Option(help="Address to listen on. On one that others reach, the page asks for a key.")
@@ -106,12 +137,17 @@ def watch(
     """
     from asyncrl.observe.page.watch import watch as serve_page
 
-    raise typer.Exit(serve_page(run_dirs, host, port, opens=opens, say=typer.echo))
+    raise typer.Exit(serve_page(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
 
 
 def export(
-    run_dir: RunDir,
-    out: Annotated[Path, Argument(metavar="OUT", help="Folder to make.")],
+    paths: Annotated[
+        list[Path],
+        Argument(
+            metavar="[RUN_DIR] OUT",
+            help="Directory of a run (default: the newest in runs/), and the folder to make.",
+        ),
+    ],
     step: Annotated[
         str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
     ] = "last",
@@ -129,12 +165,15 @@ def export(
     """
     from asyncrl.job.exporting.run_export import export_run
 
+    if len(paths) > 2:
+        raise typer.BadParameter(f"export takes RUN_DIR and OUT, not {len(paths)} paths")
+    run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
     asked = {"adapter": adapter, "overwrite": overwrite, "public": public}
     export_run(run_dir, out, step=step, base=base, dtype=dtype, push=push, tell=typer.echo, **asked)
 
 
 def scale(
-    run_dir: RunDir,
+    run_dir: NamedRun,
     engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],
     wait: Annotated[
         float, Option(metavar="S", min=0, help="Seconds to wait for them (600; 0 = none).")
@@ -176,5 +215,5 @@ def simulate(
     typer.echo(render_forecast(source, overrides or [], given, as_json=as_json, plot=plot))
 
 
-COMMANDS = (status, inspect, report, watch, export, scale, simulate)
+COMMANDS = (runs, status, inspect, report, watch, export, scale, simulate)
 """In the order of the help."""

@@ -12,6 +12,7 @@ from asyncrl.placement.machine import CudaDevice, Machine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, slots: 10, num_prompts: 5}"
+OWN = "eval.engine=own"
 TAUGHT = ["teacher.path=m", "algorithm.distill_weight=1"]
 TURNS = ["placement.rollout=trainer", "buffer.max_staleness=0"]
 VLLM = "rollout.engine=vllm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -45,6 +46,10 @@ inspect docs -> 2: Way out:
 report docs -> 2: is no run directory ... Way out:
 scale docs engines=2 -> 2: is no run directory ... Way out:
 export docs out -> 2: is no run directory ... Way out:
+export docs out more -> 2: not 3 paths
+runs docs/none -> 2: there is no folder docs/none ... Way out:
+init --help -> 0: quickstart ... gsm8k ... agent ... tutorial
+init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent, tutorial
 """
 
 
@@ -57,6 +62,74 @@ def test_a_command_says_and_returns_what_it_should_where_torch_cannot_be_importe
     said = answer.stderr if answer.returncode else answer.stdout
     assert all(words in said for words in says.split(" ... ")), said
     assert "Traceback" not in answer.stderr
+
+
+def asyncrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a command does in a folder that is no checkout, without torch."""
+    command, env = [sys.executable, "-c", NO_TORCH, *arguments], {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "writes"),
+    [
+        ("quickstart", {"quickstart.yaml"}),
+        ("gsm8k", {"gsm8k-qwen3-0.6b-1gpu.yaml"}),
+        ("agent", {"agent.yaml", "lookup.py"}),
+        ("tutorial", {"my_task.py", "my_task.yaml", "my_agent.py", "my_agent.yaml"}),
+    ],
+)
+def test_init_writes_configs_that_pass_the_check(kind: str, writes: set[str], tmp_path: Path) -> None:
+    first = asyncrl(tmp_path, "init", kind)
+    assert first.returncode == 0, first.stderr
+    assert {path.name for path in tmp_path.iterdir()} == writes
+    assert all(f"wrote {name}\n" in first.stdout for name in writes)
+    machine = ["--devices", "1xRTX4090-24GB", "--cores", "16", "--memory", "64GB"] if kind == "gsm8k" else []
+    for name in sorted(name for name in writes if name.endswith(".yaml")):
+        assert re.search(rf"^  asyncrl run {name}", first.stdout, re.MULTILINE)
+        checked = asyncrl(tmp_path, "check", name, *machine)
+        assert checked.returncode == 0, checked.stderr
+    again = asyncrl(tmp_path, "init", kind)
+    assert again.returncode == 2
+    assert "init overwrites no file" in again.stderr
+
+
+def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -> Path:
+    """A run directory as far as a list of runs reads it."""
+    run_dir = folder / "runs" / name
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text((ROOT / "configs/quickstart.yaml").read_text())
+    status = {"state": "done", "step": len(rewards), "num_steps": 360, "why": "", "updated_s": written_s}
+    (run_dir / "status.json").write_text(json.dumps(status))
+    lines = (json.dumps({"step": step, "reward/mean": reward}) for step, reward in enumerate(rewards, 1))
+    (run_dir / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    os.utime(run_dir / "status.json", (written_s, written_s))
+    return run_dir
+
+
+def test_runs_lists_the_newest_run_first_with_its_state_steps_and_reward(tmp_path: Path) -> None:
+    made_run(tmp_path, "second", written_s=2000, rewards=[0.0] * 5 + [0.5] * 10)
+    made_run(tmp_path, "first", written_s=1000, rewards=[])
+    (tmp_path / "runs" / "no-run").mkdir()
+    rows = asyncrl(tmp_path, "runs").stdout.splitlines()[1:]
+    assert [row.split()[:4] for row in rows] == [
+        ["runs/second", "done", "15/360", "0.500"],
+        ["runs/first", "done", "0/360", "-"],
+    ]
+    (second, _) = json.loads(asyncrl(tmp_path, "runs", "runs", "--json").stdout)
+    assert (second["run_dir"], second["reward"]) == ("runs/second", 0.5)
+
+
+@pytest.mark.parametrize("command", ["status", "inspect", "report", "export out"])
+def test_a_command_without_a_run_takes_the_newest_and_names_it(command: str, tmp_path: Path) -> None:
+    none = asyncrl(tmp_path, *command.split())
+    assert none.returncode == 2
+    assert "no RUN_DIR is given, and runs has no run" in none.stderr
+    made_run(tmp_path, "old", written_s=1000, rewards=[0.1])
+    made_run(tmp_path, "new", written_s=2000, rewards=[0.1])
+    assert "the newest run: runs/new\n" in asyncrl(tmp_path, *command.split()).stderr
 
 
 BASH = """

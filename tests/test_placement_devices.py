@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from placement_cases import EVAL, TAUGHT, TURNS, URLS, VLLM, load, placed
+from placement_cases import EVAL, OWN, TAUGHT, TURNS, URLS, VLLM, load, placed
 
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
 from asyncrl.config.operation import device_numbers
@@ -123,8 +123,8 @@ def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
         (1, [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
         (2, [VLLM, "weight_sync.transport=ipc"], "weight_sync.transport=ipc"),
         (2, ["rollout.num_engines=2", "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
-        (1, [EVAL, *TURNS], "set placement.eval=cpu"),
-        (2, [EVAL, "placement.eval=0"], "set placement.eval=cpu"),
+        (1, [EVAL, OWN, *TURNS], "set eval.engine=rollout, or placement.eval=cpu"),
+        (2, [EVAL, "placement.eval=0"], "set eval.engine=rollout, or placement.eval=cpu"),
         (1, [*TAUGHT, *TURNS], "set placement.teacher=cpu"),
         (1, [], "placement.share=0.4 has both work there at once"),
         (0, [SHARE], "set placement.share=auto"),
@@ -133,7 +133,7 @@ def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
         (1, [SHARE, *URLS], "set placement.share=auto"),
         (1, [SHARE, VLLM, SIZED], "remove rollout.vllm.gpu-memory-utilization"),
         (1, [SHARE, VLLM, "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
-        (1, [SHARE, EVAL], "set placement.eval=cpu"),
+        (1, [SHARE, EVAL, OWN], "set eval.engine=rollout, or placement.eval=cpu"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(
@@ -148,17 +148,36 @@ def test_what_cannot_be_is_refused_with_what_to_write(
     [
         (0, [], "cpu"),
         (3, [], "cuda:2"),
-        (3, ["placement.rollout=1-2", "rollout.num_engines=3"], "cuda:2"),
+        (3, [OWN, "placement.rollout=1-2", "rollout.num_engines=3"], "cuda:2"),
         (3, ["placement.eval=1"], "cuda:1"),
         (2, TURNS, "cuda:1"),
         (2, URLS, "cuda:1"),
+        (1, ["placement.rollout=cpu"], "cpu"),
         (1, ["rollout.engine=simulated"], "none"),
     ],
 )
-def test_the_eval_engine_takes_a_device_that_is_free_else_the_least_used_of_the_engines(
+def test_the_eval_engine_takes_a_free_device_else_the_least_used_of_the_engines(
     num_cuda: int, overrides: list[str], device: str
 ) -> None:
     assert placed(num_cuda, EVAL, *overrides).evaluation == device
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides"),
+    [
+        (1, TURNS),
+        (1, ["placement.share=0.4", "placement.rollout=0", "placement.trainer=0"]),
+        (2, []),
+        (1, URLS),
+        (3, ["eval.engine=rollout"]),
+        (0, ["eval.engine=rollout", *TURNS]),
+        (1, ["eval.engine=rollout", "rollout.engine=simulated"]),
+    ],
+)
+def test_the_rollout_engines_evaluate_where_no_device_is_free_or_asked_to(
+    num_cuda: int, overrides: list[str]
+) -> None:
+    assert placed(num_cuda, EVAL, *overrides).evaluation is None
 
 
 @pytest.mark.parametrize(

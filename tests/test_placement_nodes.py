@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_cases import EVAL, TAUGHT, TURNS, VLLM, load, machine
+from placement_cases import EVAL, OWN, TAUGHT, TURNS, VLLM, load, machine
 
 from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.config.operation import NodesConfig
@@ -140,7 +140,7 @@ def test_each_side_gets_nodes_of_its_own_where_they_suffice_else_devices_else_tu
          [*sizes(2), EVAL, "placement.eval=0"], "names cuda:0.*set placement.eval=auto"),
         ((2, 2), "0", "1", [*sizes(1), EVAL, "weight_sync.transport=shm"], "the run is on 2 nodes"),
         ((2, 2), ALL, "trainer",
-         [*sizes(4, 4), ZERO, EVAL], "puts the eval engine on n0/cuda:1.*placement.eval=cpu"),
+         [*sizes(4, 4), ZERO, EVAL, OWN], "puts the eval engine on n0/cuda:1.*placement.eval=cpu"),
     ],
 )  # fmt: skip
 def test_what_nodes_do_not_have_is_refused_with_their_numbers_and_what_to_write(
@@ -247,8 +247,9 @@ APART, ON_CPU = ["placement.trainer=0", "placement.rollout=1"], "placement.eval=
         ((3, 2), [*APART, EVAL], (0, "cuda:2", None)),
         ((2, 3), [*APART, EVAL], (1, "cuda:0", None)),
         ((3, 3), [*APART, EVAL, *TAUGHT], (1, "cuda:0", "cuda:1")),
-        ((0, 2), ["placement.trainer={nodes: 1, gpus: 1}", EVAL], (1, "cuda:1", None)),
-        ((1, 1), [EVAL], (1, "cuda:0", None)),
+        ((0, 2), ["placement.trainer={nodes: 1, gpus: 1}", EVAL, OWN], (1, "cuda:1", None)),
+        ((1, 1), [EVAL, OWN], (1, "cuda:0", None)),
+        ((1, 1), [EVAL], (1, None, None)),
         ((2, 2), [*TURNS, *sizes(4, 4), "placement.trainer=all", EVAL, ON_CPU], (0, "cpu", None)),
         ((2, 2), ["placement.eval=1", EVAL, *APART], (0, "cuda:1", None)),
         ((0, 0), [EVAL, *TAUGHT], (0, "cpu", "cpu")),
@@ -426,7 +427,7 @@ def test_a_broadcast_to_other_nodes_has_relays_for_the_file_that_is_evaluated_al
             for one in make_plan(load(*how, *more), nodes(2, 2)).processes
             if one.side == "staging"
         }
-        for evaluates, more in ((False, []), (True, [EVAL]))
+        for evaluates, more in ((False, [EVAL, "eval.engine=rollout"]), (True, [EVAL]))
     }
     assert kept[False] == {"held": 0}
     assert kept[True] == {"held": 0, "staging": 0, "relay-0": 0, "relay-1": 1}

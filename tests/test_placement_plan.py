@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from placement_cases import EVAL, TURNS, URLS, VLLM, load, machine, make_python
+from placement_cases import EVAL, OWN, TURNS, URLS, VLLM, load, machine, make_python, placed
 
 from asyncrl.config import RolloutConfig
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
@@ -321,6 +321,12 @@ def test_each_device_that_both_sides_use_holds_a_chunk() -> None:
         (1, TURNS, "training [\\d.]+ MiB, publish .*; 16.00 GiB free"),
         (0, ["rollout.engine=simulated"], "simulated, 64 sequences at once"),
         (0, URLS, "not started by the run, 64 sequences at once"),
+        (0, [EVAL], "evaluation: engine-eval samples .eval.engine=auto."),
+        (
+            1,
+            [*TURNS, EVAL],
+            "evaluation: the rollout engines sample.*eval.engine=auto: no CUDA device is free",
+        ),
     ],
 )
 def test_the_plan_says_what_each_device_needs(num_cuda: int, overrides: list[str], words: str) -> None:
@@ -482,7 +488,12 @@ def test_a_paged_kv_cache_must_hold_one_sequence_and_what_more_has_room_is_told(
     ("overrides", "problem", "way_out"),
     [
         (["rollout.num_engines=2"], "engine-0 and engine-1 would take 1.84 of cuda:1", "utilization: 0.5}"),
-        ([EVAL], "engine-0 and engine-eval would take 1.84 of cuda:1, and 1.00 of it", "utilization: 0.5}"),
+        (
+            [EVAL, OWN],
+            "engine-0 and engine-eval would take 1.84 of cuda:1, and 1.00 of it",
+            "utilization: 0.5}",
+        ),
+        ([EVAL], "", ""),
         (["rollout.num_engines=2", "rollout.vllm={gpu-memory-utilization: 0.5}"], "", ""),
         (
             ["rollout.vllm={gpu_memory_utilization: 0.1}"],
@@ -549,10 +560,12 @@ def test_engines_on_one_device_share_what_is_left_of_it(vllm: list[str]) -> None
 
 def test_servers_that_the_run_did_not_start_need_no_vllm_here_but_for_the_evaluation(vllm: list[str]) -> None:
     lacking = [*URLS, "rollout.vllm_python=/no/such"]
-    assert needed_python(load(*lacking)) is None
+    assert needed_python(placed(0, *lacking), load(*lacking)) is None
     with pytest.raises(ConfigError, match="/no/such cannot import vllm"):
         refuse_what_cannot_fit(planned(0, *lacking, EVAL), load(*lacking, EVAL))
-    assert needed_python(load(*URLS, *vllm, EVAL)) is not None
+    assert needed_python(placed(0, *URLS, *vllm, EVAL), load(*URLS, *vllm, EVAL)) is not None
+    on_rollout = [*lacking, EVAL, "eval.engine=rollout"]
+    assert needed_python(placed(0, *on_rollout), load(*on_rollout)) is None
 
 
 # ---- what cannot fit

@@ -5,6 +5,7 @@ token for a backward pass.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig
+from asyncrl.placement.known_models import ARCHITECTURES, PUBLISHED_PARAMETERS
 from asyncrl.placement.model_shape import ModelShape, model_shape
 from asyncrl.placement.process_memory import compiles_layers, trainer_memory
 from asyncrl.trainer.model import fused
@@ -23,6 +25,7 @@ from asyncrl.trainer.model import policy as policy_module
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.policy import ForwardPlan, Policy
 
+ROOT = Path(__file__).parents[1]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "num_hidden_layers": 2}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -182,3 +185,27 @@ def test_at_the_end_of_a_backward_pass_all_that_is_outside_layers_is_reduced_at_
     assert trainer_memory(config, shape, "cuda:0").activations == counted
     adapted = load("model.dtype=bfloat16", "trainer.world_size=4", "trainer.lora={rank: 2}")
     assert trainer_memory(adapted, shape, "cuda:0").activations < counted
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_a_known_model_has_its_published_number_of_parameters(name: str) -> None:
+    architecture = dict(ARCHITECTURES[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+    model.tie_weights()
+    assert model.num_parameters() == PUBLISHED_PARAMETERS[name]
+    shape = model_shape(ModelConfig(path=name))
+    assert shape.num_parameters == pytest.approx(PUBLISHED_PARAMETERS[name], rel=1e-3)
+    assert shape.is_from_table
+
+
+def test_a_revision_of_a_known_model_is_not_taken_from_the_table() -> None:
+    assert model_shape(ModelConfig(path="Qwen/Qwen3-0.6B", revision="v1")) == ModelShape()
+
+
+def test_the_table_has_every_model_that_configs_and_pages_name() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.yaml")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"\b(?:Qwen|HuggingFaceTB|meta-llama)/[\w.-]*\w", text))
+    assert "Qwen/Qwen3-0.6B" in named
+    assert named <= ARCHITECTURES.keys()

@@ -156,6 +156,7 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
     assert "not checked, as the machine is not here" in said
 
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 ONE, EIGHT = ["1xH100-80GB", "--cores=32", "--memory=256GB"], ["8xH200-141GB", "--cores=192", "--memory=2TB"]
 TWICE = ["2x8xH200-141GB", *EIGHT[1:]]
 QWEN: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151936, "num_hidden_layers": 28}
@@ -167,28 +168,36 @@ LORA, SMALL = ["trainer.lora={rank: 32}"], ["1xRTX4090-24GB", "--cores=16", "--m
 @pytest.mark.parametrize(
     ("name", "machine", "words"),
     [
-        ("gpu-turns", ONE, "share: auto: both sides stay on cuda:0, the engines with 0."),
-        ("gpu-turns", [*SMALL, *LORA], "share: auto: both sides stay on cuda:0, the engines with 0."),
-        ("gpu-turns", SMALL, "on cuda:0 (trainer-0 ... Way out: "),
-        ("gpu-shared", ONE, "share=0.35: both sides stay on cuda:0, and work at once"),
+        ("gsm8k-qwen2.5-1.5b-1gpu", ONE, "share: auto: both sides stay on cuda:0, the engines with 0."),
         (
-            "gpu-shared",
+            "gsm8k-qwen2.5-1.5b-1gpu",
+            [*SMALL, *LORA],
+            "share: auto: both sides stay on cuda:0, the engines with 0.",
+        ),
+        ("gsm8k-qwen2.5-1.5b-1gpu", SMALL, "on cuda:0 (trainer-0 ... Way out: "),
+        ("gsm8k-qwen2.5-1.5b-1gpu-shared", ONE, "share=0.35: both sides stay on cuda:0, and work at once"),
+        (
+            "gsm8k-qwen2.5-1.5b-1gpu-shared",
             [*ONE, "placement.share=0.9"],
             "share=0.9 of cuda:0 ... set placement.share=",
         ),
-        ("gpu-8-apart", EIGHT, "engine-3     cuda:7"),
+        ("gsm8k-qwen2.5-7b-8gpu", EIGHT, "engine-3     cuda:7"),
         (
-            "gpu-2x8-apart",
+            "gsm8k-qwen2.5-7b-2x8gpu",
             TWICE,
             "transport: auto is stream: ... engine-7     cuda:7 ... on node-1/cuda:0-7)",
         ),
         (
-            "gpu-2x8-turns",
+            "gsm8k-qwen2.5-7b-2x8gpu-colocated",
             TWICE,
             "on node-0/cuda:0-7, node-1/cuda:0-7, in turns ... share: auto: both sides stay on "
             "node-0/cuda:0-7",
         ),
-        ("gpu-8-turns", EIGHT, "share: auto: both sides stay on cuda:0, ... cuda:7, the engines with 0."),
+        (
+            "gsm8k-qwen2.5-7b-8gpu-colocated",
+            EIGHT,
+            "share: auto: both sides stay on cuda:0, ... cuda:7, the engines with 0.",
+        ),
     ],
 )
 def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
@@ -199,17 +208,10 @@ def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
     machine: list[str],
     words: str,
 ) -> None:
-    """The hub's cache has config.json of their models, and no weights."""
-    for size, shape in SIZES.items():
-        cached = here / "cache" / f"models--Qwen--Qwen2.5-{size}-Instruct"
-        (cached / "snapshots" / "1").mkdir(parents=True)
-        (cached / "refs").mkdir()
-        (cached / "refs" / "main").write_text("1")
-        made = QWEN | dict(zip(SHAPE, shape, strict=True)) | {"tie_word_embeddings": size == "1.5B"}
-        (cached / "snapshots" / "1" / "config.json").write_text(json.dumps(made))
-    look_up = partial(try_to_load_from_cache, cache_dir=here / "cache")
+    """Their sizes are known without the hub: the table of known models has them."""
+    look_up = partial(try_to_load_from_cache, cache_dir=here / "empty")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look_up)
-    config = Path(__file__).parent.parent / "configs" / f"{name}.yaml"
+    config = CONFIGS / f"{name}.yaml"
     settings = [one for one in machine if "." in one.partition("=")[0]]
     described = ["--devices", *(one for one in machine if one not in settings)]
     monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(config), *settings, *described])
@@ -218,7 +220,32 @@ def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
     said = capsys.readouterr()
     assert is_said(words, said.out + said.err), said
     assert (ended.value.code or 0) == (2 if "Way out" in said.err else 0)
-    assert re.search(r"model: 1,5\d\d,\d{3},\d{3}|model: 7,6\d\d,\d{3},\d{3}", said.out)
+    assert re.search(r"model: [\d,]+ parameters \(from the table of known models", said.out)
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("gsm8k-*.yaml")), ids=lambda path: path.stem)
+def test_a_gpu_config_passes_the_check_in_its_header(
+    config: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    look_up = partial(try_to_load_from_cache, cache_dir=here / "empty")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look_up)
+    text = config.read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^# +asyncrl (check .* --devices .*)$", text, re.MULTILINE)
+    (here / "configs").symlink_to(CONFIGS)
+    monkeypatch.setattr(sys, "argv", ["asyncrl", *shown.split()])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert "evaluation: the rollout engines sample" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["gsm8k-qwen3-0.6b-1gpu", "gsm8k-qwen3-0.6b-1gpu-lora", "gsm8k-qwen2.5-1.5b-2gpu"]
+)
+def test_the_commented_trackers_of_a_gpu_config_load_when_uncommented(name: str, tmp_path: Path) -> None:
+    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "config.yaml"
+    path.write_text(re.sub(r"^# (observe:|  tracker)", r"\1", text, flags=re.MULTILINE))
+    assert "wandb" in load_config(path).observe.trackers
 
 
 @pytest.mark.parametrize("begin", [run_job, serve_gateway])

@@ -61,8 +61,11 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_host(site: Path) ->
 
 
 def test_links_that_leave_docs_lead_to_the_files_on_the_site(site: Path) -> None:
-    assert 'href="repository/configs/gpu-turns.yaml.html"' in (site / "colocation.html").read_text()
-    shown = (site / "repository/configs/gpu-turns.yaml.html").read_text()
+    assert (
+        'href="repository/configs/gsm8k-qwen2.5-1.5b-1gpu.yaml.html"'
+        in (site / "colocation.html").read_text()
+    )
+    shown = (site / "repository/configs/gsm8k-qwen2.5-1.5b-1gpu.yaml.html").read_text()
     assert "max_staleness" in shown
     assert 'href="agent.py.html"' in (site / "repository/examples/search/index.html").read_text()
     copied = site / "repository/benchmarks/results/colocation.png"

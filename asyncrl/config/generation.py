@@ -262,8 +262,8 @@ class BufferConfig(FrozenConfig):
 
 
 class EvalConfig(FrozenConfig):
-    """A held-out task, sampled every few steps at one fixed version by an engine server of its own, beside
-    training. A list of such sections is several evaluations, which share the engine.
+    """A held-out task, sampled every few steps at one fixed version, by an engine server of its own or by the
+    rollout engines. A list of such sections is several evaluations, which run one after the other.
     """
 
     name: Name | None = None
@@ -278,6 +278,10 @@ class EvalConfig(FrozenConfig):
     """Evaluate the first version served after each multiple of so many steps, and the last one."""
     at_start: bool = True
     """Evaluate the initial weights too."""
+    engine: Literal["auto", "own", "rollout"] = "auto"
+    """Who samples: own = an engine server of its own, rollout = the rollout engines, which get no new weights
+    until the evaluation ends. auto = own on the device of placement.eval, on a free CUDA device, or on the
+    CPU where the rollout engines are there or the machine has no CUDA device; else rollout."""
     num_prompts: int = Field(default=64, ge=1)
     """Prompts of one evaluation: the first ones of the task, the same each time."""
     samples: int = Field(default=1, ge=1)
@@ -285,9 +289,9 @@ class EvalConfig(FrozenConfig):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature (0 = greedy)."""
     slots: int = Field(default=32, ge=1)
-    """Sequences that the eval engine decodes at once for it."""
+    """Samples of this evaluation that are decoded at once."""
     timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds until an evaluation that does not end is given up, counted and told."""
+    """Timeout for one evaluation, in seconds. On expiry the evaluation is abandoned, counted and reported."""
 
     @property
     def called(self) -> str:

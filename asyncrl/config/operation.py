@@ -74,11 +74,11 @@ class PlacementConfig(FrozenConfig):
     in turns. auto and cuda = those that the trainer leaves; where it leaves none, the same in turns at
     buffer.max_staleness=0, else refused."""
     eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
-    """Device of the eval engine: cpu or the number of one CUDA device (auto = one that no other part uses,
-    else with the engines).
-    """
+    """Device of an eval engine (eval.engine): cpu or the number of one CUDA device. auto = a CUDA device that
+    no other part uses; with eval.engine=own else one of the rollout engines."""
     teacher: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
-    """Device of the teacher: as for `eval`."""
+    """Device of the teacher: cpu or the number of one CUDA device (auto = a device that no other part uses,
+    else one of the rollout engines)."""
     share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
     """Fraction of a CUDA device's memory for the engines, where trainer and engines have the same devices;
     the trainer has the rest. Above buffer.max_staleness=0 both then work at once. In turns both stay in
@@ -211,7 +211,7 @@ class ObserveConfig(FrozenConfig):
     """What is shown and written."""
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain. Lines for
+    """live: a table that updates; plain: a line every few seconds; auto = live on a terminal, else plain. Lines for
     which a pipe has no room, because it is not read, are left out; the run goes on.
     """
     trackers: list[str] = ["tensorboard"]

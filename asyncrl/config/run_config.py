@@ -87,8 +87,13 @@ class RunConfig(FrozenConfig):
         return _by_name("eval", given if isinstance(given, list) else [given])
 
     @property
+    def eval_engine(self) -> str:
+        """eval.engine, which is the same for all evaluations; rollout if there are none."""
+        return next((one.engine for one in self.evals.values()), "rollout")
+
+    @property
     def eval_slots(self) -> int:
-        """Sequences that the eval engine decodes at once: its evaluations follow each other."""
+        """Samples of evaluations that are decoded at once: evaluations run one after the other."""
         return max((one.slots for one in self.evals.values()), default=0)
 
     @property
@@ -199,6 +204,21 @@ class RunConfig(FrozenConfig):
             raise ValueError(
                 f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is above "
                 f"rollout.max_tokens={rollout.max_tokens}; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_share_their_engine(self) -> Self:
+        engines = list(dict.fromkeys(one.engine for one in self.evals.values()))
+        if len(engines) > 1:
+            raise ValueError(
+                f"eval.engine is {' and '.join(engines)}, and all evaluations of a run have the same; "
+                f"set it to {engines[0]} in each"
+            )
+        if engines == ["rollout"] and self.placement.eval != "auto":
+            raise ValueError(
+                f"placement.eval={self.placement.eval} is the device of an eval engine, and "
+                "eval.engine=rollout starts none; set placement.eval=auto, or eval.engine=own"
             )
         return self
 

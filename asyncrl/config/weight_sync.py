@@ -121,10 +121,10 @@ class WeightSyncConfig(FrozenConfig):
         return self
 
 
-def has_relays(config: RunConfig) -> bool:
-    """Whether, on several nodes, files of weights go from node to node: for evaluation too."""
+def has_relays(config: RunConfig, *, has_eval_engine: bool) -> bool:
+    """Whether, on several nodes, files of weights go from node to node. An eval engine reads files too."""
     facts = config.weight_sync.facts
-    return facts.is_relayed or (facts.is_one_kept and config.eval is not None)
+    return facts.is_relayed or (facts.is_one_kept and has_eval_engine)
 
 
 def choose_transport(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -94,11 +95,18 @@ class EnginePool:
         """
         self._router.up.discard(self._index[name])
 
+    def counted_apart(self) -> EnginePool:
+        """The same servers, routing and load, with counts of its own: its tokens are not trained on."""
+        other = copy.copy(self)
+        other._interrupted = other._tokens = 0
+        other.on_sampled = None
+        return other
+
     def up_nowait(self, name: str) -> None:
         """Give this server work again: it serves the newest announced version, or a newer one. Idempotent."""
         self._router.up.add(self._index[name])
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.clear()
 
     async def drain(self, name: str) -> None:
         """Give this server no work any more, and have what is there go on elsewhere, with its tokens."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineLost
 from asyncrl.job.check import Found, look, open_replay, read_tasks
@@ -41,7 +42,7 @@ from asyncrl.rollouts.recording import refuse_difference
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.rollouts.timed import Timed
 from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import Publisher, at_once
 from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
 from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.scorer import Scorers
@@ -68,7 +69,8 @@ class Parts:
         self._num_first = num_first
         self.checkpoints = Checkpoints(job.run_dir, job.config.checkpoint)
         self.eval_server: Server | None = None
-        """Not one of `servers`: the run goes on without it."""
+        """Not one of `servers`: the run goes on without it. None: the rollout engines evaluate."""
+        self.eval_target: EngineClient | None = None
         self.teaching: Teaching | None = None
         """Where a teacher scores what was sampled."""
         self.meeting: Broadcasts | None = None
@@ -189,7 +191,7 @@ class Parts:
             for node in self.scale.elastic
         ]
         """The nodes that come and go; the others stay to the end."""
-        if config.eval is not None:
+        if self._placement.evaluation is not None:
             self.eval_server = maker.eval_engine()
             self.eval_target = maker.client(self.eval_server)
         if config.teacher is not None:
@@ -276,6 +278,7 @@ class Parts:
             is_one_kept=sync.facts.is_one_kept,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
+            wait_released=at_once if self.evaluation is None else self.evaluation.wait_released,
             **nodes,
         )
         if self._placement.mode == "colocated":
@@ -321,7 +324,9 @@ class Parts:
         """A version is announced."""
         self.journal.published_nowait(manifest.version, manifest.digest)
         self._job.voice.published(manifest.version, manifest.digest)
-        if manifest.path:  # in turns there is a file of evaluated versions alone
+        if self.evaluation is not None and self.eval_server is None:
+            self.evaluation.served_nowait(manifest.version)
+        elif manifest.path:  # in turns only evaluated versions have a file
             self._whole_published(manifest)
 
     def _whole_published(self, manifest: ExportResponse) -> None:

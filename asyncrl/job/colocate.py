@@ -48,9 +48,9 @@ class SideBySide:
     async def to_trainer(self) -> None:
         """Return when the trainer may work: at once."""
 
-    async def to_engines(self, version: int) -> None:
-        """The trainer has made `version`. Returns once the copy of its weights is begun; the push goes on by
-        itself.
+    async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
+        """The trainer has made `version`. Returns once the copy of its weights is begun; the publisher
+        continues by itself.
         """
         if version < self._num_steps:
             await self.publisher.wait_exported_or_busy(version)
@@ -80,12 +80,13 @@ class TakingTurns:
     """Trainer and engines share devices: one side works, then the other. The methods are those of SideBySide.
 
     Life: start() -> to_trainer() and to_engines() alternate, called by the train loop. After the last step
-        the trainer keeps the devices to save its weights. An engine that died is started again in the
-        engines' turn; then all engines sleep, and the trainer pushes the served weights to all of them once
-        more. A trainer that died is started again once the engines sleep.
-    Waits: to_trainer, to_engines and room_for_engine sleep for each other; to_trainer for a trainer that
-        starts again, as long as that takes; wait_room_for_trainer and room_for_engine for the other side's
-        turn to end.
+        the trainer keeps the devices to save its weights; engines that evaluate get them after that. An
+        engine that died is started again in the engines' turn; then all engines sleep, and the trainer pushes
+        the served weights to all of them once more. A trainer that died is started again once the engines
+        sleep.
+    Waits: to_trainer sleeps until an evaluation on the engines has ended, and for a trainer that starts
+        again, as long as that takes. to_trainer, to_engines and room_for_engine sleep for each other;
+        wait_room_for_trainer and room_for_engine for the other side's turn to end.
     Invariant: a version is announced only after the handover to the engines that brought it. Between two
         handovers the side that has the lease has all it needs on the devices, and the other has nothing
         there, unless both stay: then the other only rests. An engine that is down takes no part.
@@ -142,22 +143,23 @@ class TakingTurns:
             await self.to_engines(version)
 
     async def to_trainer(self) -> None:
-        """Hand the devices to the trainer, unless it has them. Raises RoomError, with the phase that
-        failed.
+        """Hand the devices to the trainer, unless it has them, once no evaluation needs the engines. Raises
+        RoomError, with the phase that failed.
         """
+        await self.publisher.wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._one_at_a_time:
                 if self.lease.owner != "trainer":
                     self.last = {"trainer": await self._hand_to_trainer()}
 
-    async def to_engines(self, version: int) -> None:
-        """Hand over to the engines with these weights, and announce them; after the last step the trainer
-        keeps its turn. Raises RoomError, with the phase that failed.
+    async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
+        """Hand over to the engines with these weights, and announce them; after the last step only for an
+        evaluation. Raises RoomError, with the phase that failed.
         """
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._one_at_a_time:
                 await self.publisher.evaluate(version)
-                if version >= self._num_steps:
+                if version >= self._num_steps and not is_for_evaluation:
                     return
                 self.last["engines"] = await self.lease.hand_to("engines")
                 self.publisher.announce()

@@ -52,6 +52,7 @@ from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, 
 from asyncrl.placement.launchers import bring_nodes, opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
+from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.spans import span
 from asyncrl.tasks.pinned_data import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
@@ -237,15 +238,20 @@ class Job(Life):
 
     async def _start_services(self, parts: Parts, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = parts.trainer.policy_version
+        if parts.evaluation is not None:
+            self.spawn(parts.evaluation.run(), name="evaluation")
         if parts.evaluation is not None and parts.eval_server is not None:
             server, guard = parts.eval_server, parts.evaluation.guard
-            self.spawn(parts.evaluation.run(), name="evaluation")
             self.spawn(guard(server.child.watch()), name=f"watch {server.name}")
             beats = heartbeat(server, self.config.observe.heartbeat_s)
             self.spawn(guard(beats), name=f"heartbeat {server.name}")
         if version > 0:
             self.tell("bringing the weights to the engines")
         await parts.turns.start(version)
+        if parts.evaluation is not None and parts.eval_server is None:
+            self.spawn(self._stop_evaluation(parts.evaluation), name="evaluation stop")
+            if version == 0:  # else it was published
+                parts.evaluation.served_nowait(version)
         self.tell("training")
         for group in unfinished:
             parts.producers.resume_nowait(group)
@@ -253,6 +259,11 @@ class Job(Life):
         self.spawn(parts.producers.run(), name="producers")
         if not parts.scale.is_fixed:
             self.spawn(parts.scale.follow(), name="scale")
+
+    async def _stop_evaluation(self, evaluation: Evaluation) -> None:
+        """A run that is to stop does not wait for an evaluation on its rollout engines."""
+        await self.stop.wait()
+        evaluation.stop_nowait()
 
     async def _train_loop(self, parts: Parts) -> None:
         """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the
@@ -314,6 +325,8 @@ class Job(Life):
                 await parts.trainer.save(self.run_dir / "adapter", merged=False)
         if parts.evaluation is not None:
             self.tell("evaluating the last weights")
+            if parts.eval_server is None:
+                await parts.turns.to_engines(parts.trainer.policy_version, is_for_evaluation=True)
             await parts.evaluation.wait_last()
         if parts.harnessing is not None:
             parts.harnessing.queue.is_over = True

@@ -172,6 +172,7 @@ GAUGES: Mapping[str, Gauge] = {
     "turns/phases": Gauge("run", "", "of handovers done", is_progress=True),
     "evaluation/version": Gauge("run", "", "version at work, or the last"),
     "evaluation/ended": Gauge("run", "evaluations", "finished, skipped or abandoned", is_progress=True),
+    "evaluation/held_s": Gauge("run", "s", "in which new weights waited for one on the rollout engines"),
     "eval/version": Gauge("eval", "", "version that was evaluated"),
     "eval/reward_mean": Gauge("eval", "", "mean over the prompts of their mean reward"),
     "eval/reward_std": Gauge("eval", "", "standard deviation of the prompts' means"),

@@ -209,6 +209,8 @@ def _pages(files: RunFiles, *, is_verbose: bool) -> Iterator[RenderableType]:
         ("state", Text.assemble(state, _after(files.state, files.explanation)))
     ]
     rows.append(("steps", _progress(files)))
+    if files.state in ("starting", "running"):
+        rows += _now(files.status)
     if verdict is not None:
         rows += [("reward", reward_text(steps))]
         rows += [("by task", of_tasks)] if (of_tasks := tasks_text(steps.last)) else []
@@ -229,6 +231,17 @@ def _pages(files: RunFiles, *, is_verbose: bool) -> Iterator[RenderableType]:
         rest = [(n, Text(_said(n, value))) for n, value in found if n not in _LEFT_OUT and value is not None]
         yield from [boxed(rest, STATUS_FILE)] if rest else []
         yield from [] if verdict is None else [time_panel(verdict)]
+
+
+def _now(status: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    """What the run does at this moment, and the oldest wait if it is long."""
+    if activity := status.get("activity"):
+        yield "now", Text(str(activity))
+    with contextlib.suppress(TypeError, ValueError):
+        waits = [Wait(**entry) for entry in status.get("waits") or ()]
+        oldest = max(waits, key=lambda wait: wait.seconds, default=None)
+        if oldest is not None and oldest.seconds >= _QUIET_S:
+            yield "waits", Text(str(oldest), style="yellow")
 
 
 def _in_short(verdict: Verdict) -> Verdict:

@@ -33,7 +33,7 @@ NO_DEVICE = "none"
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Devices by name (cpu, cuda:0, ...): of each trainer rank, all of each engine, and those of the eval
-    engine and the teacher (None: there is none).
+    engine and the teacher (None: there is none). Without an eval engine the rollout engines evaluate.
     """
 
     trainer: tuple[str, ...]
@@ -158,15 +158,14 @@ def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
     dealt = tuple(rollout[index % len(rollout)] for index in range(num * split))
     names = tuple(device.name if device.name == "cpu" else hosts.label(device) for device in (*ranks, *dealt))
     used = () if takes_no_device(config) else dealt
-    evaluates = config.eval is not None and config.rollout.facts.has_model
-    beside = {_beside_node(config, hosts, ranks, used)} if evaluates else set[int]()
+    evaluation, teacher, beside_node = _beside(config, hosts, ranks, used)
+    beside = {beside_node} if evaluation not in (None, NO_DEVICE) else set[int]()
     on = {0, *beside, *(device.node for device in (*ranks, *used))}
     refuse_transport(config, names[: len(ranks)], names[len(ranks) :], is_turns=is_turns, num_nodes=len(on))
     _check_engines(config, names[len(ranks) :], is_turns=is_turns)
     if takes_no_device(config):
         dealt, split = (NodeDevice(0, NO_DEVICE),) * num, 1
     engines = [dealt[start : start + split] for start in range(0, len(dealt), split)]
-    evaluation, teacher, beside_node = _beside(config, hosts, ranks, used)
     return Placement(
         tuple(device.name for device in ranks),
         tuple(tuple(device.name for device in engine) for engine in engines),
@@ -333,10 +332,10 @@ def _beside(
     """
     written, node = config.placement, _beside_node(config, hosts, ranks, engines)
     evaluation = teacher = None
-    if config.eval is not None:
-        has_device = config.rollout.facts.has_model
-        setting = ("placement.eval", written.eval)
-        evaluation = _beside_device(setting, ranks, engines, hosts, node) if has_device else NO_DEVICE
+    if config.eval_engine != "rollout" and not config.rollout.facts.has_model:
+        evaluation = NO_DEVICE
+    elif config.eval_engine != "rollout":
+        evaluation = _eval_device(config, ranks, engines, hosts, node)
     if config.teacher is not None:
         used = engines if evaluation is None else (*engines, NodeDevice(node, evaluation))
         teacher = _beside_device(("placement.teacher", written.teacher), ranks, used, hosts, node)
@@ -345,7 +344,7 @@ def _beside(
 
 def _beside_node(config: RunConfig, hosts: Hosts, ranks: Side, engines: Side) -> int:
     """The first node with a CUDA device for each that may choose: free ones first, else those of engines."""
-    has_eval = config.eval is not None and config.rollout.facts.has_model
+    has_eval = config.eval_engine != "rollout" and config.rollout.facts.has_model
     written = [config.placement.eval] * has_eval + [config.placement.teacher] * (config.teacher is not None)
     num, is_on_cpu = written.count("auto"), any(device.name == "cpu" for device in engines)
     if not num or is_on_cpu or any(type(one) is int for one in written):
@@ -357,6 +356,20 @@ def _beside_node(config: RunConfig, hosts: Hosts, ranks: Side, engines: Side) ->
         return not hosts.num_cuda[node], max(0, num - len(free)), not beside, node
 
     return min(range(len(hosts.names)), key=lacks)
+
+
+def _eval_device(
+    config: RunConfig, ranks: Side, engines: Sequence[NodeDevice], hosts: Hosts, node: int
+) -> str | None:
+    """Device of the eval engine; None if eval.engine=auto leaves evaluations to the rollout engines, because
+    no CUDA device is free.
+    """
+    written = config.placement.eval
+    is_left = config.eval_engine == "auto" and written == "auto" and hosts.num_cuda[node]
+    is_on_cuda = not any(device.name == "cpu" for device in engines)
+    if is_left and is_on_cuda and {*hosts.cuda[node]} <= {*ranks, *engines}:
+        return None
+    return _beside_device(("placement.eval", written), ranks, engines, hosts, node)
 
 
 def _beside_device(
@@ -381,7 +394,9 @@ def _beside_device(
         raise ConfigError(
             f"{key}={written} puts {whose} on {hosts.label(device)}, where the trainer works",
             rule="it works beside training, with weights and KV cache of its own",
-            way_out=f"set {key}=cpu or the number of another CUDA device, or set {section}=none.",
+            way_out=f"set {key}=cpu or the number of another CUDA device, or set {section}=none."
+            if section == "teacher"
+            else "set eval.engine=rollout, or placement.eval=cpu or the number of another CUDA device.",
         )
     return device.name
 

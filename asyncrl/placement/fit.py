@@ -171,7 +171,7 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
     to those that load there.
     """
     if starts_here(plan):
-        needed_python(config)
+        needed_python(plan.placement, config)
     worst = _worst(plan)
     if worst is not None:
         lacking, device, phase = worst
@@ -339,9 +339,9 @@ def starts_here(plan: Plan) -> bool:
     return plan.is_here and any(one.node == 0 for one in plan.processes if one.side in ("engine", "eval"))
 
 
-def needed_python(config: RunConfig) -> Path | None:
+def needed_python(placement: Placement, config: RunConfig) -> Path | None:
     """Of the servers that the run starts, if they have their own. Raises ConfigError as find_python does."""
-    starts_any = config.rollout.urls is None or config.eval is not None
+    starts_any = config.rollout.urls is None or placement.evaluation is not None
     return find_python(config.rollout) if config.rollout.facts.package and starts_any else None
 
 

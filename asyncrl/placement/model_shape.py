@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import ModelConfig
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
+from asyncrl.placement.known_models import ARCHITECTURES
 
 LAYER = re.compile(r"\.\d+\.")
 """In the name of one that is a layer's."""
@@ -33,8 +34,8 @@ class ModelShape:
     to which a token is sent (0: the MLP is dense), `width`: of the MLP for one token, all its experts
     together; `largest_tensor`, `largest_layer`: its parameters; `outside`: those that are in no layer but in
     embeddings and head; `is_converted`: what is stored is quantized, or in .bin files, so that no rank can
-    read its part alone. All 0: not even its config.json is on disk (a hub id that is not fetched), and its
-    memory is not known.
+    read its part alone; `is_from_table`: config.json is not on disk, and the sizes come from known_models.py.
+    All 0: config.json is not on disk and the table has no such model, so its memory is not known.
     """
 
     num_parameters: int = 0
@@ -52,6 +53,7 @@ class ModelShape:
     largest_layer: int = 0
     outside: int = 0
     is_converted: bool = False
+    is_from_table: bool = False
 
     @property
     def num_linear(self) -> int:
@@ -133,11 +135,11 @@ class ModelShape:
 
 def model_shape(model: ModelConfig) -> ModelShape:
     """From config.json and file headers, in a folder or in the hub's cache; from config.json alone where the
-    weights are still to be fetched.
+    weights are still to be fetched, and from the table of known models where config.json is, too.
     """
     if model.scratch is not None:
         architecture = {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
-        return _shape(architecture, {}, is_converted=False)
+        return _shape(architecture, {})
     folder = _folder(model.path or "", model.revision)
     try:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -148,7 +150,10 @@ def model_shape(model: ModelConfig) -> ModelShape:
             with safe_open(path, framework="numpy") as file:
                 stored |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, KeyError, SafetensorError):
-        return ModelShape()
+        known = ARCHITECTURES.get(model.path or "") if model.revision is None else None
+        if known is None:
+            return ModelShape()
+        return _shape(known, {}, is_from_table=True)
     is_converted = "quantization_config" in architecture or (not stored and any(folder.glob("*.bin")))
     return _shape(architecture, stored, is_converted=is_converted)
 
@@ -164,7 +169,13 @@ def _folder(path: str, revision: str | None) -> Path:
     return Path(cached).parent if isinstance(cached, str) else Path(path)
 
 
-def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_converted: bool) -> ModelShape:
+def _shape(
+    architecture: Mapping[str, Any],
+    stored: Mapping[str, int],
+    *,
+    is_converted: bool = False,
+    is_from_table: bool = False,
+) -> ModelShape:
     given = Sizes(architecture)
     hidden, layers, vocab = given("hidden_size"), given("num_hidden_layers"), given("vocab_size")
     intermediate = given("intermediate_size", 4 * hidden)
@@ -208,6 +219,7 @@ def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_con
         largest_layer=max(by_layer.values()),
         outside=outside,
         is_converted=is_converted,
+        is_from_table=is_from_table,
     )
 
 

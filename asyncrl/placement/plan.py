@@ -215,7 +215,7 @@ def lay_out(
         for index, devices in enumerate(placement.engines)
     ]
     parked = {name for name, *_ in engines[config.rollout.engine_range.first :]}
-    if config.eval is not None and placement.evaluation is not None:
+    if placement.evaluation is not None:
         beside = (placement.evaluation,)
         engines.append((EVAL_ENGINE, placement.beside_node, beside, config.eval_slots, "apart"))
     for name, node, devices, slots, mode in engines:

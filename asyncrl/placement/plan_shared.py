@@ -26,10 +26,10 @@ def shared_memory(
     yield from _of_trainer(config, shape, placement, plans)
     sync, lora, first = config.weight_sync, config.trainer.lora, placement.ranks[0]
     size = shape.num_parameters * item_bytes(config.model.dtype, first.name)
-    is_turns, evaluates = placement.mode == "colocated", config.eval is not None
+    is_turns, evaluates = placement.mode == "colocated", placement.evaluation is not None
     beside = {placement.beside_node} if evaluates else set[int]()
     receivers = {device.node for device in placement.engine_devices if device.name != NO_DEVICE}
-    is_relayed = has_relays(config) and placement.num_nodes > 1
+    is_relayed = has_relays(config, has_eval_engine=evaluates) and placement.num_nodes > 1
     on_way, note = Memory(weights=size), "weights on their way, in shared memory"
     if is_turns:
         on_way, note = Memory(weights=min(sync.chunk_bytes, size)), "a chunk of weights"

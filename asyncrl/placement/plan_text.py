@@ -11,7 +11,7 @@ from asyncrl.config.weight_sync import transport_words
 from asyncrl.placement.choice import NodeDevice
 from asyncrl.placement.devices import Placement, chunk_devices
 from asyncrl.placement.fit import needed_python, start_words, starts_here
-from asyncrl.placement.plan import Plan
+from asyncrl.placement.plan import EVAL_ENGINE, Plan
 from asyncrl.placement.process_memory import Memory, size_text
 
 NOT_HERE = (
@@ -28,15 +28,29 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     model, revision = config.model.path, config.model.revision
     fetch = f"hf download {model} config.json{f' --revision {revision}' if revision else ''}"
     unknown = f"not on disk yet, so its memory is not known; `{fetch}` is enough for that"
-    lines = [f"model: {f'{num:,} parameters' if num else unknown}", ""]
+    table = (
+        " (from the table of known models; config.json is not on disk)" if plan.shape.is_from_table else ""
+    )
+    lines = [f"model: {f'{num:,} parameters{table}' if num else unknown}", ""]
     lines += _table(plan)
     lines += ["", f"mode: {transport_text(config, plan.placement)}"]
-    if starts_here(plan) and (python := needed_python(config)) is not None:
+    if config.eval is not None:
+        lines.append(f"evaluation: {evaluation_text(config, plan.placement)}")
+    if starts_here(plan) and (python := needed_python(plan.placement, config)) is not None:
         lines.append(f"python: ours is {sys.executable}, {config.rollout.facts.package}'s is {python}")
     lines += _memory(plan)
     if not plan.is_here:
         lines.append(NOT_HERE)
     return "\n".join([*lines, *start_words(plan, config)])
+
+
+def evaluation_text(config: RunConfig, placement: Placement) -> str:
+    """Which engines sample evaluations, and why."""
+    written = f"eval.engine={config.eval_engine}"
+    if placement.evaluation is not None:
+        return f"{EVAL_ENGINE} samples ({written})"
+    why = ": no CUDA device is free" if config.eval_engine == "auto" else ""
+    return f"the rollout engines sample, and get no new weights until it ends ({written}{why})"
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -1,5 +1,5 @@
-"""The evaluations of a run, one after the other on an engine of their own: when, with which weights, and what
-the samples of the held-out prompts come to.
+"""The evaluations of a run, one after the other, on an engine of their own or on the rollout engines: when,
+with which weights, and the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from asyncrl.errors import ConnectionShortage, EngineError, PublishError, RoomEr
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
+from asyncrl.spans import note_span
 from asyncrl.waits import TimeLimit, waiting
+
+
+class OtherVersionError(EngineError):
+    """A sample has tokens of a version that is not evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +98,8 @@ class EvalResult:
 class Evaluator:
     """`samples` rollouts of each prompt, at most `slots` of them sampled at once, without retries.
 
-    `broken`: errors of the eval engine that reached a harness and not the generator; while there is one, a
-    failed rollout is no data.
+    `broken`: errors of the engine that reached a harness and not the generator; while there is one, a failed
+    rollout is no data.
 
     Waits: evaluate sleeps in the generator; a rollout takes at most timeout_s (None: no limit).
     Invariant: every token of a result was sampled at its version: any other raises. Seeds depend on prompt
@@ -109,15 +114,15 @@ class Evaluator:
     broken: list[RoomError] = field(default_factory=list)
 
     async def evaluate(self, version: int) -> EvalResult:
-        """All samples, in the order of prompts. Raises RoomError if the engine is gone, or serves another
-        version.
+        """All samples, in the order of prompts. Raises RoomError if the engine is gone, OtherVersionError for
+        a token of another version.
         """
         self.broken.clear()
         runner, slots = RolloutRunner(self.generator, timeout_s=self.timeout_s, retries=0), Slots(self.slots)
         places = [(number, index) for number in range(len(self.prompts)) for index in range(self.samples)]
 
         async def run(number: int, index: int) -> Rollout | FailedRollout:
-            group_id, prompt = GroupId(number), self.prompts[number]
+            group_id, prompt = GroupId(-1 - number), self.prompts[number]  # below those of training
             name = f"eval-v{version}/{prompt.prompt_id}/s{index}"
             return await runner.run(group_id, prompt, index, slots=slots, order=(number, index), name=name)
 
@@ -141,27 +146,28 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     if versions != [version]:
         what = f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}"
         rule = f"every token of this evaluation is sampled at policy_version {version}"
-        way_out = "make sure that nothing else pushes weights to the eval engine, then start again."
-        raise EngineError("engine-eval", what, rule=rule, way_out=way_out)
+        way_out = "make sure that nothing else pushes weights to the engines, then start again."
+        raise OtherVersionError("evaluation", what, rule=rule, way_out=way_out)
     length = sum(branch.num_sampled for branch in rollout)
     is_truncated = any(branch.is_truncated for branch in rollout)
     return Sample(prompt_id, rollout[0].reward, length, is_truncated, rollout[0].metrics)
 
 
 class Schedule:
-    """Which published versions are evaluated: the first one at or after each multiple of `every`, and the
-    last version.
+    """Which versions are evaluated: the first one at or after each multiple of `every`, and the last version.
+    `at_start`: 0 is such a multiple.
 
-    Life: is_due_nowait(v) is asked once for each published version, in order. Versions that a push skipped
-        over cost nothing: what comes next stands for them, once.
+    Life: is_due_nowait(v) is asked once for each version, in order: for 0 where the engine starts with it,
+        then for each published version. A version stands for those that a push skipped, once.
     """
 
     def __init__(self, *, every: int, last: int, at_start: bool, evaluated: int | None = None) -> None:
         """`evaluated`: the newest version that was evaluated before the run was resumed."""
-        self.every, self.last, self.at_start = every, last, at_start and evaluated is None
+        self.every, self.last = every, last
         self.is_over = evaluated is not None and evaluated >= last
         """The last version was evaluated."""
-        self._next = every if evaluated is None else (evaluated // every + 1) * every
+        before = -1 if at_start else 0
+        self._next = ((before if evaluated is None else evaluated) // every + 1) * every
 
     def is_next(self, version: int) -> bool:
         """Whether this version is due, without any change of state."""
@@ -187,7 +193,7 @@ class HeldOut:
 @dataclass(slots=True)
 class EvaluationStats:
     """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: the one at
-    work, or the last.
+    work, or the last. `held_s`: seconds in which a push or the trainer's turn waited for an evaluation.
     """
 
     state: Literal["idle", "loading", "sampling", "off"] = "idle"
@@ -195,20 +201,21 @@ class EvaluationStats:
     finished: int = 0
     skipped: int = 0
     abandoned: int = 0
+    held_s: float = 0.0
 
 
 class Evaluation:
-    """Evaluates published versions on one eval engine, beside training.
+    """Evaluates published versions, on an eval engine in parallel with training, or on the rollout engines.
 
-    Life: idle -> a version that is due is published: its weights are kept -> loading (prepare, commit) ->
-        sampling, for what is due at it, one after the other -> idle. Off for good once the eval engine is
-        gone: the run goes on without.
+    Life: idle -> a version that is due is published -> with an eval engine: loading (prepare, commit) of its
+        weights, which were kept -> sampling, for what is due at it, one after the other -> idle. Off for good
+        once the eval engine is gone (the run continues without), or once the run is stopped.
     Waits: run sleeps until a version is due, then at most timeout_s of each from loading to the last reward;
-        the run's end sleeps in wait_last. published_nowait and give_up return at once: neither weight sync
-        nor trainer ever waits here.
-    Invariant: all tokens of one evaluation are of one version: weights are swapped in run alone, between two
-        evaluations. A version that is due while one runs is skipped and counted, the last one aside, which
-        waits.
+        the run's end sleeps in wait_last. On the rollout engines the next push and the trainer's turn sleep
+        in wait_released. All else returns at once: with an eval engine neither weight sync nor trainer waits.
+    Invariant: all tokens of one evaluation are of one version. An eval engine gets weights in run only,
+        between two evaluations; a version that is due while one runs is skipped and counted, except the last
+        one, which waits. The rollout engines get none until wait_released returns, so nothing is skipped.
 
     An exported file is kept by a second name (hard link) in `folder`, on the same file system: the trainer
     deletes its own old exports by their names, the bytes stay as long as any name is left.
@@ -219,23 +226,24 @@ class Evaluation:
     def __init__(
         self,
         held_out: Sequence[HeldOut],
-        target: EngineClient,
+        target: EngineClient | None,
         folder: Path,
         *,
         on_result: Callable[[EvalResult], None],
         on_trouble: Callable[[str], None],
         locate: Callable[[str, ExportResponse], Awaitable[ExportResponse]] | None = None,
     ) -> None:
-        """`held_out`: in the order in which they follow each other. `locate`: brings weights to the node of
-        the eval engine, where that is another one.
+        """`held_out`: in the order in which they follow each other. `target`: the eval engine; None: the
+        rollout engines sample. `locate`: brings weights to the node of the eval engine, where that is another
+        one.
         """
         self._held_out, self._target, self._folder, self._locate = held_out, target, folder, locate
         self._on_result, self._on_trouble = on_result, on_trouble
-        self._pending: tuple[ExportResponse, Sequence[HeldOut]] | None = None
-        """Weights that are kept, and what is due at them."""
+        self._pending: tuple[int, ExportResponse | None, Sequence[HeldOut]] | None = None
+        """A version, its weights if they are kept (None: the engines have them), and what is due at it."""
         self._changed = asyncio.Event()
         self._limit: TimeLimit | None = None
-        self._stats = EvaluationStats("loading" if any(one.schedule.at_start for one in held_out) else "idle")
+        self._stats = EvaluationStats()
 
     def stats(self) -> EvaluationStats:
         return self._stats
@@ -244,11 +252,15 @@ class Evaluation:
         """Its numbers, by the names of observe/metrics.py; those of eval.jsonl come with each result."""
         stats = self._stats
         num_ended = stats.finished + stats.skipped + stats.abandoned
-        return {"evaluation/version": stats.version, "evaluation/ended": num_ended}
+        return {
+            "evaluation/version": stats.version,
+            "evaluation/ended": num_ended,
+            "evaluation/held_s": stats.held_s,
+        }
 
     @property
     def is_off(self) -> bool:
-        """The eval engine is gone."""
+        """The eval engine is gone, or the run is stopped."""
         return self._stats.state == "off"
 
     @property
@@ -257,18 +269,29 @@ class Evaluation:
         return all(one.schedule.is_over for one in self._held_out)
 
     def wants(self, version: int) -> bool:
-        """Whether published_nowait would keep this version, without any change of state."""
-        return not self.is_off and any(one.schedule.is_next(version) for one in self._held_out)
+        """Whether published_nowait would keep this version's weights, without any change of state."""
+        is_open = self._target is not None and not self.is_off
+        return is_open and any(one.schedule.is_next(version) for one in self._held_out)
+
+    def served_nowait(self, version: int) -> None:
+        """The engines that sample serve this version: evaluate it if it is due."""
+        if due := self._due_nowait(version):
+            self._keep(version, None, due)
+
+    def _due_nowait(self, version: int) -> list[HeldOut]:
+        return [] if self.is_off else [one for one in self._held_out if one.schedule.is_due_nowait(version)]
 
     def published_nowait(self, manifest: ExportResponse) -> None:
-        """Called while the exported file is the newest one: keep it if this version is due."""
+        """With an eval engine, called while the exported file is the newest one: keep it if this version is
+        due.
+        """
         version, stats = manifest.version, self._stats
-        due = [] if self.is_off else [one for one in self._held_out if one.schedule.is_due_nowait(version)]
+        due = self._due_nowait(version)
         if not due:
             return
         is_last = version >= due[0].schedule.last
         if self._pending is not None or (stats.state != "idle" and not is_last):
-            stats.skipped += len(self._pending[1] if self._pending is not None and is_last else due)
+            stats.skipped += len(self._pending[2] if self._pending is not None and is_last else due)
             if not is_last:  # else it takes the place of the one that waits
                 return
         path = self._folder / f"eval-{version}.safetensors"
@@ -278,23 +301,36 @@ class Evaluation:
             what = f"the weights of policy_version {version} cannot be kept for the eval engine: {error}"
             self.give_up(RoomError(self.name, what, way_out="stage weights where hard links can be made."))
             return
-        self._keep(manifest.model_copy(update={"path": str(path)}), due)
+        self._keep(version, manifest.model_copy(update={"path": str(path)}), due)
 
     async def run(self) -> None:
         """Evaluate version after version, until the last one or cancelled."""
         try:
-            if at_start := [one for one in self._held_out if one.schedule.at_start]:
-                await self._evaluate(0, None, at_start)
+            if self._target is not None:  # it starts with the initial weights
+                self.served_nowait(0)
             while not self.is_over:
                 with waiting("a published version that is due", on="publisher"):
                     while self._pending is None:
                         await self._changed.wait()
-                (manifest, due), self._pending = self._pending, None
-                await self._evaluate(manifest.version, manifest, due)
+                (version, manifest, due), self._pending = self._pending, None
+                await self._evaluate(version, manifest, due)
                 for one in due:
-                    one.schedule.is_over = manifest.version >= one.schedule.last
+                    one.schedule.is_over = version >= one.schedule.last
+                self._wake()
         finally:
-            self._keep(None)
+            self._drop()
+
+    async def wait_released(self) -> None:
+        """Return once no evaluation needs the version that the rollout engines serve."""
+        clock, stats = asyncio.get_running_loop().time, self._stats
+        if self._target is not None or (self._pending is None and stats.state != "sampling"):
+            return
+        start_s = clock()
+        with waiting("the evaluation of the version that is served", on="evaluation"):
+            while self._pending is not None or stats.state == "sampling":
+                await self._changed.wait()
+        stats.held_s += clock() - start_s
+        note_span("weight sync", "held for an evaluation", start_s, clock(), stats.version)
 
     async def wait_last(self) -> None:
         """Return once the last version is evaluated, or its evaluation was given up."""
@@ -304,13 +340,16 @@ class Evaluation:
 
     def give_up(self, error: RoomError) -> None:
         """The eval engine is gone: no evaluation from here on. Ends the one that runs; idempotent."""
-        if self.is_off:
-            return
+        if not self.is_off:
+            self.stop_nowait()
+            self._on_trouble(f"the run goes on without evaluation: {error}")
+
+    def stop_nowait(self) -> None:
+        """Start no evaluation any more, and end the one that runs, without a result. Idempotent."""
         self._stats.state = "off"
         if self._limit is not None and not self._limit.expired():
             self._limit.restart(0.0)
-        self._on_trouble(f"the run goes on without evaluation: {error}")
-        self._keep(None)
+        self._drop()
 
     async def guard(self, watching: Awaitable[None]) -> None:
         """Watch over the eval engine: where `watching` raises RoomError, evaluation ends and the run does
@@ -322,7 +361,7 @@ class Evaluation:
             self.give_up(error)
 
     async def _evaluate(self, version: int, manifest: ExportResponse | None, due: Sequence[HeldOut]) -> None:
-        """What is due at these weights; `manifest` is None where the engine has them from its start."""
+        """What is due at these weights; `manifest` is None where the engines have them."""
         stats, is_loaded = self._stats, manifest is None
         for number, one in enumerate(due):
             if self.is_off:
@@ -355,9 +394,14 @@ class Evaluation:
                 raise
         except ConnectionShortage as error:  # only this evaluation is lost: the engine may be well
             why = str(error)
-        except RoomError as error:  # the one place where a broken part does not end the run
+        except RoomError as error:
             self._limit = None
-            self.give_up(error)
+            if self._target is not None:  # the one place where a broken part does not end the run
+                self.give_up(error)
+            elif isinstance(error, OtherVersionError):
+                why = str(error)
+            else:
+                raise
         finally:
             self._limit = None
         if result is not None:
@@ -372,7 +416,8 @@ class Evaluation:
         return is_loaded
 
     async def _load(self, manifest: ExportResponse) -> None:
-        """Both phases of a push, to an engine on which nothing runs."""
+        """Both phases of a push, to an eval engine on which nothing runs."""
+        assert self._target is not None, "only an eval engine loads weights here"
         sent = (manifest.version, manifest.digest)
         try:
             with waiting(f"policy_version {manifest.version} in it", on=self._target.name):
@@ -387,13 +432,22 @@ class Evaluation:
             what = f"{self._target.name} has (policy_version, digest) {found}; the trainer sent {sent}"
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
 
-    def _keep(self, manifest: ExportResponse | None, due: Sequence[HeldOut] = ()) -> None:
-        """In place of what was kept before."""
-        if self._pending is not None:
-            _unlink(self._pending[0])
-        self._pending = None if manifest is None else (manifest, due)
+    def _keep(self, version: int, manifest: ExportResponse | None, due: Sequence[HeldOut]) -> None:
+        """Have `run` evaluate this version, in place of one that waits."""
+        self._drop()
+        self._pending = version, manifest, due
+        self._wake()
+
+    def _drop(self) -> None:
+        """Evaluate nothing of what waits."""
+        if self._pending is not None and self._pending[1] is not None:
+            _unlink(self._pending[1])
+        self._pending = None
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.clear()
 
 
 def _unlink(kept: ExportResponse) -> None:

@@ -23,6 +23,10 @@ from asyncrl.waits import TimeLimit, waiting
 T = TypeVar("T")
 
 
+async def at_once() -> None:
+    """Nothing needs the version that is served."""
+
+
 async def in_this_file(manifest: ExportResponse) -> ExportResponse:
     """Where the trainer is on the controller's node."""
     return manifest
@@ -52,7 +56,8 @@ class Publisher:
     the other; on_served tells the oldest version. Without `on_lost` an engine that is lost ends the run. The
     file of an export is there until on_published returns. In turns there is none: `on_file` gets one of the
     versions that is_file_wanted. On several nodes `locate` brings weights to an engine's node, and `here` a
-    file that is wanted to the controller's.
+    file that is wanted to the controller's. `wait_released` returns once the engines may get new weights: an
+    evaluation may need those that they serve. Until then the trainer continues, as during a push.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Publisher:
         here: Callable[[ExportResponse], Awaitable[ExportResponse]] = in_this_file,
         is_file_wanted: Callable[[int], bool] = lambda _: False,
         on_file: Callable[[ExportResponse], None] = lambda _: None,
+        wait_released: Callable[[], Awaitable[None]] = at_once,
     ) -> None:
         self._trainer, self._targets = trainer, tuple(targets)
         self._push = partial(
@@ -79,6 +85,7 @@ class Publisher:
         self._timeout_s, self._is_one_kept = timeout_s, is_one_kept
         self._on_served, self._on_published, self._on_lost = on_served, on_published, on_lost
         self._is_file_wanted, self._on_file, self._here = is_file_wanted, on_file, here
+        self.wait_released = wait_released
         self._down: set[str] = set()
         self._turn = asyncio.Lock()
         self._announced: ExportResponse | None = None
@@ -125,6 +132,8 @@ class Publisher:
         while True:
             with waiting(f"a policy_version above {self._exported_version}", on="the train loop"):
                 newest = await self._trainer.wait_version_above(self._exported_version)
+            self._set_pushing(True)  # the trainer is not held
+            await self.wait_released()
             async with contextlib.AsyncExitStack() as turn:
                 await self._export_and_push(newest, turn)
 

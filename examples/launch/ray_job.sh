@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 
 dashboard=${1:?usage: examples/launch/ray_job.sh http://HEAD:8265 [KEY=VALUE ...]}
 shift
-config=${CONFIG:-configs/gpu-8-apart.yaml}
+config=${CONFIG:-configs/gsm8k-qwen2.5-7b-8gpu.yaml}
 model=${MODEL:-/shared/models/Qwen2.5-7B-Instruct}
 run_dir=${RUN_DIR:-/shared/runs/first}
 

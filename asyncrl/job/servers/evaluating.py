@@ -1,4 +1,6 @@
-"""The evaluations of a run, which share one engine: how each samples, and what becomes of its results."""
+"""The evaluations of a run: how each samples, on an eval engine or the rollout engines, and where its results
+go.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def make_evaluation(
     checkpoints get the results of the evaluation that decides which is the best, too.
     """
     config, scorers, made = job.config, list[TaskScorer](), list[HeldOut]()
-    engine = EnginePool([parts.eval_target], slots=config.eval_slots)
+    target = parts.eval_target
+    engine = (
+        parts.engines.counted_apart() if target is None else EnginePool([target], slots=config.eval_slots)
+    )
     before = by_evaluation(read_evaluations(job.run_dir, []))
     for line in before.get(config.best_eval or "", []):
         parts.checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
@@ -66,7 +71,7 @@ def make_evaluation(
 
     return Evaluation(
         made,
-        parts.eval_target,
+        target,
         parts.staging_dir,
         on_result=evaluated,
         on_trouble=job.warn,
@@ -87,7 +92,7 @@ def _generator(
         rollout = config.rollout.model_copy(update={"temperature": settings.temperature})
         sampling = config.model_copy(update={"seed": seed, "rollout": rollout})
         return make_generator(sampling, engine, parts.tokenizer, scorer, None)
-    # the run's own harness, in its own workers, with calls that go to the eval engine
+    # the run's own harness, in its own workers, with calls that go to the engine that evaluates
     host = parts.harnessing.gateway.add_route(
         engine,
         temperature=settings.temperature,

@@ -121,7 +121,8 @@ class Relaying:
     def __init__(self, maker: ServerMaker, staging_dir: Path, supervision: Supervision) -> None:
         placement = maker.placement
         of_engines = {f"engine-{at}": placement.engine_node(at) for at in range(len(placement.engines))}
-        of_engines[EVAL_ENGINE] = placement.beside_node
+        if placement.evaluation is not None:
+            of_engines[EVAL_ENGINE] = placement.beside_node
         nodes = sorted({0, placement.rank_node(0), *of_engines.values()})
         self.servers, start_s = list[Server](), maker.config.supervision.start_timeout_s
         for number in nodes:
@@ -145,6 +146,7 @@ class Relaying:
 
 def make_relaying(maker: ServerMaker, staging_dir: Path, supervision: Supervision) -> Relaying | None:
     """None where all nodes read the weights where the trainer writes them."""
-    if maker.placement.num_nodes == 1 or not has_relays(maker.config):
+    has_eval_engine = maker.placement.evaluation is not None
+    if maker.placement.num_nodes == 1 or not has_relays(maker.config, has_eval_engine=has_eval_engine):
         return None
     return Relaying(maker, staging_dir, supervision)

@@ -113,7 +113,7 @@ class ServerMaker:
             temperature=config.rollout.temperature,
             max_tokens=config.rollout.max_tokens,
             transport=config.weight_sync.settled,
-            is_file_wanted=config.eval is not None,
+            is_file_wanted=self.placement.evaluation is not None,
             chunk_bytes=config.weight_sync.chunk_bytes,
             chunks="file" if num_memories == 0 else "memory" if num_memories == 1 else "memories",
             canary_tokens=kind.canary_tokens(),
@@ -140,7 +140,7 @@ class ServerMaker:
 
     def eval_engine(self) -> Server:
         """The engine server that evaluates."""
-        assert self.placement.evaluation is not None, "asked for where config.eval is given"
+        assert self.placement.evaluation is not None, "asked for where an eval engine is placed"
         return self._engine(EVAL_ENGINE, [self.placement.evaluation], None, self.placement.beside_node)
 
     def teacher(self, folder: Path) -> Server:
