@@ -210,6 +210,7 @@ def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
     said = capsys.readouterr()
     assert is_said(words, said.out + said.err), said
     assert (ended.value.code or 0) == (2 if "Way out" in said.err else 0)
+    assert "evaluation: the rollout engines sample" in said.out, "all devices are used"
     assert re.search(r"model: 1,5\d\d,\d{3},\d{3}|model: 7,6\d\d,\d{3},\d{3}", said.out)
 
 
