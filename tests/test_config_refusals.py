@@ -53,6 +53,8 @@ TWO task.0.replay=x -> task.B.replay is for a run of one task
 TWO task.c.python=none task.c.files=[x] -> task.c.reward is missing
 TWO task.0.filter=equal_rewards rollout.group_size=1 algorithm.advantage=reinforce_pp -> equal_rewards
 eval=[{task: {python: 'a:B'}}, {task: {python: 'c:B'}}] -> two of `eval` are called B
+eval=[{task: {python: 'a:B'}}, {engine: own, task: {python: 'c:D'}}] -> the same; set it to auto in each
+eval.engine=rollout eval.task.python=a:b placement.eval=cpu -> set placement.eval=auto, or eval.engine=own
 eval.task.python=a:b eval.task.share=2 -> eval.task.share is not for evaluations
 eval.task.python=a:b eval.name=task -> an evaluation cannot be called task
 eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x is no evaluation of this run

@@ -302,18 +302,21 @@ def test_a_killed_run_neither_loses_nor_repeats_a_recorded_rollout(
 def test_an_evaluation_runs_the_agent_at_one_version_and_nothing_of_it_is_trained_on(tmp_path: Path) -> None:
     letters = {"python": "asyncrl.tasks.letters:Letters", "size": 6}
     evaluation = {"task": letters, "every": 2, "num_prompts": 6, "slots": 4}
-    config = write_config(tmp_path, **AGENT, eval=evaluation, trainer={"num_steps": 4})
-    answer = run(config, tmp_path / "with")
-    assert answer.returncode == 0, answer.stderr
-    assert "WARNING" not in answer.stdout, (
-        "a token of another version would end the evaluation with a warning"
-    )
-    lines = read_lines(tmp_path / "with" / "eval.jsonl")
-    assert (lines[0]["policy_version"], lines[-1]["policy_version"]) == (0, 4)
-    assert all(line["eval/failed"] == 0 for line in lines)
-    assert all(2 <= line["eval/length_mean"] <= 48 for line in lines)
     plain = write_config(tmp_path, **AGENT, trainer={"num_steps": 4})
-    answer = run(plain, tmp_path / "without")
-    assert answer.returncode == 0, answer.stderr
-    with_eval, without = (read_lines(tmp_path / name / "trained.jsonl") for name in ("with", "without"))
-    assert with_eval == without, "what is trained on is the same, bit for bit"
+    assert run(plain, tmp_path / "without").returncode == 0
+    rewards = dict[str, dict[int, float]]()
+    for engine in ("own", "rollout"):
+        held_out = evaluation | {"engine": engine}
+        config = write_config(tmp_path, **AGENT, eval=held_out, trainer={"num_steps": 4})
+        answer = run(config, tmp_path / engine)
+        assert answer.returncode == 0, answer.stderr
+        assert "WARNING" not in answer.stdout, "a token of another version would end the evaluation"
+        lines = read_lines(tmp_path / engine / "eval.jsonl")
+        assert (lines[0]["policy_version"], lines[-1]["policy_version"]) == (0, 4)
+        assert all(line["eval/failed"] == 0 for line in lines)
+        assert all(2 <= line["eval/length_mean"] <= 48 for line in lines)
+        rewards[engine] = {line["policy_version"]: line["eval/reward_mean"] for line in lines}
+        with_eval, without = (read_lines(tmp_path / name / "trained.jsonl") for name in (engine, "without"))
+        assert with_eval == without, "what is trained on is the same, bit for bit"
+    assert rewards["own"].items() <= rewards["rollout"].items()
+    assert list(rewards["rollout"]) == [0, 2, 4]

@@ -179,7 +179,9 @@ class House(EngineRooms):
         num_engines: int = 2,
         max_restarts: int = 20,
         stays: bool = False,
+        num_steps: int = 1000,
         at_start: Callable[[House], None] = lambda _: None,
+        **publishing: Any,
     ) -> None:
         """`at_start` is called before the first turn."""
         self.worker, self.stays, self._at_start = TurnTrainer(), stays, at_start
@@ -204,13 +206,13 @@ class House(EngineRooms):
                 self.targets,
                 trainer,
                 self.publisher,
-                num_steps=1000,
+                num_steps=num_steps,
                 timeout_s=TIMEOUT_S,
                 on_event=self.tell,
                 on_lost=self.on_lost,
                 stays=stays,
             ),
-            on_published=lambda manifest: self.published.append((manifest.version, manifest.digest)),
+            **{"on_published": lambda one: self.published.append((one.version, one.digest))} | publishing,
         )
         self.running.insert(0, tasks.create_task(trainer.run(), name="watch trainer"))
         self.running.append(tasks.create_task(self._watch(), name="watch memory"))

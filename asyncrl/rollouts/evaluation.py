@@ -23,10 +23,6 @@ from asyncrl.spans import note_span
 from asyncrl.waits import TimeLimit, waiting
 
 
-class OtherVersionError(EngineError):
-    """A sample has tokens of a version that is not evaluated."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One scored rollout: `length` in sampled tokens, of all its turns; `metrics` as task and harness say."""
@@ -114,8 +110,8 @@ class Evaluator:
     broken: list[RoomError] = field(default_factory=list)
 
     async def evaluate(self, version: int) -> EvalResult:
-        """All samples, in the order of prompts. Raises RoomError if the engine is gone, OtherVersionError for
-        a token of another version.
+        """All samples, in the order of prompts. Raises RoomError if the engine is gone, or serves another
+        version.
         """
         self.broken.clear()
         runner, slots = RolloutRunner(self.generator, timeout_s=self.timeout_s, retries=0), Slots(self.slots)
@@ -147,7 +143,7 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
         what = f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}"
         rule = f"every token of this evaluation is sampled at policy_version {version}"
         way_out = "make sure that nothing else pushes weights to the engines, then start again."
-        raise OtherVersionError("evaluation", what, rule=rule, way_out=way_out)
+        raise EngineError("evaluation", what, rule=rule, way_out=way_out)
     length = sum(branch.num_sampled for branch in rollout)
     is_truncated = any(branch.is_truncated for branch in rollout)
     return Sample(prompt_id, rollout[0].reward, length, is_truncated, rollout[0].metrics)
@@ -395,13 +391,10 @@ class Evaluation:
         except ConnectionShortage as error:  # only this evaluation is lost: the engine may be well
             why = str(error)
         except RoomError as error:
-            self._limit = None
-            if self._target is not None:  # the one place where a broken part does not end the run
-                self.give_up(error)
-            elif isinstance(error, OtherVersionError):
-                why = str(error)
-            else:
+            if self._target is None:
                 raise
+            self._limit = None
+            self.give_up(error)  # the one place where a broken part does not end the run
         finally:
             self._limit = None
         if result is not None:

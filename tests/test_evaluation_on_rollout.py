@@ -1,0 +1,302 @@
+"""Evaluations that the rollout engines sample: who waits for whom, and what a lost engine, a limit and a stop
+cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_cases import single_turn
+from turn_cases import START_S, EngineRooms, House, play, play_to_its_error
+
+from asyncrl.config import SupervisionConfig
+from asyncrl.job.colocate import SideBySide
+from asyncrl.messages.records import Batch, Prompt
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeTrainer
+
+PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
+ONCE_S = 3 * 10 * 0.1
+"""Seconds of an evaluation: 12 samples of 10 tokens, 4 at once."""
+
+
+class Evaluated:
+    """The evaluations of some rooms, as a run wires them."""
+
+    def __init__(self, *, every: Mapping[str, int], last: int, timeout_s: float) -> None:
+        self.every, self.last, self.timeout_s = every, last, timeout_s
+        self.results, self.troubles = list[EvalResult](), list[str]()
+        self.released_at = list[tuple[float, int]]()
+
+    def attach(self, rooms: EngineRooms) -> None:
+        generator = single_turn(rooms.pool.counted_apart(), max_tokens=10)
+        evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
+        self.evaluation = Evaluation(
+            [
+                HeldOut(name, evaluator, Schedule(every=every, last=self.last, at_start=True), self.timeout_s)
+                for name, every in self.every.items()
+            ],
+            None,
+            Path(),
+            on_result=self.results.append,
+            on_trouble=self.troubles.append,
+        )
+
+    @property
+    def hooks(self) -> dict[str, Any]:
+        return {
+            "on_published": lambda manifest: self.evaluation.served_nowait(manifest.version),
+            "wait_released": lambda: self.evaluation.wait_released(),
+        }
+
+    @property
+    def versions(self) -> list[int]:
+        return [result.version for result in self.results]
+
+
+class Apart(EngineRooms):
+    """Engines with devices of their own, and a trainer whose step takes a second."""
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        *,
+        every: int | Mapping[str, int] = 2,
+        last: int = 6,
+        timeout_s: float = 60.0,
+        num_engines: int = 2,
+        max_restarts: int = 20,
+        decode_s: float = 0.1,
+        max_staleness: int = 2,
+    ) -> None:
+        named = {"": every} if isinstance(every, int) else every
+        self.evaluated = Evaluated(every=named, last=last, timeout_s=timeout_s)
+        self.last, self.max_staleness = last, max_staleness
+        self.trained_at, self.served_at = list[float](), list[float]()
+        super().__init__(
+            tasks,
+            [
+                FakeEngineServer(f"engine-{number}", prepare_s=0.1, decode_s=decode_s)
+                for number in range(num_engines)
+            ],
+            FakeTrainer(train_s=1.0, export_s=0.1),
+            SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1),
+            lambda: SideBySide(self.publisher, num_steps=last, spawn=self.spawn),
+            **self.evaluated.hooks,
+        )
+        self.evaluated.attach(self)
+        self.evaluation, self.results = self.evaluated.evaluation, self.evaluated.results
+
+    def spawn(self, coro: Any, *, name: str) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self.tasks.create_task(coro, name=name)
+        self.running.append(task)
+        return task
+
+    async def begin(self) -> None:
+        self.spawn(self.evaluation.run(), name="evaluation")
+        await self.turns.start(0)
+        self.evaluation.served_nowait(0)
+
+    async def steps(self, num: int | None = None) -> None:
+        """What the train loop does; a batch needs a version that is not too old."""
+        for version in range(self.trainer.policy_version, self.last if num is None else num):
+            await self.publisher.wait_announced(version - self.max_staleness)
+            await self.trainer.train(Batch(version, (), 0))
+            self.trained_at.append(asyncio.get_running_loop().time())
+            await self.turns.to_engines(version + 1)
+
+    async def whole(self) -> None:
+        await self.steps()
+        await self.evaluation.wait_last()
+
+    def on_served(self, version: int) -> None:
+        super().on_served(version)
+        self.served_at.append(asyncio.get_running_loop().time())
+
+
+live, fails = partial(play, Apart), partial(play_to_its_error, Apart)
+
+
+def test_the_next_push_waits_for_the_evaluation_and_the_trainer_only_for_its_bound() -> None:
+    rooms = live(Apart.whole, last=4, max_staleness=1)
+    assert rooms.evaluated.versions == [0, 2, 4]
+    assert rooms.announced == [2, 4], "versions 1 and 3 were replaced by newer ones while a push was held"
+    assert rooms.trained_at[:2] == pytest.approx([1.0, 2.0]), "the trainer steps until its bound"
+    assert rooms.served_at[0] == pytest.approx(ONCE_S + 0.2, abs=0.1)
+    assert rooms.trained_at[2] == pytest.approx(rooms.served_at[0] + 1.0, abs=0.1)
+    stats = rooms.evaluation.stats()
+    assert (stats.finished, stats.skipped, stats.abandoned, rooms.evaluated.troubles) == (3, 0, 0, [])
+    assert stats.held_s == pytest.approx(2 * (ONCE_S - 1.0), abs=0.5)
+    assert rooms.evaluation.gauges()["evaluation/held_s"] == stats.held_s
+    assert rooms.pool.gauges()["tokens/generated"] == 0, "its tokens are not trained on"
+
+
+def test_at_max_staleness_0_each_version_is_served_until_it_is_evaluated() -> None:
+    rooms = live(Apart.whole, every=1, last=3, max_staleness=0)
+    assert (rooms.evaluated.versions, rooms.announced) == ([0, 1, 2, 3], [1, 2, 3])
+
+
+def test_evaluations_that_are_due_at_one_version_follow_each_other_before_the_next_push() -> None:
+    rooms = live(Apart.whole, every={"often": 2, "seldom": 4}, last=4, max_staleness=1)
+    found = [(result.version, result.name) for result in rooms.results]
+    both = ("often", "seldom")
+    assert found == [*((0, name) for name in both), (2, "often"), *((4, name) for name in both)]
+    assert rooms.served_at[0] == pytest.approx(2 * ONCE_S + 0.2, abs=0.1)
+
+
+def test_an_evaluation_past_its_limit_is_abandoned_and_the_push_follows_at_once() -> None:
+    rooms = live(Apart.whole, last=2, timeout_s=2.0)
+    assert (rooms.results, rooms.evaluation.stats().abandoned) == ([], 2)
+    told = [trouble.partition(";")[0] for trouble in rooms.evaluated.troubles]
+    limit = "is given up: did not end within eval.timeout_s=2.0"
+    assert told == [f"the evaluation of policy_version {version} {limit}" for version in (0, 2)]
+    assert rooms.served_at[0] == pytest.approx(2.2, abs=0.1)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("how", ["die", "drain"])
+def test_an_engine_that_is_lost_in_an_evaluation_costs_time_and_no_sample(how: str, num_engines: int) -> None:
+    async def story(rooms: Apart) -> None:
+        await asyncio.sleep(ONCE_S / 2)
+        if how == "die":
+            rooms.fakes[0].die()
+        else:
+            rooms.tasks.create_task(rooms.pool.drain("engine-0"), name="drain")
+            asyncio.get_running_loop().call_later(START_S, rooms.pool.up_nowait, "engine-0")
+        await rooms.whole()
+
+    rooms = live(story, num_engines=num_engines, last=2)
+    assert [(result.version, len(result.samples), result.num_failed) for result in rooms.results] == [
+        (0, 12, 0),
+        (2, 12, 0),
+    ]
+    assert rooms.evaluated.troubles == []
+
+
+def test_an_engine_that_nothing_starts_again_ends_the_run_by_name() -> None:
+    async def story(rooms: Apart) -> None:
+        await asyncio.sleep(ONCE_S / 2)
+        rooms.fakes[0].die()
+        await asyncio.sleep(100.0)
+
+    assert "engine-0" in str(fails(story, max_restarts=0))
+
+
+def test_a_run_that_stops_gets_its_engines_back_at_once_and_evaluates_no_more() -> None:
+    async def story(rooms: Apart) -> None:
+        await rooms.steps(1)
+        rooms.evaluation.stop_nowait()
+        await rooms.publisher.wait_announced(1)
+        assert asyncio.get_running_loop().time() < ONCE_S / 2
+        await rooms.whole()
+
+    rooms = live(story)
+    assert (rooms.results, rooms.evaluated.troubles) == ([], [])
+
+
+def test_a_version_that_is_not_the_served_one_ends_the_run() -> None:
+    async def story(rooms: Apart) -> None:
+        await asyncio.sleep(2 * ONCE_S)
+        rooms.evaluation.served_nowait(3)
+        await asyncio.sleep(2 * ONCE_S)
+
+    assert "every token of this evaluation is sampled at policy_version 3" in str(fails(story))
+
+
+@given(
+    decode_s=st.floats(0.001, 0.3),
+    every=st.integers(1, 4),
+    timeout_s=st.floats(0.5, 20.0),
+    deaths=st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 1)), max_size=3),
+    max_staleness=st.integers(0, 3),
+)
+@settings(max_examples=60)
+def test_whatever_dies_the_run_ends_and_each_evaluation_has_one_version(
+    decode_s: float,
+    every: int,
+    timeout_s: float,
+    deaths: list[tuple[float, int]],
+    max_staleness: int,
+) -> None:
+    async def story(rooms: Apart) -> None:
+        for at_s, number in deaths:
+            asyncio.get_running_loop().call_later(at_s, rooms.fakes[number].die)
+        await rooms.whole()
+
+    rooms = live(story, decode_s=decode_s, every=every, timeout_s=timeout_s, max_staleness=max_staleness)
+    stats, versions = rooms.evaluation.stats(), rooms.evaluated.versions
+    assert versions == sorted(set(versions))
+    assert all(len(result.samples) == 12 for result in rooms.results)
+    assert len(rooms.evaluated.troubles) == stats.abandoned
+    assert all("did not end within" in trouble for trouble in rooms.evaluated.troubles)
+    assert (stats.finished, stats.skipped) == (len(versions), 0)
+    assert rooms.evaluation.is_over
+
+
+# ---- in turns
+
+
+def in_turns(story: Callable[[House, Evaluated], Any], *, stays: bool, num_steps: int = 1000) -> Evaluated:
+    evaluated = Evaluated(every={"": 2}, last=num_steps, timeout_s=60.0)
+
+    def attach(house: House) -> None:
+        evaluated.attach(house)
+        house.running.append(house.tasks.create_task(evaluated.evaluation.run(), name="evaluation"))
+
+    async def whole(house: House) -> None:
+        evaluated.evaluation.served_nowait(0)
+        await story(house, evaluated)
+
+    play(House, whole, stays=stays, num_steps=num_steps, at_start=attach, **evaluated.hooks)
+    return evaluated
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_in_turns_the_engines_keep_theirs_until_the_evaluation_ends(stays: bool) -> None:
+    async def story(house: House, evaluated: Evaluated) -> None:
+        for version in range(1, 5):
+            was_due, num_before = version % 2 == 1, len(evaluated.results)
+            await house.step()
+            assert len(evaluated.results) == num_before + was_due
+        assert house.announced == [1, 2, 3, 4]
+
+    assert in_turns(story, stays=stays).versions == [0, 2]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_after_the_last_step_the_trainer_keeps_its_turn_until_the_evaluation_of_the_last_weights(
+    stays: bool,
+) -> None:
+    async def story(house: House, evaluated: Evaluated) -> None:
+        for _ in range(3):
+            await house.step()
+        assert house.turns.status()["state"] == "training", "it saves first"
+        await house.turns.to_trainer()
+        await house.turns.to_engines(3, is_for_evaluation=True)
+        await evaluated.evaluation.wait_last()
+        assert house.turns.status()["state"] == "generating"
+
+    assert in_turns(story, stays=stays, num_steps=3).versions == [0, 2, 3]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_an_engine_that_dies_in_an_evaluation_in_turns_comes_back_with_its_version(stays: bool) -> None:
+    async def story(house: House, evaluated: Evaluated) -> None:
+        await house.step()
+        await house.step()
+        await asyncio.sleep(0.02)
+        for fake in house.fakes:
+            fake.die()
+        await house.step()
+        assert [(result.version, len(result.samples)) for result in evaluated.results] == [(0, 12), (2, 12)]
+        assert house.announced == [1, 2, 3]
+
+    assert in_turns(story, stays=stays).troubles == []
