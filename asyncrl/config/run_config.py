@@ -134,13 +134,16 @@ class RunConfig(FrozenConfig):
         """Whether its engines keep the turns of agents that have ended."""
         return self.rollout.facts.keeps_turns and self.generator.is_harness
 
-    def is_deterministic(self, device: str) -> bool:
-        """Whether an engine there is asked for tokens that do not depend on what runs beside them. Above
-        max_staleness 0 auto asks no vLLM for it: which weights sample a token is a matter of time anyway.
+    def is_deterministic(self, device: str, *, has_experts: bool = False) -> bool:
+        """Return whether tokens of an engine on `device` do not depend on what runs in parallel. Above
+        max_staleness 0, auto is false for vLLM: which weights sample a token depends on time anyway. For a
+        model with experts auto is false on a CPU.
         """
         if self.rollout.deterministic != "auto":
             return self.rollout.deterministic
         kind = "cuda" if device.startswith("cuda") else "cpu"
+        if kind == "cpu" and has_experts:
+            return False
         return kind == self.rollout.facts.exact_on and (kind == "cpu" or self.buffer.max_staleness == 0)
 
     @field_validator("launcher")

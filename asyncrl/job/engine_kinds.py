@@ -86,7 +86,7 @@ class Embedded:
             "dtype": self.config.model.dtype,
             "device": device.partition(":")[0],
             "threads": engine_threads(self.config, cores),
-            "deterministic": self.config.is_deterministic(device),
+            "deterministic": self.config.rollout.deterministic,
             "has_adapters": sync.facts.sends_adapters,
             **({"keeps_turns": True} if self.config.keeps_turns else {}),
             **({"takes_turns": True} if takes_turns else {}),
@@ -157,6 +157,7 @@ class Vllm(Embedded):
         if takes_turns and not stays and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
         return super().spec(model_path, name, device, cores=cores) | {
+            "deterministic": self.config.is_deterministic(device),
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
             "transport": self.config.weight_sync.settled,
             "lora_rank": 1 if lora is None else lora.rank,

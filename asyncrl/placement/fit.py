@@ -124,7 +124,8 @@ def start_words(plan: Plan, config: RunConfig) -> list[str]:
     if not facts.has_model:
         return []
     device = placement.rollout[0]
-    is_on = device != NO_DEVICE and config.is_deterministic(device)
+    has_experts = plan.shape.routed > 0
+    is_on = device != NO_DEVICE and config.is_deterministic(device, has_experts=has_experts)
     words = f"rollout.deterministic: {'auto is ' if asked == 'auto' else ''}{str(is_on).lower()}: "
     if device == NO_DEVICE:
         words += "how rollout.urls were started says what a request's tokens depend on"

@@ -63,7 +63,7 @@ def save_model(
         _refuse_other_model(state, saved.shapes, {name: one.shape for name, one in parameters.items()})
         num_read, num_all = 0, sum(4 * math.prod(shape) for shape in saved.shapes.values())
         for name, tensor in read_weights(state, saved.shapes):
-            parameters[name].data = tensor.to(of_dtype)
+            parameters[name].data = tensor.to(parameters[name].dtype)
             before, num_read = num_read, num_read + tensor.nbytes
             if before // READ_BYTES < num_read // READ_BYTES or num_read == num_all:
                 tell(f"read {num_read / 1e9:.2f} of {num_all / 1e9:.2f} GB of weights")

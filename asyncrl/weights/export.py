@@ -32,6 +32,7 @@ from asyncrl.weights.tensor_files import (
     Pieces,
     digest_of_tensor,
     dtype_name,
+    float32_names,
     pieces_of,
     weights_of,
     write_tensors,
@@ -77,11 +78,15 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """weights_of, detached. The one shard of a mesh of one rank is the tensor; a buffer is told apart."""
-    return {
-        name: whole_here(tensor.detach()) if isinstance(tensor, nn.Parameter) else nn.Buffer(tensor)
-        for name, tensor in weights_of(model).items()
-    }
+    """Return weights_of(model), detached. The one shard of a mesh of one rank is the tensor. A tensor that
+    an export must not cast is an nn.Buffer: the buffers of the model and its float32 parameters.
+    """
+    found, kept = dict[str, Tensor](), float32_names(model)
+    for name, tensor in weights_of(model).items():
+        is_parameter = isinstance(tensor, nn.Parameter)
+        here = whole_here(tensor.detach()) if is_parameter else tensor
+        found[name] = here if is_parameter and name not in kept else nn.Buffer(here)
+    return found
 
 
 def whole_here(tensor: Tensor) -> Tensor:
@@ -260,7 +265,7 @@ def manifest_of(
 
 
 def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """A buffer stays as the model has it: DeepSeek's bias of a router, say, in float32."""
+    """Return the dtype that an export gives a tensor. An nn.Buffer keeps its own (named_weights)."""
     is_cast = tensor.is_floating_point() and not isinstance(tensor, nn.Buffer)
     return dtype if is_cast and dtype is not None else tensor.dtype
 

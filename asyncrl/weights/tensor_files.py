@@ -11,6 +11,7 @@ import ctypes
 import json
 import math
 import mmap
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -250,6 +251,16 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True).items()
     buffers = {name: tensor for name, tensor in state if name not in with_duplicates}
     return {**dict(model.named_parameters()), **buffers}
+
+
+def float32_names(model: Any) -> set[str]:
+    """Return the names of the parameters that transformers keeps in float32 in a model of any dtype, such as
+    the weights of DeepSeek-V3's routers.
+    """
+    patterns = [one.replace("*", ".*") for one in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    return {
+        name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)
+    }
 
 
 def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:

@@ -157,7 +157,7 @@ class ServerMaker:
             "dtype": config.model.dtype,
             "device": device.partition(":")[0],
             "threads": engine_threads(config, self._cores(self.placement.beside_node)),
-            "deterministic": config.rollout.deterministic is not False and device == "cpu",
+            "deterministic": config.rollout.deterministic,
         }
         node, module = self.placement.beside_node, "asyncrl_servers.embedded"
         child = self._process(TEACHER, module, json.dumps(spec), [device], None, node)

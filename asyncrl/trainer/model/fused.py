@@ -9,6 +9,7 @@ model's own function.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
 from asyncrl.placement.machine import why_no_compiler
+from asyncrl.weights.tensor_files import float32_names
 
 ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
@@ -34,7 +36,7 @@ _norm_backward = torch.ops.aten.native_layer_norm_backward
 def fuse(model: nn.Module) -> None:
     """Exchange what can be, in place, for the modules of this model alone."""
     for module in model.modules():
-        forward = type(module).forward
+        forward = inspect.unwrap(type(module).forward)  # transformers 5.24 wraps it for renamed arguments
         if not isinstance(forward, FunctionType):
             continue
         if _code(forward) == _code(llama.LlamaRMSNorm.forward):
@@ -71,17 +73,19 @@ def compile_layers(model: Any) -> None:
     whatever the number of tokens, with packed attention as one operator in it. Hooks, those of FSDP too, and
     checkpointing stay around it.
 
-    What cannot be compiled is then an error, and not computed otherwise.
+    What cannot be compiled is then an error, and not computed otherwise. Only a layer whose router stays in
+    float32 is compiled in parts: the router is an FSDP group of its own, whose hooks no graph can hold.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
+    is_whole = not float32_names(model)
     compiled = dict[Any, Any]()
     for layer in layers_of(model):
         forward: Any = type(layer).forward
         is_checkpointing = forward.__code__.co_name == CHECKPOINTING
         forward = forward.__wrapped__ if is_checkpointing else forward
         if forward not in compiled:
-            compiled[forward] = torch.compile(forward, backend=BACKEND, dynamic=True, fullgraph=True)
+            compiled[forward] = torch.compile(forward, backend=BACKEND, dynamic=True, fullgraph=is_whole)
         run = partial(_checkpointed if is_checkpointing else _as_it_is, compiled[forward])
         layer.forward = MethodType(run, layer)
 

@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import open_as, whole_folder
 from asyncrl.weights.adapters import linear_parameters, merge
 from asyncrl.weights.export import in_export_dtype, named_weights, whole_here
-from asyncrl.weights.tensor_files import SCALE, adapted_modules
+from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names
 
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
@@ -152,8 +152,10 @@ class Adapters:
         with _not_on_meta([model.get_submodule(name) for name in names]):
             peft.inject_adapter_in_model(described, holder, ADAPTER)
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
-        for parameter in model.parameters():  # whatever the dtype that the model was loaded in
-            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+        kept = float32_names(model)
+        for name, parameter in model.named_parameters():  # whatever the dtype that the model was loaded in
+            in_float32 = parameter.requires_grad or name in kept
+            parameter.data = parameter.data.to(torch.float32 if in_float32 else dtype)
 
     @contextmanager
     def off(self) -> Iterator[None]:

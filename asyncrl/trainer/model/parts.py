@@ -39,6 +39,7 @@ from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.ipc import limit_memory
+from asyncrl.weights.tensor_files import float32_names
 
 if TYPE_CHECKING:
     from asyncrl.trainer.model.lora import Adapters
@@ -53,7 +54,8 @@ class MasterWeights:
     FSDP's shards are: so a copy is made on the CPU, and of adapters.
 
     Life: made once; after each optimizer step write_back().
-    Invariant: outside of a step the model's weights are the masters, rounded to its dtype.
+    Invariant: outside of a step the model's weights are the masters, rounded to its dtype; the masters of
+        parameters that the model keeps in float32 are not rounded.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -67,8 +69,7 @@ class MasterWeights:
             self._working: dict[str, nn.Parameter] = {}
             return
         self.named = {name: parameter.detach().clone() for name, parameter in named.items()}
-        for parameter in model.parameters():  # not buffers: a rotary embedding's must not be rounded
-            parameter.data = parameter.data.to(dtype)
+        _cast(model, dtype)
         self._working = named
         for name, parameter in named.items():
             parameter.register_post_accumulate_grad_hook(partial(_collect, self.named[name]))  # type: ignore[no-untyped-call]
@@ -151,6 +152,9 @@ def sharded_policy(
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
     }
+    in_float32 = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    for module in _float32_modules(model):
+        fsdp.fully_shard(module, **options | {"mp_policy": in_float32})
     for layer in layers_of(model):
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
@@ -166,6 +170,17 @@ def sharded_policy(
     if stored is not None:
         fill(policy, stored, torch.device("cpu" if is_offloaded else ranks.mesh.device_type))
     return policy
+
+
+def _float32_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules all of whose parameters the model keeps in float32, such as routers."""
+    kept = float32_names(model)
+    owners = {name: model.get_submodule(name) for name in {one.rpartition(".")[0] for one in kept}}
+    return [
+        module
+        for owner, module in sorted(owners.items())
+        if all(f"{owner}.{name}" in kept for name, _ in module.named_parameters())
+    ]
 
 
 def reshard(policy: Policy) -> None:
@@ -323,6 +338,14 @@ class _Chosen(TorchFunctionMode):
 def _frozen_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The weights as they are, in the dtype of the forward pass, never to change."""
     frozen = copy.deepcopy(model).requires_grad_(False)
-    for parameter in frozen.parameters():
-        parameter.data = parameter.data.to(dtype)
+    _cast(frozen, dtype)
     return frozen
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters, but for those that the model keeps in float32. Buffers stay: a rotary embedding's
+    must not be rounded.
+    """
+    kept = float32_names(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)

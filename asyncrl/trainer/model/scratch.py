@@ -88,7 +88,8 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
     given = dict(architecture)
     if (model_type := given.pop("model_type", None)) is None:
         raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
-    known = AutoConfig.for_model(model_type).to_dict().keys() | OLD_KEYS
+    default = AutoConfig.for_model(model_type)
+    known = default.to_dict().keys() | default.attribute_map.keys() | OLD_KEYS
     if unknown := ", ".join(sorted(given.keys() - known)):
         raise ValueError(f"model.scratch.architecture: a {model_type} config does not know {unknown}")
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.serving import fail
-from asyncrl.weights.adapters import linear_parameters
+from asyncrl.weights.adapters import linear_parameters, routers_of
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import CudaCaptures, EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.given_tokens import Scorer
@@ -39,8 +39,10 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     if spec.receives_bytes:  # what comes, and what came before
         staged_bytes += 2 * min(sum(staged), max(spec.receives_bytes, *staged))
     check_memory(spec, slot_bytes=slot_bytes, staged_bytes=staged_bytes, free_bytes=loaded.free_bytes())
-    # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone.
-    is_exact = spec.deterministic and loaded.device.type == "cpu"
+    # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone. An expert multiplies
+    # only the rows that are routed to it, and the rounding of its products changes with their number.
+    wanted = not routers_of(loaded.model) if spec.deterministic == "auto" else spec.deterministic
+    is_exact = wanted and loaded.device.type == "cpu"
     runner = Runner(loaded, spec.slots + spec.num_kept, spec.max_length, is_exact=is_exact)
     check_same_model(runner, spec.name)
     if is_exact:

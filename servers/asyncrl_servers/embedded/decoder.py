@@ -51,8 +51,10 @@ class EmbeddedSpec(EngineSpec):
     """auto = CUDA where there is a device, else CPU."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
-    deterministic: bool = True
-    """On a CPU: a request's tokens depend on its prompt, seed and weights alone. Checked at start."""
+    deterministic: Literal["auto"] | bool = "auto"
+    """On a CPU: a request's tokens depend on its prompt, seed and weights alone. Checked at start.
+    auto = true unless the model has experts.
+    """
     has_adapters: bool = False
     """Adapters will be published (weight_sync.transport=lora): memory for the weights under them is counted
     at start.
