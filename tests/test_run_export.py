@@ -183,8 +183,8 @@ def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
     ]
     (made.path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = [
-        {"step": one, "time_s": one + 1.0, "reward/mean": 0.1 * one, "sample/staleness_mean": 0.5}
-        | {"sample/staleness_max": one, "tokens/trained": 100}
+        {"step": one, "time_s": float(one), "reward/mean": 0.1 * (one - 1), "sample/staleness_mean": 0.5}
+        | {"sample/staleness_max": one - 1, "tokens/trained": 100}
         for one in range(1, 5)
     ]
     (made.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
