@@ -176,7 +176,7 @@ def test_a_new_step_reaches_who_listens(tmp_path: Path) -> None:
             assert applied(before, change) == json.loads(json.dumps(live.page))
         async with client.get("/events?since=1", headers=LOCAL) as late:
             name, page = await next_event(late)
-            assert (name, page["runs"][0]["step"]) == ("page", [0, 1, 2, 3])
+            assert (name, page["runs"][0]["step"]) == ("page", [1, 2, 3, 4])
 
     with_client(live, None, story)
 
