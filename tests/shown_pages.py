@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from asyncrl.observe.page.shape import Curve, Page, RunView, Timeline
-from asyncrl.observe.samples import SampleKind, ShownBranch, ShownRollout, ShownTokens
+from asyncrl.observe.samples import SampleKind, ShownBranch, ShownRollout, ShownSibling, ShownTokens
 
 HOSTILE = "</script><script>window.wasHostile = 1</script><img src=x onerror='window.wasHostile = 1'>\"&lt;"
 """What a model may write."""
@@ -15,6 +15,11 @@ GAUGES = {
     "reward/mean": {"unit": "", "meaning": "mean reward of the batch's rollouts"},
     "sample/staleness_mean": {"unit": "versions", "meaning": "age of a rollout's oldest token, mean"},
     "sample/staleness_max": {"unit": "versions", "meaning": "the largest: never above buffer.max_staleness"},
+    "policy/grad_norm": {"unit": "", "meaning": "norm of the gradient before it is clipped"},
+    "sample/length_mean": {"unit": "tokens", "meaning": "sampled tokens of a rollout"},
+    "reward/std": {"unit": "", "meaning": "standard deviation of those rewards"},
+    "policy/logprob_gap_mean": {"unit": "nats", "meaning": "engine to trainer, fresh tokens"},
+    "policy/clip_fraction": {"unit": "0..1", "meaning": "tokens whose gradient the loss clipped"},
     "policy/entropy": {"unit": "nats", "meaning": "entropy of the policy, mean over the tokens in the loss"},
     "policy/loss": {"unit": "", "meaning": "loss of the batch"},
     "perf/tokens_per_s": {"unit": "tokens/s", "meaning": "trained tokens over perf/step_s"},
@@ -27,7 +32,7 @@ PARTS = ("training", "waiting for generation", "waiting for stragglers", "waitin
 def make_run(name: str = "quickstart", num_steps: int = 120, seed: int = 0) -> RunView:
     """A run of so many steps that learns, waits, fails a little and was restarted once."""
     chance = random.Random(seed)
-    steps = [float(step) for step in range(num_steps)]
+    steps = [float(step) for step in range(1, num_steps + 1)]
     times = [1.2 * step + 4.0 + (25.0 if step > num_steps * 0.6 else 0.0) for step in steps]
     rewards = [1 / (1 + math.exp(3 - 7 * s / max(1, num_steps))) + chance.uniform(-0.06, 0.06) for s in steps]
     ages = [1.2 + 0.5 * math.sin(step / 9) for step in steps]
@@ -40,6 +45,11 @@ def make_run(name: str = "quickstart", num_steps: int = 120, seed: int = 0) -> R
         "sample/staleness_mean": {"mean": list(ages)},
         "sample/staleness_max": {"mean": [float(min(4, math.ceil(age + chance.random()))) for age in ages]},
         "policy/entropy": {"mean": [2.2 - 1.4 * s / max(1, num_steps) for s in steps]},
+        "policy/grad_norm": {"mean": [chance.uniform(0.2, 2.0) for _ in steps]},
+        "sample/length_mean": {"mean": [14.0 + 3 * math.sin(s / 20) for s in steps]},
+        "reward/std": {"mean": [0.3 - 0.002 * s for s in steps]},
+        "policy/logprob_gap_mean": {"mean": [4e-7 if step % 3 == 0 else None for step in range(num_steps)]},
+        "policy/clip_fraction": {"mean": [chance.uniform(0, 0.2) for _ in steps]},
         "policy/loss": {
             "mean": [None if step % 17 == 3 else chance.gauss(0, 0.1) for step in range(num_steps)]
         },
@@ -62,17 +72,28 @@ def make_run(name: str = "quickstart", num_steps: int = 120, seed: int = 0) -> R
         "started_s": 1_790_000_000.0 + seed,
         "num_steps": num_steps,
         "max_staleness": 4,
-        "verdict": [
-            "The trainer waited 38% of the time for rollouts: generation is the bottleneck.",
-            "Knob: a second engine (rollout.num_engines=2), or a larger buffer.look_ahead (now 2).",
-            "on_overdue=mask: 1.3% of the tokens were masked.",
-        ],
+        "verdict": {
+            "ended": "",
+            "headline": "Learned: reward rose from 0.081 to 0.944 ± 0.010 and is still rising.",
+            "learning": ["From start to end: entropy 2.2 to 0.8, tokens a rollout 14 to 15."],
+            "health": ["18% of the answers contain special tokens such as <|system|>: read the samples."],
+            "speed": [
+                "Generation held the run back: the trainer waited 38% of the time.",
+                "Raise rollout.num_engines (now 1), or buffer.look_ahead (now 2).",
+                "on_overdue=mask: 1.3% of the tokens were masked.",
+            ],
+            "reward_first": 0.081,
+            "reward_last": 0.944,
+            "reward_noise": 0.01,
+            "num_recent": 12,
+            "trend": "rising",
+        },
+        "window": 12,
         "tiles": [
-            {"label": "reward", "value": f"{max(rewards, default=0):.3f}", "note": "0.041 at first"},
             {"label": "steps", "value": f"{num_steps}", "note": f"of {num_steps}, 1.41 s each"},
             {"label": "time", "value": "2 min 52 s", "note": "one restart"},
             {"label": "staleness", "value": "1.4 versions", "note": "at most 3, bound 4"},
-            {"label": "throughput", "value": "12,480 tokens/s", "note": "trained, over the whole run"},
+            {"label": "trained tokens a second", "value": "12,480", "note": "waits included"},
             {"label": "failed rollouts", "value": "7", "note": "of 1,927 (0.4%)"},
         ],
         "step": steps,
@@ -115,9 +136,9 @@ def make_run(name: str = "quickstart", num_steps: int = 120, seed: int = 0) -> R
             {"key": "rollout.temperature", "value": "1.0", "default": "1.0", "differs": False},
         ],
         "commands": [
-            ("go on where it stopped", f"asyncrl run configs/quickstart.yaml --run-dir runs/{name}"),
-            ("what was trained on", f"asyncrl inspect runs/{name}"),
-            ("these pages, live", f"asyncrl watch runs/{name}"),
+            ("Continue training", f"asyncrl run configs/quickstart.yaml --run-dir runs/{name}"),
+            ("Inspect batches and rollouts", f"asyncrl inspect runs/{name}"),
+            ("Open live page", f"asyncrl watch runs/{name}"),
         ],
         "problems": [],
     }
@@ -135,13 +156,13 @@ def make_timeline(times: list[float], chance: random.Random) -> Timeline:
         {"name": "restart", "meaning": "a process was started again"},
     ]
     spans: list[tuple[int, int, float, float, str]] = []
-    for step, time_s in enumerate(times):
+    for step, time_s in enumerate(times, start=1):
         cause = 2 if step % 9 == 4 else 1
         spans.append((0, cause, time_s - 1.1, time_s - 0.5, f"before step {step}"))
         spans.append((0, 0, time_s - 0.5, time_s, f"step {step}"))
-        spans.append((1, 3, time_s, time_s + 0.3, f"version {step + 1}"))
+        spans.append((1, 3, time_s, time_s + 0.3, f"version {step}"))
         for engine in (2, 3):
-            spans.append((engine, 4, time_s + 0.2, time_s + 0.28, f"takes version {step + 1}"))
+            spans.append((engine, 4, time_s + 0.2, time_s + 0.28, f"takes version {step}"))
         if step % 25 == 24:
             spans.append((4, 5, time_s, time_s + 0.9, f"checkpoint of step {step}"))
     if len(times) > 10:
@@ -158,6 +179,7 @@ def make_timeline(times: list[float], chance: random.Random) -> Timeline:
         "kinds": kinds,
         "spans": spans,
         "slots": busy,
+        "num_slots": 16,
         "is_thinned": False,
     }
 
@@ -165,9 +187,9 @@ def make_timeline(times: list[float], chance: random.Random) -> Timeline:
 def make_samples(num_steps: int, chance: random.Random) -> list[ShownRollout]:
     kinds: tuple[SampleKind, ...] = ("best", "worst", "random")
     shown = [
-        make_sample(step, kind, chance) for step in range(0, num_steps, 3) for kind in kinds
+        make_sample(step, kind, chance) for step in range(1, num_steps + 1, 3) for kind in kinds
     ]  # of a long run more than a list shows at once
-    for step in range(1, num_steps, 40):
+    for step in range(2, num_steps + 1, 40):
         shown.append(
             {
                 **make_sample(step, "failed", chance),
@@ -177,7 +199,7 @@ def make_samples(num_steps: int, chance: random.Random) -> list[ShownRollout]:
             }
         )
     if num_steps:
-        shown.append(_with_branches(make_sample(num_steps - 1, "best", chance)))
+        shown.append(_with_branches(make_sample(num_steps, "best", chance)))
     return shown
 
 
@@ -223,6 +245,21 @@ def make_sample(step: int, kind: SampleKind, chance: random.Random, text: str = 
         "num_interruptions": step % 3,
         "branches": [branch],
         "error": None,
+        "num_stray": 1,
+        "group": [make_sibling(index, reward, chance) for index in range(4)],
+    }
+
+
+def make_sibling(index: int, reward: float, chance: random.Random) -> ShownSibling:
+    shown = reward if index == 1 else round(chance.random(), 3)
+    text = f"{HOSTILE}<|system|>"
+    return {
+        "sample_index": index,
+        "reward": shown,
+        "advantage": shown - 0.5,
+        "num_sampled": 7,
+        "is_truncated": index == 0,
+        "text": text,
     }
 
 
@@ -232,11 +269,13 @@ def _sampled(text: str, step: int, chance: random.Random) -> ShownTokens:
         length = chance.randint(1, 5)
         pieces.append(rest[:length])
         rest = rest[length:]
+    pieces.append("<|system|>")
     num = len(pieces)
-    versions = [max(0, step - 2 + 3 * index // num) for index in range(num)]
+    versions = [max(0, step - 3 + 3 * index // num) for index in range(num)]
     return {
         "is_sampled": True,
-        "text": text,
+        "text": "".join(pieces),
+        "special": [num - 1],
         "pieces": pieces,
         "logprobs": [-abs(chance.gauss(0, 1.1)) for _ in pieces],
         "versions": versions,

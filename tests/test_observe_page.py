@@ -130,9 +130,10 @@ def test_a_second_life_of_a_run_goes_on_behind_the_first_and_the_time_between_is
     rows = read_timeline(tmp_path / TIMELINE_FILE, problems)
     assert (tmp_path / TIMELINE_FILE).read_text().startswith(before)
     assert len(problems) == 1, "half a line"
-    shown = lanes_of(timeline_view(rows, [], problems))
+    shown = lanes_of(timeline_view(rows, [], problems, 8))
     assert [text for kind, *_, text in shown["trainer"] if kind == "train"] == ["step 1", "step 2", "step 3"]
-    assert [kind for kind, *_ in shown["restarts"]] == ["start", "gone", "start"]
+    assert [kind for kind, *_ in shown["start"]] == ["start"], "the first start is not a restart"
+    assert [kind for kind, *_ in shown["restarts"]] == ["gone", "start"]
     (gone,) = [end_s - start_s for kind, start_s, end_s, _ in shown["restarts"] if kind == "gone"]
     assert gone == pytest.approx(100.0 - 3.1, abs=0.5), "from the last span of the first life"
 
@@ -150,7 +151,7 @@ def test_a_long_run_keeps_a_short_file_with_its_newest_and_its_longest_spans(
         longest = max(longest, (tmp_path / TIMELINE_FILE).stat().st_size)
     spans.close()
     assert longest <= 40_000 + 1000
-    view = timeline_view(read_timeline(tmp_path / TIMELINE_FILE, []), [], [])
+    view = timeline_view(read_timeline(tmp_path / TIMELINE_FILE, []), [], [], 8)
     shown = lanes_of(view)
     steps = [text for kind, *_, text in shown["trainer"] if kind == "train"]
     assert view["is_thinned"]
@@ -163,7 +164,7 @@ def test_the_page_shows_the_newest_spans_and_the_longest_of_the_others() -> None
     rows: list[Row] = [("trainer", "train", float(step), 0.5, step, "") for step in range(3 * MAX_SPANS)]
     rows[5] = ("trainer", "train", 5.0, 0.9, 5, "")
     view = timeline_view(
-        [("restarts", "start", 0.0, 0.1, 0, ""), *rows], [(9.0, "engine lost: engine-0")], []
+        [("restarts", "start", 0.0, 0.1, 0, ""), *rows], [(9.0, "engine lost: engine-0")], [], 8
     )
     shown = lanes_of(view)
     assert len(view["spans"]) == MAX_SPANS
@@ -171,7 +172,8 @@ def test_the_page_shows_the_newest_spans_and_the_longest_of_the_others() -> None
     texts = [text for *_, text in shown["trainer"]]
     assert "step 6" in texts
     assert texts[-1] == f"step {3 * MAX_SPANS}"
-    assert [text for *_, text in shown["restarts"]] == ["step 1", "engine lost: engine-0"]
+    assert [text for *_, text in shown["start"]] == [""]
+    assert [text for *_, text in shown["restarts"]] == ["engine lost: engine-0"]
 
 
 def test_a_clock_that_is_set_moves_what_follows_and_no_duration(
@@ -329,12 +331,17 @@ def test_a_run_is_shown_with_its_verdict_first_and_all_that_explains_it(tmp_path
     TypeAdapter(Page).validate_python(page)
     (view,) = page["runs"]
     assert view["problems"] == []
-    assert [text.partition(":")[0] for text in view["verdict"]] == [
-        "Too short to say whether it learns",
-        "Too short to judge speed",
-    ]
+    told = view["verdict"]
+    assert told["headline"].startswith("Too short to say whether it learns: reward 0.050 at the start")
+    assert told["speed"][0].startswith("Too short to judge speed")
+    assert (told["reward_first"], told["reward_last"], told["num_recent"]) == (
+        pytest.approx(0.05),
+        pytest.approx(0.25),
+        2,
+    )
+    assert (told["ended"], told["health"], view["window"], view["timeline"]["num_slots"]) == ("", [], 2, 64)
     assert view["curves"]["reward/mean"]["mean"] == [0.0, 0.1, 0.2, 0.3]
-    assert [tile["label"] for tile in view["tiles"]][:2] == ["reward", "steps"]
+    assert [tile["label"] for tile in view["tiles"]] == ["steps", "time", "staleness"]
     sums = [math.fsum(part[step] or 0.0 for part in view["step_times"].values()) for step in range(4)]
     assert sums == pytest.approx(4 * [1.0])
     assert math.fsum(share["fraction"] for share in view["shares"]) == pytest.approx(1.0)
@@ -342,9 +349,7 @@ def test_a_run_is_shown_with_its_verdict_first_and_all_that_explains_it(tmp_path
     assert differing == ["model.path", "task.python", "buffer.max_staleness", "trainer.num_steps"]
     assert {kind["name"] for kind in view["timeline"]["kinds"]} == {*KINDS}
     assert view["timeline"]["slots"].keys() == {"engine-0", "engine-1"}
-    assert dict(view["commands"])["its weights as a Hugging Face folder"] == (
-        f"asyncrl export {tmp_path / 'run'} OUT"
-    )
+    assert dict(view["commands"])["Export weights"] == (f"asyncrl export {tmp_path / 'run'} OUT")
     assert all(gauge["meaning"] for gauge in view["gauges"].values())
 
 
@@ -436,7 +441,9 @@ def test_a_run_in_any_state_and_with_hardly_a_step_is_shown(
     (view,) = page["runs"]
     assert render(page)
     if state == "failed":
-        assert "the disk is full" in view["verdict"][0]
+        assert "the disk is full" in view["verdict"]["ended"]
+    is_timed = "time left" in [tile["label"] for tile in view["tiles"]]
+    assert is_timed == (state == "running" and num_steps == 1)
     goes_on = any("--run-dir" in command for _, command in view["commands"])
     assert goes_on == (state not in ("starting", "running"))
 
@@ -506,7 +513,7 @@ def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:
 def test_causes_differ_by_words_and_not_by_numbers_and_names() -> None:
     assert cause_of("g17/r3 is in turn 2 after 600.0 s") == cause_of("g8/r0 is in turn 1 after 1.5 s")
     assert cause_of("ValueError: no 'a'") != cause_of("TypeError: no 'a'")
-    assert cause_of("") == "no reason is given"
+    assert cause_of("") == "no reason recorded"
 
 
 def test_of_many_samples_the_newest_and_some_of_all_the_run_are_shown(tmp_path: Path) -> None:
@@ -529,6 +536,7 @@ def test_runs_are_compared_by_what_differs_in_settings_and_results(tmp_path: Pat
     found = {difference["key"]: difference["values"] for difference in page["differences"]}
     assert found["buffer.max_staleness"] == ["2", "4"]
     assert found["steps"] == ["4", "2"]
+    assert [value[:5] for value in found["reward at the end"]] == ["0.250", "0.100"]
     assert "trainer.num_steps" not in found
 
 
@@ -586,7 +594,7 @@ def test_the_time_line_of_a_real_run_agrees_with_its_journal_and_its_metrics(who
     assert evaluated == [row[4] for row in rows if row[1] == "evaluation"]
     view: RunView = view_run(whole)
     assert view["problems"] == []
-    lanes = ["trainer", "weight sync", "engine-0", "engine-1", "checkpoints", "evaluations", "restarts"]
+    lanes = ["trainer", "weight sync", "engine-0", "engine-1", "checkpoints", "evaluations", "start"]
     assert view["timeline"]["lanes"] == lanes
     assert max(busy for _, busy in view["timeline"]["slots"]["engine-0"]) > 0
     events = assert_trace(json.loads((whole / "trace.json").read_text()))

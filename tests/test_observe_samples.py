@@ -18,9 +18,11 @@ from journal_cases import make_rollout
 from text_tokenizers import byte_fallback, byte_level, metaspace
 
 from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory, VersionSpan
 from asyncrl.observe import sample_maker
 from asyncrl.observe.console import Console
+from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.sample_maker import Chosen, SampleMaker, choose, pieces_of, shown
 from asyncrl.observe.sample_text import harmless, headline, render_samples, sample_text
 from asyncrl.observe.samples import SampleFile, ShownRollout, read_samples
@@ -231,6 +233,10 @@ def maker_of(folder: Path, **more: Any) -> SampleMaker:
     return SampleMaker(folder, **{"seed": 1, "per_step": 3, "failed_per_step": 2, **more})
 
 
+def trained(**more: Any) -> TrainResponse:
+    return TrainResponse(policy_version=1, metrics={}, **more)
+
+
 def fail(maker: SampleMaker, group_id: int, rollout: Callable[[], Rollout] = tuple) -> None:
     prompt = Prompt("0/7", ({"role": "user", "content": "why"},), answer="so")
     failed = FailedRollout(1, 2, RolloutFailure("no reward"), Seen(rollout))
@@ -250,7 +256,7 @@ def test_failed_rollouts_are_shown_at_once_a_few_between_two_steps_and_once_over
     fail(maker, 3)
     maker.flush()
     assert steps_in(tmp_path) == [(1, "failed")] * 2
-    maker.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), [(0, 3, 0.25)], Letters())
+    maker.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), trained(rollout_gaps=[(0, 3, 0.25)]), Letters())
     fail(maker, 4)
     maker.close()
     assert [(made.step, len(made.samples)) for made in maker.taken()] == [(1, 1), (1, 1), (1, 3), (2, 1)]
@@ -272,10 +278,40 @@ def test_failed_rollouts_are_shown_at_once_a_few_between_two_steps_and_once_over
     again = maker_of(tmp_path)
     again.goes_on_at(1, keeps_failed=True)
     fail(again, 4)  # its failure was not durable at the kill
-    again.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), [(0, 3, 0.25)], Letters())
+    again.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), trained(), Letters())
     again.close()
     kinds = ["failed", "failed", "best", "worst", "random"]
     assert steps_in(tmp_path) == [*((1, kind) for kind in kinds), (2, "failed")]
+
+
+def test_a_sample_shows_its_group_with_the_advantages_of_the_trainer(tmp_path: Path) -> None:
+    maker = maker_of(tmp_path, per_step=1)
+    batch = make_batch([[0.0, 1.0, 2.0]], version=0)
+    long = replace(turns(2, 600, versions=lambda place: 0), sample_index=1, reward=1.0)
+    first, _, last = batch.groups[0].trajectories
+    batch = replace(batch, groups=(replace(batch.groups[0], trajectories=(first, long, last)),))
+    report = trained(rollout_advantages=[(0, 0, -1.5), (0, 2, 1.5), (7, 1, 9.0)])
+    maker.step(batch, report, Letters())
+    maker.close()
+    (sample,) = read_samples(tmp_path, [])
+    group = sample.get("group", [])
+    assert [(each["sample_index"], each["reward"], each["advantage"]) for each in group] == [
+        (0, 0.0, -1.5),
+        (1, 1.0, None),
+        (2, 2.0, 1.5),
+    ]
+    assert len(group[1]["text"]) < 400
+    assert " … " in group[1]["text"]
+
+
+def test_special_tokens_are_recorded_and_stray_ones_counted() -> None:
+    special = SpecialTokens(end_ids=frozenset(b"d"), stray_ids=frozenset(b"c"))
+    sample = shown(chosen((turns(1, 3, 1, 1),), special=special), Letters())
+    stretches = [part for part in sample["branches"][0]["stretches"] if part["is_sampled"]]
+    assert [(part["text"], part.get("special")) for part in stretches] == [("bcd", [1, 2]), ("f", None)]
+    assert sample.get("num_stray") == 1
+    plain = shown(chosen((turns(1, 3),)), Letters())
+    assert ("num_stray" in plain, "group" in plain) == (False, False)
 
 
 def test_what_cannot_be_written_or_made_in_time_is_told_and_the_next_step_is_tried(
@@ -283,14 +319,14 @@ def test_what_cannot_be_written_or_made_in_time_is_told_and_the_next_step_is_tri
 ) -> None:
     maker = maker_of(tmp_path)
     (tmp_path / "samples.jsonl").mkdir()
-    maker.step(make_batch([[1.0]], 0), [], Letters())
+    maker.step(make_batch([[1.0]], 0), trained(), Letters())
     maker.flush()
     (tmp_path / "samples.jsonl").rmdir()
     (broken,) = maker.taken()
     assert broken.problem.startswith("no samples of step 1 in samples.jsonl: [Errno 21]")
-    maker.step(make_batch([[1.0]], 1), [], Letters())
+    maker.step(make_batch([[1.0]], 1), trained(), Letters())
     monkeypatch.setattr(sample_maker, "MAX_WAITING", 1)
-    maker.step(make_batch([[1.0]], 2), [], Letters())
+    maker.step(make_batch([[1.0]], 2), trained(), Letters())
     maker.close()
     assert [(made.step, bool(made.problem)) for made in maker.taken()] == [(3, True), (2, False)]
     assert steps_in(tmp_path) == [(2, "best")]
@@ -299,7 +335,7 @@ def test_what_cannot_be_written_or_made_in_time_is_told_and_the_next_step_is_tri
 def test_without_samples_no_file_is_made(tmp_path: Path) -> None:
     maker = maker_of(tmp_path, per_step=0, failed_per_step=0)
     maker.goes_on_at(1, keeps_failed=True)
-    maker.step(make_batch([[1.0]], 0), [], Letters())
+    maker.step(make_batch([[1.0]], 0), trained(), Letters())
     fail(maker, 1)
     maker.close()
     assert (maker.taken(), list(tmp_path.iterdir())) == ([], [])

@@ -29,6 +29,19 @@ pytestmark = pytest.mark.slow
 WIDTHS = (400, 900, 1600)
 AT_MOST_S = 60
 KEY = "a-key"
+FIXED = [f"fixed-{number}" for number in range(6)]
+NO_VERDICT = {
+    "ended": "",
+    "headline": "No step has ended yet.",
+    "learning": [],
+    "health": None,
+    "speed": [],
+    "reward_first": None,
+    "reward_last": None,
+    "reward_noise": None,
+    "num_recent": 0,
+    "trend": "unknown",
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +92,7 @@ def test_charts_have_points_at_every_width(
     for page in (make_shown_page(), make_shown_page(*runs)):
         show(browser, tmp_path, page, width, is_dark=is_dark)
         drawn = {each["id"]: each["points"] for each in ask(browser, "asyncrlPage.charts()")}
-        assert drawn.keys() == {"reward", "staleness", "step-times", "metric"}
+        assert drawn.keys() == {"reward", "staleness", "step-times", *FIXED}
         assert all(num > 0 for points in drawn.values() for num in points)
         assert ask(browser, "asyncrlPage.timeline().spans") == len(page["runs"][0]["timeline"]["spans"])
         assert ask(browser, "document.documentElement.scrollWidth") <= width
@@ -88,10 +101,13 @@ def test_charts_have_points_at_every_width(
 
 def test_a_run_without_steps_says_what_is_missing(browser: Chrome, tmp_path: Path) -> None:
     run = make_run(num_steps=0)
-    nothing: Any = {"verdict": [], "tiles": [], "failures": [], "curves": {}, "settings": [], "commands": []}
+    nothing: Any = {"tiles": [], "failures": [], "curves": {}, "settings": [], "commands": []}
+    nothing |= {"verdict": NO_VERDICT, "evaluations": []}
     show(browser, tmp_path, make_shown_page({**run, **nothing}))
     empty = [each.text for each in browser.find_elements(By.CSS_SELECTOR, ".empty")]
-    assert len(empty) == 12
+    assert len(empty) == 19
+    assert any("add a section to the config" in text for text in empty), "an evaluation"
+    assert not browser.find_element(By.ID, "failures").is_displayed()
     assert all(len(text) > 15 for text in empty)
     is_well(browser)
     show(browser, tmp_path, {**make_shown_page(), "runs": []})
@@ -111,7 +127,7 @@ def test_long_words_and_odd_values_neither_break_the_page_nor_widen_it(
     ]
     text_alone: Any = {"is_sampled": True, "text": "abc", "cut": 7}
     run |= {
-        "verdict": ["w" * 300],
+        "verdict": {**run["verdict"], "headline": "w" * 300, "health": ["w" * 300], "reward_noise": None},
         "tiles": [{"label": "x" * 80, "value": "v" * 60, "note": "n" * 200}],
         "curves": {"reward/mean": {"mean": [None] * 4}, "large": {"mean": [1e308, -1e308, 1e-300, None]}},
         "gauges": {},
@@ -136,7 +152,7 @@ def test_what_a_model_wrote_stays_text(browser: Chrome, tmp_path: Path) -> None:
     page: Any = all_hostile(make_shown_page(make_run(num_steps=20), make_run("other", 20)))
     show(browser, tmp_path, page)
     assert HOSTILE in browser.find_element(By.CSS_SELECTOR, "#sample pre.tokens").get_property("textContent")
-    assert HOSTILE in browser.find_element(By.CSS_SELECTOR, "#verdict .first").text
+    assert HOSTILE in browser.find_element(By.ID, "headline").text
     assert browser.find_elements(By.CSS_SELECTOR, "main img, main script") == []
     for colour in ("logprob", "loss", "version"):
         browser.find_element(By.CSS_SELECTOR, f"input[value={colour}] + span").click()
@@ -145,11 +161,11 @@ def test_what_a_model_wrote_stays_text(browser: Chrome, tmp_path: Path) -> None:
 
 def test_control_characters_are_written_out_and_turn_no_text_around(browser: Chrome, tmp_path: Path) -> None:
     run, told = make_run(num_steps=3), "1 \u202e2 + 3\u2066 \x1b[2J\x00 \t\n \x9b"
-    run["samples"][-1]["answer"], run["verdict"] = told, [told]
+    run["samples"][-1]["answer"], run["verdict"]["headline"] = told, told
     for sample in run["samples"]:
         sample["messages"] = [{"role": "user", "content": told}]
     show(browser, tmp_path, make_shown_page(run))
-    for place in ("#sample .turn pre", "#verdict .first"):
+    for place in ("#sample .turn pre", "#headline"):
         seen = browser.find_element(By.CSS_SELECTOR, place).get_property("textContent")
         assert seen == "1 \\u202e2 + 3\\u2066 \\x1b[2J\\x00 \t\n \\x9b"
     is_well(browser)
@@ -165,7 +181,7 @@ def test_a_click_on_a_sample_shows_it(browser: Chrome, tmp_path: Path) -> None:
     assert f"Step {after.split('/')[0]}," in browser.find_element(By.CSS_SELECTOR, "#sample h3").text
     kind = browser.find_element(By.CSS_SELECTOR, "select[data-key=kind]")
     kind.find_element(By.CSS_SELECTOR, "option[value=failed]").click()
-    badges = browser.find_elements(By.CSS_SELECTOR, "#sample-list .badge")
+    badges = browser.find_elements(By.CSS_SELECTOR, "#sample-list .badge:first-child")
     assert {each.text for each in badges} == {"failed"}
     assert "the reward function raised" in browser.find_element(By.ID, "sample").text
     kind.find_element(By.CSS_SELECTOR, "option[value='']").click()
@@ -176,9 +192,73 @@ def test_a_click_on_a_sample_shows_it(browser: Chrome, tmp_path: Path) -> None:
     is_well(browser)
 
 
+def test_the_page_answers_did_it_learn_then_is_it_healthy_then_how_fast(
+    browser: Chrome, tmp_path: Path
+) -> None:
+    page = make_shown_page()
+    show(browser, tmp_path, page)
+    assert browser.find_element(By.TAG_NAME, "h1").text.startswith("Learned: reward rose")
+    rows = [each.text for each in browser.find_elements(By.CSS_SELECTOR, "#verdict .row")]
+    assert [row.split("\n")[0] for row in rows] == ["Learning", "Health", "Speed"]
+    assert "0.081\n→\n0.944\n± 0.010" in rows[0]
+    assert "special tokens" in rows[1]
+    assert ask(browser, "asyncrlPage.timeline().slots") == [16, 16], "lanes are as high as the slots"
+    page["runs"][0]["verdict"]["health"] = []
+    show(browser, tmp_path, page)
+    assert browser.find_element(By.CSS_SELECTOR, "#verdict .fine").text == "Nothing unusual."
+    is_well(browser)
+
+
+def test_links_lead_to_a_step_and_to_a_sample(browser: Chrome, tmp_path: Path) -> None:
+    show(browser, tmp_path, make_shown_page())
+    address = (tmp_path / "page.html").as_uri()
+    browser.get("about:blank")
+    browser.get(f"{address}#step=42")
+    assert ask(browser, "asyncrlPage.step()") == 42
+    tools = browser.find_element(By.ID, "step-tools")
+    assert tools.text.startswith("Step 42")
+    tools.find_elements(By.TAG_NAME, "button")[0].click()
+    steps = {each.text for each in browser.find_elements(By.CSS_SELECTOR, "#sample-list .at")}
+    assert steps == {"step 42"} or steps == {"step 43"}, "the nearest step with samples"
+    browser.execute_script("arguments[0].click()", tools.find_elements(By.TAG_NAME, "button")[1])
+    shown = ask(browser, "asyncrlPage.timeline()")
+    assert shown["to"] - shown["from"] < 10
+    key = ask(browser, "asyncrlPage.runs() && asyncrlPage.sample()")
+    browser.get("about:blank")
+    browser.get(f"{address}#sample={key}")
+    assert ask(browser, "asyncrlPage.sample()") == key
+    assert "Copy link" in browser.find_element(By.CSS_SELECTOR, "#sample h3").text
+    over = browser.find_element(By.CSS_SELECTOR, "#reward .u-over")
+    ActionChains(browser).move_to_element(over).click().perform()
+    step = ask(browser, "asyncrlPage.step()")
+    assert 30 < step < 90
+    assert ask(browser, "location.hash") == f"#step={step}"
+    is_well(browser)
+
+
+def test_a_group_is_shown_side_by_side_and_special_tokens_are_marked(browser: Chrome, tmp_path: Path) -> None:
+    page = make_shown_page()
+    show(browser, tmp_path, page)
+    members = [each.text for each in browser.find_elements(By.CSS_SELECTOR, "#group .member")]
+    assert len(members) == 4
+    assert all("advantage" in text and "reward" in text for text in members)
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#group .member[aria-current]")) == 1
+    marked = {each.text for each in browser.find_elements(By.CSS_SELECTOR, "#group mark.special")}
+    assert marked == {"<|system|>"}
+    assert browser.find_elements(By.CSS_SELECTOR, "#sample .tok.special")
+    badge = browser.find_element(By.CSS_SELECTOR, "#sample h3 .badge.best")
+    assert "stray" in badge.get_attribute("class").split(), "a best sample with special tokens is not fine"
+    search = browser.find_element(By.CSS_SELECTOR, "input[data-key=words]")
+    search.send_keys("train/4")
+    assert {each.text for each in browser.find_elements(By.CSS_SELECTOR, "#sample-list .at")} <= {
+        f"step {number}" for number in (4, *range(40, 50))
+    }
+    is_well(browser)
+
+
 def test_branches_and_tokens_can_be_read_by_keys(browser: Chrome, tmp_path: Path) -> None:
     show(browser, tmp_path, make_shown_page())
-    browser.find_element(By.CSS_SELECTOR, "button.sample[data-key^='119/']").click()
+    browser.find_element(By.CSS_SELECTOR, "button.sample[data-key^='120/']").click()
     browser.find_element(By.CSS_SELECTOR, "[data-key=branch-1]").click()
     assert (
         browser.find_element(By.CSS_SELECTOR, "[data-key=branch-1]").get_attribute("aria-pressed") == "true"
@@ -219,7 +299,7 @@ def test_the_time_line_zooms_by_drag_wheel_and_keys(browser: Chrome, tmp_path: P
     canvas.send_keys("0")
     assert seen() == whole
     canvas.send_keys(Keys.ESCAPE, ".")
-    assert "before step 0" in browser.find_element(By.CSS_SELECTOR, ".tip").text
+    assert "before step 1" in browser.find_element(By.CSS_SELECTOR, ".tip").text
     kinds = browser.find_elements(By.CSS_SELECTOR, "#timeline button.key")
     kinds[0].click()
     first = browser.find_elements(By.CSS_SELECTOR, "#timeline button.key")[0]
@@ -235,12 +315,12 @@ def test_a_chart_zooms_by_drag_and_keys_and_changes_its_axis(browser: Chrome, tm
     ).release().perform()
     zoomed = chart(browser, "reward")
     assert zoomed["isZoomed"]
-    assert 0 < zoomed["from"] < zoomed["to"] < 119
+    assert 0 < zoomed["from"] < zoomed["to"] < 120
     browser.find_element(By.CSS_SELECTOR, "#reward .chart-head button").click()
-    assert (chart(browser, "reward")["from"], chart(browser, "reward")["to"]) == (0, 119)
+    assert (chart(browser, "reward")["from"], chart(browser, "reward")["to"]) == (0, 120)
     plot = browser.find_element(By.CSS_SELECTOR, "#reward .plot")
     plot.send_keys("+")
-    assert chart(browser, "reward")["to"] - chart(browser, "reward")["from"] == pytest.approx(119 / 2)
+    assert chart(browser, "reward")["to"] - chart(browser, "reward")["from"] == pytest.approx(120 / 2)
     plot.send_keys("0")
     browser.find_element(By.CSS_SELECTOR, "#axis input[value=time] + span").click()
     assert chart(browser, "reward")["to"] > 150
@@ -257,7 +337,7 @@ def test_the_keyboard_reaches_everything_in_the_order_of_the_page(browser: Chrom
         == 0
     )
     reached = []
-    for _ in range(120):
+    for _ in range(160):
         ActionChains(browser).send_keys(Keys.TAB).perform()
         told = ask(
             browser,
@@ -269,35 +349,19 @@ def test_the_keyboard_reaches_everything_in_the_order_of_the_page(browser: Chrom
         assert told[2], told
         reached.append(told[1])
     order = list(dict.fromkeys(reached))
-    wanted = [
-        "nav",
-        "warnings",
-        "axis",
-        "reward",
-        "staleness",
-        "step-times",
-        "timeline",
-        "sample-tools",
-        "sample-list",
-    ]
-    wanted += [
-        "branch",
-        "failures",
-        "evaluations",
-        "metric-name",
-        "metric-tools",
-        "metric",
-        "config",
-        "commands",
-    ]
+    wanted = ["nav", "warnings", "axis", "reward", *FIXED, "evaluations", "sample-tools", "sample-list"]
+    wanted += ["branch", "failures", "step-times", "staleness", "timeline", "metric-filter", "config"]
+    wanted += ["commands"]
     assert [name for name in order if name in wanted] == wanted
 
 
 def test_a_metric_and_a_setting_are_found_and_a_command_copied(browser: Chrome, tmp_path: Path) -> None:
     show(browser, tmp_path, make_shown_page())
-    browser.find_element(By.CSS_SELECTOR, "#metric-name option[value='perf/host_memory_bytes']").click()
-    assert "peak resident memory" in browser.find_element(By.ID, "metric").text
-    assert "MiB" in browser.find_element(By.ID, "metric").text
+    browser.find_element(By.ID, "metric-filter").send_keys("host_mem")
+    assert "1 of 13 metrics" in browser.find_element(By.ID, "metric-tools").text
+    (cell,) = browser.find_elements(By.CSS_SELECTOR, "#metric-grid .chart")
+    WebDriverWait(browser, AT_MOST_S).until(lambda _: "MiB" in cell.text)
+    assert "peak resident memory" in cell.text
     rows = "#config tbody tr"
     assert len(browser.find_elements(By.CSS_SELECTOR, rows)) == 4
     browser.find_element(By.CSS_SELECTOR, "#config input[type=checkbox]").click()
@@ -312,8 +376,9 @@ def test_a_metric_and_a_setting_are_found_and_a_command_copied(browser: Chrome, 
 
 
 def test_another_run_is_shown_in_detail_when_it_is_chosen(browser: Chrome, tmp_path: Path) -> None:
-    other = {**make_run("other", 30, seed=3), "verdict": ["The other one."]}
-    show(browser, tmp_path, make_shown_page(make_run(), other))  # type: ignore[arg-type]
+    other = make_run("other", 30, seed=3)
+    other["verdict"]["headline"] = "The other one."
+    show(browser, tmp_path, make_shown_page(make_run(), other))
     assert browser.find_element(By.ID, "differences").is_displayed()
     browser.find_elements(By.CSS_SELECTOR, ".runs button")[1].click()
     assert "The other one." in browser.find_element(By.ID, "verdict").text
@@ -375,9 +440,9 @@ def test_changes_arrive_in_an_open_page(browser: Chrome, tmp_path: Path) -> None
         chosen = ask(browser, "asyncrlPage.sample()")
         begin_run(folder, 9)
         wait.until(has_steps(9))
-        assert chart(browser, "reward")["to"] == 8
+        assert chart(browser, "reward")["to"] == 9
         assert ask(browser, "asyncrlPage.sample()") == chosen
-        assert json.loads(json.dumps(ask(browser, "asyncrlPage.runs()[0].last"))) == 8
+        assert json.loads(json.dumps(ask(browser, "asyncrlPage.runs()[0].last"))) == 9
         (folder / "config.yaml").unlink()
         wait.until(lambda _: "was deleted or moved" in browser.find_element(By.ID, "notes").text)
         begin_run(folder, 4)

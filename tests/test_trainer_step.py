@@ -330,6 +330,12 @@ def test_a_step_reports_the_gap_of_each_engine_with_fresh_tokens(make_step: Make
     of_rollouts = {(group, sample): gap for group, sample, gap in step.rollout_gaps}
     expected = {name: 0.02 if engine == 1 else 0.0 for name, engine in engine_of.items()}
     assert of_rollouts == pytest.approx(expected, abs=2e-5)
+    advantages = {(group, sample): value for group, sample, value in step.rollout_advantages}
+    rewards = {(entry.group_id, entry.sample_index): entry.reward for entry in header.trajectories}
+    assert advantages.keys() == rewards.keys()
+    by_reward = sorted(rewards, key=lambda name: (name[0], rewards[name]))
+    by_advantage = sorted(rewards, key=lambda name: (name[0], advantages[name]))
+    assert [rewards[name] for name in by_reward] == [rewards[name] for name in by_advantage]
     versions = np.where(arrays.engines == 1, 0, np.where(arrays.loss_mask, 1, -1)).astype(np.int32)
     header = header.model_copy(update={"version": 1, "min_version": 0})
     again = step.train(header, changed(arrays, versions=versions))

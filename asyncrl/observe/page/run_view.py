@@ -154,8 +154,8 @@ def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]])
         yield {"label": label, "value": f"{means[-1]:.3f}", "note": f"best of {len(means)}: {max(means):.3f}"}
     wall_s, tokens = float(steps.last.get("time_s", 0.0)), steps.total("tokens/trained")
     if tokens and wall_s > 0:
-        note = f"trained, waits included; {masked_tokens(steps):,} tokens were masked as too old"
-        yield {"label": "tokens a second", "value": f"{tokens / wall_s:,.0f}", "note": note}
+        note = f"waits included; {masked_tokens(steps):,} tokens were masked as too old"
+        yield {"label": "trained tokens a second", "value": f"{tokens / wall_s:,.0f}", "note": note}
     if (age := steps.mean("sample/staleness_mean")) is not None:
         largest, bound = steps.most("sample/staleness_max"), config.buffer.max_staleness
         note = f"largest {largest or 0:.0f}, bound {bound}"

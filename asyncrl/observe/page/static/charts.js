@@ -24,7 +24,7 @@ function axesOf(spec) {
     ? { ...look, size: 32, values: (_, ticks) => secondsText(ticks), incrs: INCREMENTS, space: 70 }
     : { ...look, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (_, ticks) => ticks.map(tick => tick.toLocaleString("en")), space: 60 };
   const y = { ...look, size: 66, values: (_, ticks) => ticks.map(tick => amount(tick, ["s", "bytes", "0..1"].includes(spec.unit) ? spec.unit : "")) };
-  return spec.isSmall ? [{ ...x, size: 22 }, { ...y, size: 52, space: 26 }] : [x, y];
+  return spec.isSmall ? [{ ...x, size: 22 }, { ...y, size: 54, space: 26, ticks: { show: false } }] : [x, y];
 }
 
 function optionsOf(spec, width) {
@@ -39,14 +39,14 @@ function optionsOf(spec, width) {
   }
   const labels = spec.lines.map(line => line.label);
   return {
-    width, height: spec.isSmall ? 110 : 300, series, axes: axesOf(spec), legend: { show: !spec.isSmall, live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
+    width, height: spec.isSmall ? 110 : spec.height || 260, series, axes: axesOf(spec), legend: { show: !spec.isSmall, live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
     bands: (spec.bands || []).map(([high, low, fill]) => ({ series: [labels.indexOf(high) + 1, labels.indexOf(low) + 1], fill })),
-    scales: { x: { time: false, ...(spec.isBars && { range: (_, low, high) => [low - 0.5, high + 0.5] }) }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.08, true) }, share: { range: [0, 1.05] } },
+    scales: { x: { time: false, ...(spec.isBars && { range: (_, low, high) => [low - 0.5, high + 0.5] }) }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high || (low ? 0 : 1), 0.08, true) }, share: { range: [0, 1.05] } },
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
   };
 }
 
-/* Draws `spec` into the box: {title, what, lines, bands, unit, isTime, isSmall, range, isEmpty: text}. */
+/* Draws `spec` into the box: {title, what, lines, bands, unit, isTime, isSmall, range, height, isEmpty: text}. */
 function drawChart(id, spec) {
   const box = byId(id), known = charts.get(id);
   const head = h("div", { class: "chart-head" }, h("h3", { title: spec.title }, spec.title), h("p", { title: spec.what }, spec.what || ""));
@@ -72,14 +72,14 @@ function drawChart(id, spec) {
   head.append(reset, ...(spec.isSmall ? [now] : []));
   box.replaceChildren(head, holder);
   const entry = { spec, shape, reset, isZoomed: false, lines: spec.lines };
-  const options = optionsOf(spec, Math.max(240, box.clientWidth));
+  const options = optionsOf(spec, Math.max(spec.isSmall ? 120 : 240, box.clientWidth));
   options.series.slice(1).forEach((line, at) => {
     line.value = (_, v, __, row) => amount(entry.lines[at].raw && row !== null ? entry.lines[at].raw[row] : v, spec.unit);
   });
   const newest = plot => {
     const last = plot.data.map(line => line.findLastIndex(value => value !== null && value !== undefined)), isOut = !(plot.cursor.left >= 0);
     if (isOut && !spec.isSmall) plot.setLegend({ idxs: last }, false);
-    now.textContent = entry.lines.map((line, at) => line.isQuiet ? null : amount(plot.data[at + 1][isOut ? last[at + 1] : plot.cursor.idx], line.unit ?? spec.unit)).filter(Boolean).slice(0, 3).join(" · ");
+    now.textContent = entry.lines.map((line, at) => line.isQuiet ? null : amount(plot.data[at + 1][isOut ? last[at + 1] : plot.cursor.idx], line.unit ?? spec.unit)).filter(Boolean).join(" · ");
   };
   options.hooks = { ready: [newest], setCursor: [newest], setData: [newest], draw: [plot => markStep(plot, spec)], setSelect: [plot => { if (plot.select.width > 0) markZoom(entry, true); }] };
   entry.plot = new uPlot(options, data, holder);
@@ -181,7 +181,7 @@ function rewardSpec(runs, isTime) {
       lines.push({ label: `${name}held out ${one}`.trim(), x: at, y: told.map(line => line["eval/reward_mean"]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
     }
   });
-  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, bands, unit: "", isTime, isEmpty: withoutSteps(runs) };
+  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, bands, unit: "", isTime, height: 380, isEmpty: withoutSteps(runs) };
 }
 
 function stalenessSpec(runs, isTime) {
@@ -213,7 +213,7 @@ function smallSpec(runs, names, isTime) {
       lines.push({ label: `${label} high`, x, y: curve.high, width: 0, isQuiet: true }, { label: `${label} low`, x, y: curve.low, width: 0, isQuiet: true });
       bands.push([`${label} high`, `${label} low`, faded(colour, 0.16)]);
     }
-    lines.push({ label, x, y: curve.mean, stroke: colour, width: 1.5, unit: gaugeOf(each).unit, ...(at && { scale: "share", dash: [4, 3], stroke: faded(colour, 0.75) }) });
+    lines.push({ label, x, y: curve.mean, stroke: colour, width: 1.5, spansGaps: true, isQuiet: index !== shown.run, unit: gaugeOf(each).unit, ...(at && { scale: "share", dash: [4, 3], stroke: faded(colour, 0.75) }) });
   }));
   return { title: isFixed ? TITLES[name] : name, what: names.map(each => gaugeOf(each).meaning).join("; dashed: "), lines, bands, unit: gaugeOf(name).unit, isTime, isSmall: true, isEmpty: withoutSteps(runs) };
 }

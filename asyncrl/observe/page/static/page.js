@@ -40,9 +40,9 @@ function drawPage() {
   part("samples", [run.samples, run.run_dir], () => showSamples(run.samples, run));
   part("failures", [run.failures], () => showFailures(run));
   part("evaluations", [run.evaluations], () => showEvaluations(run));
-  FIXED.forEach((names, at) => part(`fixed-${at}`, [isTime, theme, wide, ...curves], () => drawChart(`fixed-${at}`, smallSpec(runs, names, isTime))));
+  FIXED.forEach((names, at) => part(`fixed-${at}`, [shown.run, isTime, theme, wide, ...curves], () => drawChart(`fixed-${at}`, smallSpec(runs, names, isTime))));
   part("metric-names", [metricNames().join(" "), shown.filter], drawMetricGrid);
-  for (const id of shown.inSight) part(id, [isTime, theme, wide, ...curves], () => drawChart(id, smallSpec(runs, [id.slice(METRIC.length)], isTime)));
+  for (const id of shown.inSight) part(id, [shown.run, isTime, theme, wide, ...curves], () => drawChart(id, smallSpec(runs, [id.slice(METRIC.length)], isTime)));
   part("step", [shown.step, run], drawStepTools);
   part("config", [run.settings], () => showConfig(run));
   part("commands", [run.commands], () => showCommands(run));
@@ -139,7 +139,7 @@ window.asyncrlPage = Object.freeze({
   errors: () => [...shown.errors],
   charts: () => [...charts].map(([id, { plot, isZoomed }]) => ({ id, isZoomed, from: plot.scales.x.min, to: plot.scales.x.max,
     points: plot.data.slice(1).map(line => line.filter(value => value !== null && value !== undefined).length) })),
-  timeline: () => ({ from: timeline.from, to: timeline.to, lanes: timeline.rows.map(row => row.name), spans: timeline.data?.spans.length ?? 0 }),
+  timeline: () => ({ from: timeline.from, to: timeline.to, lanes: timeline.rows.map(row => row.name), slots: timeline.rows.filter(row => row.slots).map(row => row.most), spans: timeline.data?.spans.length ?? 0 }),
   sample: () => samples.key,
   step: () => shown.step,
   runs: () => shown.page.runs.map(run => ({ name: run.name, state: run.state, steps: run.step.length, last: run.step[run.step.length - 1] ?? null })),

@@ -90,7 +90,7 @@ function drawSampleList() {
 function sampleButton(sample) {
   const key = keyOf(sample), words = wordsOf(sample);
   return h("div", { role: "listitem" }, h("button", { type: "button", class: `sample ${sample.kind}`, "data-key": key, "aria-pressed": String(key === samples.key), onclick: () => chooseSample(sample) },
-    h("span", { class: "line" }, badge(sample), h("span", { class: "at" }, `step ${sample.step}${sample.num_stray ? ", special tokens" : ""}`), h("span", { class: "reward" }, sample.reward === null ? "no reward" : `reward ${plainNumber(sample.reward)}`)),
+    h("span", { class: "line" }, badge(sample), h("span", { class: "at" }, `step ${sample.step}`), ...(sample.num_stray ? [h("span", { class: "badge stray", title: "special tokens in the answer" }, "special")] : []), h("span", { class: "reward" }, sample.reward === null ? "no reward" : `reward ${plainNumber(sample.reward)}`)),
     h("span", { class: "words" }, marked(words.trim().slice(0, 160) || "(nothing was sampled)"))));
 }
 

@@ -9,7 +9,7 @@ function showVerdict(run) {
   const health = told.health === null ? nothing("No step has ended yet.") : told.health.length
     ? h("ul", { class: "flags" }, told.health.map(text => h("li", {}, text))) : h("p", { class: "fine" }, "Nothing unusual.");
   bodyOf("verdict").replaceChildren(
-    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(told.ended ? [told.headline] : []), ...sentences(told.learning), told.reward_last === null ? nothing("No reward yet.") : bigReward(told))),
+    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(told.ended ? [told.headline] : []), ...sentences(told.learning), told.reward_last === null ? nothing("No step has a reward yet.") : bigReward(told))),
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
     h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
   byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
@@ -20,7 +20,7 @@ function bigReward(told) {
   const number = value => value === null ? "–" : value.toFixed(3);
   return h("p", { class: "big" }, h("span", { class: "label" }, "reward"), h("span", { class: "from" }, number(told.reward_first)), h("span", { class: "from" }, "→"),
     h("strong", {}, number(told.reward_last)), h("span", { class: "from" }, `± ${number(told.reward_noise)}`),
-    h("span", { class: "hint" }, `mean of the first and of the last ${told.num_recent === 1 ? "step" : `${told.num_recent} steps`}; ${TRENDS[told.trend] ?? told.trend}`));
+    h("span", { class: "hint" }, `from the start to the mean of the last ${told.num_recent === 1 ? "step" : `${told.num_recent} steps`}; ${TRENDS[told.trend] ?? told.trend}`));
 }
 
 function showWarnings(run) {
