@@ -89,7 +89,7 @@ def test_an_asynchronous_run_keeps_its_bound_while_its_engines_evaluate(tmp_path
         buffer={"max_staleness": 3, "look_ahead": 3},
         rollout={"num_engines": 2, "max_tokens": 100},
         trainer={"num_steps": 12},
-        eval=EVERY_VERSION | {"task": {"python": "asyncrl.tasks.letters:Letters", "size": 50}},
+        eval=EVERY_VERSION | {"task": {"python": "asyncrl.tasks.letters:Letters"}, "num_prompts": 8},
     )
     run_dir = never_killed(config, tmp_path / "run")
     versions = list(rewards_of(run_dir))
