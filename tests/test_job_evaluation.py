@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import NUM_STEPS
-from crash_fuzz import Crashes, differences, kill_tree, new_seed
+from crash_fuzz import Crashes, differences, fuzz_config, kill_tree, never_killed, new_seed
 from job_runs import interrupt, read_lines, run, start, variant, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -80,6 +80,22 @@ def test_whatever_is_killed_each_evaluation_has_the_rewards_of_its_version(
     rewards, expected = rewards_of(tmp_path / "run"), rewards_of(apart)
     assert rewards == {version: expected[version] for version in rewards}
     assert NUM_STEPS in rewards
+
+
+def test_an_asynchronous_run_keeps_its_bound_while_its_engines_evaluate(tmp_path: Path) -> None:
+    config = fuzz_config(
+        tmp_path,
+        task={"size": 50},
+        buffer={"max_staleness": 3, "look_ahead": 3},
+        rollout={"num_engines": 2, "max_tokens": 100},
+        trainer={"num_steps": 12},
+        eval=EVERY_VERSION | {"task": {"python": "asyncrl.tasks.letters:Letters"}, "num_prompts": 8},
+    )
+    run_dir = never_killed(config, tmp_path / "run")
+    versions = list(rewards_of(run_dir))
+    assert (versions[0], versions[-1]) == (0, 12)
+    last = read_lines(run_dir / "eval.jsonl")[-1]
+    assert last["eval/skipped"] == last["eval/abandoned"] == 0, "a version that was pushed was evaluated"
 
 
 def gated(on_policy: Path, folder: Path, placement: str) -> tuple[Path, Path]:
