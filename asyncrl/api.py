@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
-from asyncrl.errors import ConfigError
-from asyncrl.job.life import new_run_dir
+from asyncrl.job.life import SIGNALS, Interrupts, new_run_dir
 from asyncrl.job.resume import as_resume_mode
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
@@ -43,11 +44,12 @@ def run(
     which can be resumed, with CallbackError; one that has not returned for 30 s is named on stderr. To end
     a run early, `signal.raise_signal(signal.SIGINT)`: it takes the step to its end and makes a checkpoint.
 
-    Call it in the main thread, without a running event loop (a notebook has one: there, run the command),
-    and in a script below `if __name__ == "__main__":`. Raises ConfigError for what is wrong before anything
+    In a notebook, and inside any other running event loop, the run works in a thread with a loop of its own
+    until this returns; a notebook shows a table that updates. Ctrl-C, or interrupting the cell, ends the run
+    with a checkpoint; a second time ends it at once. A thread other than the main thread gets no signals. In
+    a script, call it below `if __name__ == "__main__":`. Raises ConfigError for what is wrong before anything
     is started, and the AsyncrlError that ended the run; nothing that it started is left.
     """
-    _refuse_place()
     callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
     from asyncrl.job.loop import run_job
 
@@ -58,23 +60,47 @@ def run(
         name, loaded = "run", config_from(values, overrides)
     folder = Path(run_dir or new_run_dir(name))
     mode = as_resume_mode(resume)
-    with serving():
-        run_job(loaded, folder, name=name, resume=mode, allow_change=allow_change, trackers=[callbacks])
+    interrupts = Interrupts() if _is_in_loop() else None
+
+    def train() -> None:
+        with serving():
+            run_job(
+                loaded,
+                folder,
+                name=name,
+                resume=mode,
+                allow_change=allow_change,
+                trackers=[callbacks],
+                interrupts=interrupts,
+            )
+
+    if interrupts is None:
+        train()
+    else:
+        _run_in_thread(train, interrupts)
     return read_run(folder)
 
 
-def _refuse_place() -> None:
-    """Signals and a loop of its own are what a run needs of its process."""
+def _is_in_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        if threading.current_thread() is threading.main_thread():
-            return
-        where = "in a thread that is not the main one"
-    else:
-        where = "inside a running event loop, as a notebook has one"
-    raise ConfigError(
-        f"asyncrl.run was called {where}",
-        rule="a run handles the signals of its process and has an event loop of its own",
-        way_out="run the command there, `!asyncrl run CONFIG --run-dir DIR`, and read_run(DIR) beside it.",
-    )
+        return False
+    return True
+
+
+def _run_in_thread(train: Callable[[], None], interrupts: Interrupts) -> None:
+    """Call `train` in a thread and wait for it; signals that come to the main thread are passed on to it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, frame: interrupts.send(number))
+        with ThreadPoolExecutor(1, "asyncrl run") as pool:
+            training = pool.submit(train)
+            while not training.done():
+                wait([training], timeout=1.0)  # a signal that another thread gets does not end a wait
+            training.result()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import math
@@ -20,6 +19,7 @@ from job_runs import environment, write_config
 
 import asyncrl
 from asyncrl.errors import ConfigError
+from asyncrl.job.life import Interrupts
 from asyncrl.observe.run_record import table_of
 from asyncrl.observe.trackers import callbacks
 
@@ -46,6 +46,29 @@ if __name__ == "__main__":
     seen, quiet = [], ["observe.console=none"]
     record = asyncrl.run(config, quiet, run_dir=run_dir, on_step=lambda step, _: seen.append(step))
     print(json.dumps([record.state, seen, record.steps["step"]]))
+"""
+
+
+IN_A_LOOP = """
+import asyncio, json, os, signal, sys
+import asyncrl
+
+def on_step(step, metrics):
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+
+async def main():
+    config, quiet, run_dir = json.loads(sys.argv[1]), ["observe.console=none"], sys.argv[2]
+    before = signal.getsignal(signal.SIGINT)
+    stopped = asyncrl.run(config, quiet, run_dir=run_dir, on_step=on_step)
+    is_handler_back = signal.getsignal(signal.SIGINT) == before
+    num_steps = len(stopped.steps["step"])
+    more = [*quiet, f"trainer.num_steps={num_steps + 1}"]
+    resumed = await asyncio.to_thread(asyncrl.run, config, more, run_dir=run_dir)
+    print(json.dumps([[stopped.state, num_steps], [resumed.state, resumed.steps["step"]], is_handler_back]))
+
+if __name__ == "__main__":
+    asyncio.run(main())
 """
 
 
@@ -93,24 +116,25 @@ def test_a_callback_that_raises_ends_the_run_which_goes_on_in_the_same_process(t
     assert seen == steps[-len(seen) :], "it went on where the first one stood"
 
 
-def test_a_run_is_refused_where_it_could_not_handle_signals() -> None:
-    async def inside() -> None:
-        asyncrl.run("configs/quickstart.yaml")
+@pytest.mark.slow
+def test_a_run_inside_an_event_loop_is_interrupted_with_a_checkpoint_and_resumes(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(IN_A_LOOP)
+    config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 100_000}).read_text())
+    arguments = [sys.executable, "script.py", json.dumps(config), str(tmp_path / "run")]
+    stopped, resumed, is_handler_back = json.loads(ran(arguments, tmp_path).splitlines()[-1])
+    state, num_steps = stopped
+    assert state == "interrupted"
+    assert num_steps >= 3
+    assert resumed == ["done", list(range(1, num_steps + 2))]
+    assert is_handler_back
 
-    with pytest.raises(ConfigError, match="inside a running event loop"):
-        asyncio.run(inside())
-    errors: list[BaseException] = []
 
-    def elsewhere() -> None:
-        try:
-            asyncrl.run("configs/quickstart.yaml")
-        except ConfigError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert "not the main one" in str(errors[0])
+def test_interrupts_are_kept_until_a_run_receives_them() -> None:
+    interrupts, received = Interrupts(), list[int]()
+    interrupts.send(2)
+    interrupts.receive_by(received.append)
+    interrupts.send(15)
+    assert received == [2, 15]
 
 
 async def _async(step: int, metrics: object) -> None: ...

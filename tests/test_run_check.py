@@ -73,7 +73,7 @@ model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which 
 model.scratch=none model.path=cut -> cut/model.safetensors has 10 bytes, and by its header it needs 72 or more
 model.scratch=none model.path=mute -> mute has no tokenizer ... copy tokenizer.json
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
-rollout.max_tokens=4096 -> allow 41 ... max_position_embeddings=64 ... at most 64
+rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=ppo_clipp -> algorithm.loss=ppo_clipp is not known ... name one of ppo_clip
 algorithm.loss=mine_here:los -> mine_here has no los ... did you mean loss?
 algorithm.loss=mine_here:few -> few(current, anchor) cannot be called as loss(current_M, ... too many

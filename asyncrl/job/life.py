@@ -16,6 +16,7 @@ import shutil
 import signal
 import stat
 import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -46,6 +47,33 @@ logger = logging.getLogger("asyncrl.job.life")
 
 CLOSE_TIMEOUT_S = 15.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Signals for a run that works beside the main thread, which alone gets those of the process.
+
+    Life: keeps what is sent until receive_by() names who gets it. Any thread may call send().
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may interrupt another one
+        self._kept: list[int] = []
+        self._receive: Callable[[int], None] | None = None
+
+    def send(self, number: int) -> None:
+        """Pass on a signal."""
+        with self._lock:
+            if self._receive is None:
+                self._kept.append(number)
+            else:
+                self._receive(number)
+
+    def receive_by(self, receive: Callable[[int], None] | None) -> None:
+        """Pass on what was kept, and all that comes, to `receive` (None: keep it)."""
+        with self._lock:
+            self._receive = receive
+            while self._kept and receive is not None:
+                receive(self._kept.pop(0))
 
 
 class Voice:
@@ -126,6 +154,8 @@ class Life(ABC):
         """
         self.stack = AsyncExitStack()
         self.stop, self.can_stop = asyncio.Event(), False
+        self.interrupts: Interrupts | None = None
+        """Set by a caller that runs this beside the main thread, and whose process a signal must not end."""
         self._signal: int | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # the group holds those that run
@@ -139,11 +169,10 @@ class Life(ABC):
         """The exit code: that of live(), or 128 + the signal that cut it. Raises the AsyncrlError that ended
         it.
         """
-        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        main = asyncio.current_task()
         assert main is not None
         main.set_name(self.main_task)
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number, main)
+        self._listen(main)
         try:
             return self._finish(await self._live())
         except asyncio.CancelledError:
@@ -159,8 +188,27 @@ class Life(ABC):
             self.can_stop = False  # a signal cuts this wait, and nothing else
             with contextlib.suppress(asyncio.CancelledError):
                 await self.voice.aclose()
+            self._stop_listening()
+
+    def _listen(self, main: asyncio.Task[Any]) -> None:
+        """Receive signals: of the process in the main thread, else those that `interrupts` passes on."""
+        loop = asyncio.get_running_loop()
+        if self.interrupts is not None:
+
+            def receive(number: int) -> None:
+                loop.call_soon_threadsafe(self._on_signal, number, main)
+
+            self.interrupts.receive_by(receive)
+        elif threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                loop.remove_signal_handler(number)
+                loop.add_signal_handler(number, self._on_signal, number, main)
+
+    def _stop_listening(self) -> None:
+        if self.interrupts is not None:
+            self.interrupts.receive_by(None)
+        elif threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
 
     def _finish(self, code: int) -> int:
         if code > 128:
@@ -227,6 +275,9 @@ class Life(ABC):
         return error
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
+        if self._signal is not None and self.interrupts is not None:
+            main.cancel()
+            return
         if self._signal is not None:
             for server in self.servers:  # any other ends with the pipe that we hold
                 server.child.kill_nowait()

@@ -28,6 +28,7 @@ from asyncrl.http import OURS, out_of
 from asyncrl.job.build import Parts, open_parts
 from asyncrl.job.check import RUN_COPY
 from asyncrl.job.life import (
+    Interrupts,
     Life,
     logging_to,
     make_run_dir,
@@ -76,9 +77,10 @@ def run_job(
     resume: ResumeMode = "auto",
     allow_change: Sequence[str] = (),
     trackers: Sequence[Tracker] = (),
+    interrupts: Interrupts | None = None,
 ) -> int:
     """Train as `config` says, from start to end or from where a killed run stood, and return the exit code.
-    `trackers` are told of it, beside those of the config.
+    `trackers` are told of it, beside those of the config. `interrupts`: signals, outside of the main thread.
 
     0 done; 130 or 143 interrupted by SIGINT or SIGTERM, and can be resumed. Raises AsyncrlError when a part
     of the run failed; by then everything is closed: no child process and no shared memory is left.
@@ -117,6 +119,7 @@ def run_job(
                 job = Job(
                     config, folder, name, point, plan.placement, launcher, trackers, num_first=num_first
                 )
+                job.interrupts = interrupts
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
                     is_warning = words.startswith("model.dtype=")  # a slow choice of the user's
                     job.say(words) if is_warning else logger.info("%s", words)

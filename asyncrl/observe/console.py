@@ -27,6 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.observe.notebook import NotebookLive, is_in_notebook
 from asyncrl.observe.run_numbers import (
     SHARES,
     Steps,
@@ -54,8 +55,8 @@ class Console:
 
     live repaints one panel, from a thread of rich's own, so the clock goes on while nothing happens; plain
     prints a line every few seconds, averaged over the steps since the last one; none prints nothing at all;
-    auto is live on a terminal, else plain. If the file cannot be written any more, nothing is shown and
-    nothing raises, in either thread. `health`: returns sentences about faults of the run.
+    auto is live on a terminal and in a notebook, else plain. If the file cannot be written any more, nothing
+    is shown and nothing raises, in either thread. `health`: returns sentences about faults of the run.
     """
 
     def __init__(
@@ -70,22 +71,28 @@ class Console:
         file: TextIO | None = None,
     ) -> None:
         # rich itself ends the process on a closed pipe
-        self._rich = RichConsole(file=outliving(file), highlight=False, quiet=kind == "none")
+        self._rich = RichConsole(
+            file=outliving(file), highlight=False, quiet=kind == "none", force_jupyter=False
+        )
         # not asked of rich, which takes a pipe for a terminal where FORCE_COLOR is set: CI, notebooks
-        self.kind: Kind = ("live" if self._rich.file.isatty() else "plain") if kind == "auto" else kind
+        is_seen = self._rich.file.isatty() or is_in_notebook()
+        self.kind: Kind = ("live" if is_seen else "plain") if kind == "auto" else kind
         self._run_name, self._num_steps, self._max_staleness = run_name, num_steps, max_staleness
         self._samples_every, self._has_failed = samples_every, False
         self._steps, self._activity, self._started_s = Steps(), "starting", time.monotonic()
         self._health_of, self._health = health, (0, tuple[str, ...]())
         """With the number of steps that it is of."""
         self._line_at_s, self._num_unshown = -math.inf, 0
-        self._live: Live | None = None
+        self._live: Live | NotebookLive | None = None
 
     def start(self) -> None:
         """Begin to show."""
         self._started_s = time.monotonic()
-        if self.kind == "live":
+        if self.kind == "live" and is_in_notebook():
+            self._live = NotebookLive(self.panel)
+        elif self.kind == "live":
             self._live = Live(get_renderable=self.panel, console=self._rich, refresh_per_second=4)
+        if self._live is not None:
             self._live.start()
 
     def goes_on(self, steps: Steps) -> None:

@@ -25,6 +25,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,14 +103,17 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
-        """If this process has imported all of `modules`, the server is forked from it."""
+        """If this process has imported all of `modules`, the server is forked from it: from its main thread,
+        as in a notebook's there are others that may hold locks.
+        """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._turn = asyncio.Lock()
         self.is_alive = True
         self.modules = frozenset(modules)
         with theirs:
-            if not all(name in sys.modules for name in modules):
+            is_main = threading.current_thread() is threading.main_thread()
+            if not is_main or not all(name in sys.modules for name in modules):
                 self.pid = _start_by_exec(theirs, modules)
             elif (pid := os.fork()) == 0:
                 self._socket.close()
