@@ -55,8 +55,8 @@ class Letters:
         raise ValueError(f"letters={self.letters} and its counts leave no pair with held_out={self.held_out}")
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """0 .. 1, in three parts: 0.4 for the share of right letters, 0.5 for a length near the count, 0.1 for
-        an exact answer.
+        """0 .. 1, in three parts: 0.4 for the share of right letters, 0.5 for a length near the count, 0.1
+        for an exact answer.
 
         A sum and not a product, so that each part can be learnt before the other. An answer that does not end
         has a wrong length, and the text of a special token is wrong letters.
