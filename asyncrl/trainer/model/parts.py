@@ -153,8 +153,8 @@ def sharded_policy(
         "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
     }
     in_float32 = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    for module in _float32_modules(model):
-        fsdp.fully_shard(module, **options | {"mp_policy": in_float32})
+    for router in _float32_modules(model):
+        fsdp.fully_shard(router, **options | {"mp_policy": in_float32})
     for layer in layers_of(model):
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
