@@ -9,7 +9,8 @@ the end of the step) as `asyncrl run` does. The same for both: the model folder,
 the chat template, the reward function, batch, steps, temperature, most tokens, AdamW's settings, schedule,
 gradient clipping, clip range and the mean over the batch's tokens (TRL's loss_type "dapo"). TRL is spared all
 that a user may turn off: logging, evaluation, checkpoints, progress bars, gradient checkpointing, top-k and
-top-p. One generation a step makes its whole batch.
+top-p. One generation a step makes its whole batch. TRL strips special tokens before it calls a reward
+function; here the function decodes the ids itself, so that both systems are rewarded for the same text.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.messages.work import answer_text
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
 from asyncrl.trainer.model_folder import make_model_folder
@@ -73,7 +76,7 @@ def make_config(config: RunConfig, arguments: argparse.Namespace) -> GRPOConfig:
         max_completion_length=rollout.max_tokens,
         temperature=rollout.temperature,
         num_iterations=1,
-        beta=0.0,
+        beta=algorithm.kl_coefficient,
         epsilon=algorithm.clip_low,
         epsilon_high=algorithm.clip_high,
         loss_type="dapo",
@@ -110,7 +113,7 @@ def main() -> None:
     config = load_config(arguments.config, arguments.overrides)
     arguments.run_dir.mkdir(parents=True, exist_ok=True)
     model_path = asyncio.run(make_model_folder(config, arguments.run_dir))
-    task = build_task(config.task, config.seed)
+    task, tokenizer = build_task(config.task, config.seed), HFChatTokenizer(model_path)
     feed = Feed(task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt)
     prompts = [feed.next_nowait() for _ in range(config.trainer.num_steps * config.trainer.num_groups)]
     log = StepLog(arguments.run_dir / "metrics.jsonl")
@@ -119,8 +122,8 @@ def main() -> None:
         completions: list[Any], completion_ids: list[list[int]], index: list[int], **_: Any
     ) -> list[float]:
         scores = [
-            float(task.score(prompts[at], completion[0]["content"]))  # type: ignore[arg-type]
-            for at, completion in zip(index, completions, strict=True)
+            float(task.score(prompts[at], answer_text(tokenizer, ids, shows_special=True)))  # type: ignore[arg-type]
+            for at, ids in zip(index, completion_ids, strict=True)
         ]
         lengths = [len(ids) for ids in completion_ids]
         log.step_values = {
