@@ -135,7 +135,12 @@ def play_product(config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPat
                 buffer.set_served_nowait(version + 1)
                 served.append(clock())
                 oldest = [max(one.oldest_version, batch.min_version) for one in trajectories]
-                step = {"step": version, "time_s": clock(), "perf/train_s": train_s, "tokens/sampled": tokens}
+                step = {
+                    "step": version + 1,
+                    "time_s": clock(),
+                    "perf/train_s": train_s,
+                    "tokens/sampled": tokens,
+                }
                 step |= {"perf/packed_tokens": tokens}
                 step |= {"perf/wait_s": buffer.last_wait.total_s}
                 steps.append(step | {"sample/staleness_mean": fmean(version - one for one in oldest)})

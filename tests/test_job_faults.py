@@ -114,7 +114,7 @@ def test_a_frozen_trainer_is_named_by_status_and_ends_the_run_with_stacks_in_the
     # An export may have been what it froze in: then the train loop waits for the publisher, which waits for
     # the trainer.
     waits = r"train loop waits in (TrainerClient\.train|Publisher\.wait_exported)"
-    wait_until(lambda: re.search(waits, plain(render_status(run_dir))), process)
+    wait_until(lambda: re.search(waits, plain(render_status(run_dir, is_verbose=True))), process)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, stderr
     assert "watchdog: nothing has moved for" in stderr

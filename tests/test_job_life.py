@@ -405,9 +405,8 @@ def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
 
 
 def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_made_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", "asyncrl.job.loop")
     config, left, said = make_config(tmp_path), ("model", MODEL_PIN, RUN_COPY), list[str]()
     begun, failed, foreign = begun_run(tmp_path, config), tmp_path / "failed", tmp_path / "foreign"
     monkeypatch.setattr(job, "Job", lambda *_, **__: SimpleNamespace(run=nothing, say=said.append))
@@ -419,5 +418,6 @@ def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_m
             (folder / "run.id").write_text(RUN_ID)
         job.run_job(config, folder, name="test", allow_change=allowed)
         assert [(folder / name).exists() for name in left] == [bool(stays)] * 3
-    assert caplog.text.count("rollout.deterministic: auto is true: ") == 4
-    assert said == [], "what auto is stays in the log"
+    logs = [(folder / "logs" / "controller.log").read_text() for folder in (begun, foreign, failed)]
+    assert sum(log.count("rollout.deterministic: auto is true: ") for log in logs) == 4
+    assert said == [], "the choices of auto stay in the log"

@@ -63,7 +63,7 @@ def test_what_the_page_shows_runs_and_reads(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "script.py").write_text(SCRIPT)
     said = ran([sys.executable, "script.py"], tmp_path).splitlines()
-    assert [line.split()[0] for line in said if line[0].isdigit()][:5] == list("01234")
+    assert [line.split()[0] for line in said if line[0].isdigit()][:5] == list("12345")
     assert "engines serve 1" in said
     samples = [line for line in said if line.startswith("sample ")]
     assert len(samples) == 15, "three of each of five steps"

@@ -183,9 +183,9 @@ def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
     ]
     (made.path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = [
-        {"step": one, "time_s": one + 1.0, "reward/mean": 0.1 * one, "sample/staleness_mean": 0.5}
-        | {"sample/staleness_max": one, "tokens/trained": 100}
-        for one in range(4)
+        {"step": one, "time_s": float(one), "reward/mean": 0.1 * (one - 1), "sample/staleness_mean": 0.5}
+        | {"sample/staleness_max": one - 1, "tokens/trained": 100}
+        for one in range(1, 5)
     ]
     (made.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     return made
@@ -435,7 +435,7 @@ def test_a_run_of_two_ranks_is_exported_while_it_runs_when_it_was_killed_and_whe
     ended(process)
     export_run(run_dir, tmp_path / "killed", tell=no_words)
     export_run(run_dir, tmp_path / "best", step="best", tell=no_words)
-    num_steps = max(line["step"] for line in read_lines(run_dir / "metrics.jsonl")) + 2
+    num_steps = max(line["step"] for line in read_lines(run_dir / "metrics.jsonl")) + 1
     done = run(config, run_dir, f"trainer.num_steps={num_steps}")
     assert done.returncode == 0, done.stderr
     export_run(run_dir, tmp_path / "copied", tell=no_words)

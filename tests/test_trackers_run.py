@@ -55,7 +55,7 @@ def test_a_run_goes_its_way_whatever_its_trackers_do_and_says_how_it_stands_at_i
     assert "tracker trackers_for_test:Hanging: not done in time (observe.tracker_close_s=2)" in run.stdout
     told = read_lines(tmp_path / "Noting")
     num_steps = len(read_lines(run_dir / "metrics.jsonl"))
-    assert [call[1] for call in told if call[0] == "step"] == [*range(num_steps)]  # type: ignore[index]
+    assert [call[1] for call in told if call[0] == "step"] == [*range(1, num_steps + 1)]  # type: ignore[index]
     assert told[-2:] == [["picture", "reward", "reward.png"], ["close", "interrupted"]]
     status = json.loads((run_dir / "status.json").read_text())
     assert (status["state"], "status_url" in status) == ("interrupted", False)

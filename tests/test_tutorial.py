@@ -86,7 +86,7 @@ def run(command: str, folder: Path, num_steps: int, *, is_killed: bool) -> str:
 
 def test_the_line_that_the_tutorial_shows_is_as_the_console_writes_them() -> None:
     shape = r"step +\d+/\d+  reward [\d.]+  staleness [\d.]+ \(max \d of \d\)  [\d.]+ s/step  train \d+% "
-    shape += r"wait \d+%\n"
+    shape += r"wait \d+%  [\d.]+ s left\n"
     assert re.fullmatch(shape, block("text", 0))
 
 

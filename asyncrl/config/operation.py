@@ -211,8 +211,8 @@ class ObserveConfig(FrozenConfig):
     """What is shown and written."""
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain. Lines for
-    which a pipe has no room, because it is not read, are left out; the run goes on.
+    """live: a table that updates; plain: a line every few seconds; auto = live on a terminal, else plain.
+    Lines that a full pipe does not take are omitted; the run continues.
     """
     trackers: list[str] = ["tensorboard"]
     """Where the run is shown beside its own files: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio,

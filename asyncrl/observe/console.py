@@ -54,8 +54,8 @@ class Console:
 
     live repaints one panel, from a thread of rich's own, so the clock goes on while nothing happens; plain
     prints a line every few seconds, averaged over the steps since the last one; none prints nothing at all;
-    auto is live on a terminal, else plain. Once the file cannot be written any more nothing is shown, and
-    nothing raises, in either thread. `health`: sentences about what is wrong with the run.
+    auto is live on a terminal, else plain. If the file cannot be written any more, nothing is shown and
+    nothing raises, in either thread. `health`: returns sentences about faults of the run.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Console:
             self._show_line(now_s)
 
     def _show_line(self, now_s: float) -> None:
-        """A plain line on the steps since the last one."""
+        """Print a plain line on the steps since the last line."""
         if self.kind == "plain" and self._num_unshown:
             text = plain_line(
                 self._steps, self._num_unshown, num_steps=self._num_steps, max_staleness=self._max_staleness
@@ -223,7 +223,7 @@ def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) ->
 
 
 def reward_text(steps: Steps) -> Text:
-    """The mean reward of the recent steps, a line of all of them, the first and the newest."""
+    """Show the mean reward of the recent steps, a sparkline of all steps, the first and the last reward."""
     rewards = steps.values("reward/mean")
     if not rewards:
         return Text("-")
@@ -234,7 +234,7 @@ def reward_text(steps: Steps) -> Text:
 
 
 def shares_text(shares: TimeShares) -> Text:
-    """Where the time went: `training 71%, waiting for generation 17%`."""
+    """Show where the time went: `training 71%, waiting for generation 17%`."""
     words = Text()
     for name, (word, colour, _) in SHARES.items():
         if (share := getattr(shares, name)) >= 0.005:
@@ -243,7 +243,7 @@ def shares_text(shares: TimeShares) -> Text:
 
 
 def answers_text(steps: Steps) -> str:
-    """What the answers of the recent steps are like."""
+    """Describe the answers of the recent steps: length, truncation, entropy."""
     part = recent(len(steps))
     length, cut = steps.mean("sample/length_mean", part), steps.mean("sample/truncated_fraction", part)
     words = [] if length is None else [f"{length:.0f} tokens on average"]

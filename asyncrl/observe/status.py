@@ -1,5 +1,4 @@
-"""How a run stands: reads its directory, live or ended, and says what `asyncrl status` says. Starts and
-changes nothing.
+"""Reads a run directory, live or ended, for `asyncrl status`. Starts and changes nothing.
 
 A run that says "running" while no process holds its lock has crashed, and is called so where that can be
 seen: on its own machine.
@@ -203,12 +202,14 @@ def to_text(*drawn: RenderableType) -> str:
 
 
 def _pages(files: RunFiles, *, is_verbose: bool) -> Iterator[RenderableType]:
-    """State, progress, then whether the run learns, its health and its speed."""
+    """Show state and progress, then whether the run learns, its health and its speed."""
     steps, verdict, state = files.steps, files.verdict, (files.state, _COLOURS.get(files.state, "red"))
     rows: list[tuple[str, RenderableType]] = [
         ("state", Text.assemble(state, _after(files.state, files.explanation)))
     ]
     rows.append(("steps", _progress(files)))
+    if files.state in ("starting", "running"):
+        rows += _now(files.status)
     if verdict is not None:
         rows += [("reward", reward_text(steps))]
         rows += [("by task", of_tasks)] if (of_tasks := tasks_text(steps.last)) else []
@@ -231,20 +232,31 @@ def _pages(files: RunFiles, *, is_verbose: bool) -> Iterator[RenderableType]:
         yield from [] if verdict is None else [time_panel(verdict)]
 
 
+def _now(status: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    """Show the present activity, and the oldest wait if it is long."""
+    if activity := status.get("activity"):
+        yield "now", Text(str(activity))
+    with contextlib.suppress(TypeError, ValueError):
+        waits = [Wait(**entry) for entry in status.get("waits") or ()]
+        oldest = max(waits, key=lambda wait: wait.seconds, default=None)
+        if oldest is not None and oldest.seconds >= _QUIET_S:
+            yield "waits", Text(str(oldest), style="yellow")
+
+
 def _in_short(verdict: Verdict) -> Verdict:
-    """The verdict without details of the learning, and with the most serious of what is wrong."""
+    """Shorten the verdict: no details of the learning, only the most serious faults."""
     flags = verdict.health
     more = (f"And {len(flags) - SHOWN_FLAGS} more, see --verbose.",) if len(flags) > SHOWN_FLAGS else ()
     return replace(verdict, learning=(), health=flags[:SHOWN_FLAGS] + more)
 
 
 def _after(state: str, explanation: str) -> str:
-    """The rest of an explanation that begins with its state, or all of another one."""
+    """Cut the state off an explanation that begins with it."""
     return explanation.removeprefix(state) if explanation.startswith(state) else f": {explanation}"
 
 
 def _progress(files: RunFiles) -> str:
-    """Steps, time and what is left of a run in progress."""
+    """Show steps, time, and the time left of a run in progress."""
     num, num_steps = len(files.steps), files.config.trainer.num_steps
     words = f"{num} of {num_steps}"
     if files.verdict is not None:

@@ -38,7 +38,7 @@ class Verdict:
 
     `headline`: did it learn? Of a run that did not, with the likeliest reasons. `learning`: further sentences
     on that. `health`: a sentence for each thing that is wrong, empty for a healthy run. `speed`: what set the
-    pace, which setting would change it, what was lost; of a short run only that it is too short.
+    pace, which setting would change it, and any losses; of a short run only that it is too short.
 
     `reward_first`: mean of the first 5 steps (below 10 steps: of the first half); `reward_last`: mean of the
     recent steps, run_numbers.recent; `reward_noise`: its standard error; `trend`: of the reward at the end.
@@ -63,12 +63,12 @@ class Verdict:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """All of them in order."""
+        """Return all texts in order."""
         return (self.headline, *self.learning, *self.health, *self.speed)
 
 
 def judge(steps: Steps, config: RunConfig) -> Verdict:
-    """The verdict of a run with at least one step."""
+    """Judge a run with at least one step."""
     shares, reward, found = TimeShares.of(steps.total), reward_of(steps), findings(steps, config)
     bottleneck = bottleneck_of(shares)
     return Verdict(
@@ -97,12 +97,12 @@ def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
 
 
 def time_panel(verdict: Verdict) -> RenderableType:
-    """Where the time went, of all steps."""
+    """Show where the time of all steps went."""
     return boxed(_time_rows(verdict), "time")
 
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
-    """The sentences of a verdict for a table."""
+    """Return the sentences of a verdict as rows of a table."""
     learned = Text("\n").join([Text(verdict.headline, "bold"), *map(Text, verdict.learning)])
     health = Text("\n".join(verdict.health) or "nothing unusual", "red" if verdict.health else "green")
     return [("learning", learned), ("health", health), ("speed", Text("\n".join(verdict.speed)))]

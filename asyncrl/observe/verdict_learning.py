@@ -31,9 +31,9 @@ _FEW_STEPS = 100
 @dataclass(frozen=True, slots=True)
 class Reward:
     """The reward of a run. `first`: mean of the first 5 steps (below 10 steps: of the first half); `last`:
-    mean of the recent steps; `best`: the highest mean of as many steps, which ends at `best_step`; `noise`:
-    standard error of `last`; `margin`: changes from `first` to `last` below it are noise; `step_noise`:
-    standard deviation of one step around the trend.
+    mean of the recent steps; `best`: the highest mean of the same number of steps, which ends at `best_step`;
+    `noise`: standard error of `last`; `margin`: changes from `first` to `last` below it are noise;
+    `step_noise`: standard deviation of one step around the trend.
     """
 
     first: float
@@ -57,7 +57,7 @@ class Reward:
 
 
 def reward_of(steps: Steps) -> Reward | None:
-    """The reward at the start and at the end with its noise; None if no step has a reward."""
+    """Measure the reward at the start and at the end with its noise; None if no step has a reward."""
     columns = zip(steps.column("reward/mean"), steps.column("step"), strict=True)
     both = [(value, int(step)) for value, step in columns if value == value]
     if not both:
@@ -108,7 +108,7 @@ class Finding:
 
 
 def findings(steps: Steps, config: RunConfig) -> list[Finding]:
-    """List what is wrong with the run, most serious first, mostly from its recent steps."""
+    """List the faults of the run, most serious first, mostly from its recent steps."""
     found = [*_gradient(steps, config), *_answers(steps, config)]
     gap = steps.mean("policy/logprob_gap_mean", recent(len(steps))) or 0.0
     if gap > GAP_WARNING:
@@ -118,7 +118,7 @@ def findings(steps: Steps, config: RunConfig) -> list[Finding]:
 
 
 def _gradient(steps: Steps, config: RunConfig) -> Iterator[Finding]:
-    """Steps that cannot move the weights."""
+    """Find steps that cannot move the weights."""
     part, learning_rate = recent(len(steps)), config.trainer.learning_rate
     means, stds = steps.values("reward/mean"), steps.values("reward/std")
     is_constant = bool(stds) and max(stds) == 0 and len(set(means)) == 1
@@ -149,7 +149,7 @@ def _gradient(steps: Steps, config: RunConfig) -> Iterator[Finding]:
 
 
 def _first_without_gradient(steps: Steps) -> int:
-    """The first of the steps at the end whose gradient is 0."""
+    """Return the step from which on the gradient stays 0."""
     first = 0
     for step, gradient in zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True):
         first = (first or int(step)) if gradient == 0 else 0
@@ -157,7 +157,7 @@ def _first_without_gradient(steps: Steps) -> int:
 
 
 def _answers(steps: Steps, config: RunConfig) -> Iterator[Finding]:
-    """Answers that are cut off, hide something or are all the same."""
+    """Find answers that are cut off, contain special tokens or are all the same."""
     part = recent(len(steps))
     if (truncated := steps.mean("sample/truncated_fraction", part) or 0.0) > _MOST:
         limit = f"rollout.max_tokens={config.rollout.max_tokens}"
@@ -178,7 +178,7 @@ def _answers(steps: Steps, config: RunConfig) -> Iterator[Finding]:
 
 
 def headline_of(reward: Reward | None, steps: Steps, config: RunConfig, found: list[Finding]) -> str:
-    """Did it learn? A run that did not gets its two likeliest reasons."""
+    """Say whether the run learned; if not, with the two likeliest reasons."""
     if reward is None:
         return "No step has a reward yet."
     first, last = f"{reward.first:.3f}", f"{reward.last:.3f} ± {reward.noise:.3f}"
@@ -199,7 +199,7 @@ def headline_of(reward: Reward | None, steps: Steps, config: RunConfig, found: l
 
 
 def _reasons(reward: Reward, steps: Steps, config: RunConfig, found: list[Finding]) -> Iterator[str]:
-    """Why the reward did not rise, likeliest first; two at least."""
+    """List reasons why the reward did not rise, likeliest first; two at least."""
     yield from (finding.clause for finding in found)
     if steps.total("policy/grad_norm") == 0 and steps.values("policy/grad_norm"):
         num = len(steps) * config.trainer.num_groups * config.rollout.group_size
@@ -222,7 +222,7 @@ def _reasons(reward: Reward, steps: Steps, config: RunConfig, found: list[Findin
 
 
 def learning_of(reward: Reward | None, steps: Steps) -> Iterator[str]:
-    """Further numbers of the learning: how the answers changed."""
+    """Say how the answers changed from start to end."""
     lengths = steps.values("sample/length_mean")
     entropies = steps.values("policy/entropy")
     if reward is None or len(steps) < MIN_STEPS or not lengths or not entropies:

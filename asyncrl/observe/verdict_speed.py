@@ -1,4 +1,4 @@
-"""How fast a run is, which setting would change that, and what was lost: sentences from its step metrics.
+"""How fast a run is, which setting would change that, and its losses: sentences from its step metrics.
 Imports no torch.
 """
 
@@ -29,7 +29,7 @@ def is_short(steps: Steps) -> bool:
 
 
 def bottleneck_of(shares: TimeShares) -> str:
-    """training, generation, stragglers, publishing, turns, other or balanced."""
+    """Return training, generation, stragglers, publishing, turns, other or balanced."""
     for name in ("other", "turns"):
         if getattr(shares, name) > max(BALANCED_WAIT_SHARE, shares.training, shares.waiting):
             return name
@@ -41,7 +41,7 @@ def bottleneck_of(shares: TimeShares) -> str:
 
 
 def speed_of(steps: Steps, config: RunConfig, shares: TimeShares, bottleneck: str) -> Iterator[str]:
-    """What set the pace, the setting that would change it, and what was lost."""
+    """Say what set the pace, which setting would change it, and what the run lost."""
     if is_short(steps):
         needed = f"{MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s of training"
         yield f"Too short to judge speed: {needed} are needed."
@@ -64,7 +64,7 @@ def _pace(bottleneck: str, shares: TimeShares) -> str:
 
 
 def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
-    """The setting that would change the speed, with its value."""
+    """Name the setting that would change the speed, with its value."""
     bound, ahead = config.buffer.max_staleness, config.buffer.look_ahead
     if bottleneck in ("generation", "publishing"):
         if bound == 0:
@@ -98,7 +98,7 @@ def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
 
 
 def _generation_advice(steps: Steps, config: RunConfig) -> str:
-    """Busy slots are measured at the engines: a rollout that is in flight may wait for its agent."""
+    """Use busy slots as the engines see them: a rollout in flight may wait for its agent."""
     slots, num = config.rollout.slots, config.rollout.max_engines
     engines = steps.mean("engine/up") or num
     held, busy = steps.mean("rollout/inflight") or 0.0, steps.mean("engine/busy_slots")
@@ -125,7 +125,7 @@ def _generation_advice(steps: Steps, config: RunConfig) -> str:
 
 
 def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
-    """What was waited for, masked, generated again, replaced or given up, if anything was."""
+    """Report time that was waited, and tokens, groups and prompts that were lost."""
     again, choice = steps.newest("rollout/dropped"), config.buffer.on_overdue
     policy = POLICIES[choice]
     waited_s, sampled = steps.total("perf/wait_stragglers_s"), steps.total("tokens/sampled")
