@@ -24,7 +24,7 @@ function axesOf(spec) {
     ? { ...look, size: 32, values: (_, ticks) => secondsText(ticks), incrs: INCREMENTS, space: 70 }
     : { ...look, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (_, ticks) => ticks.map(tick => tick.toLocaleString("en")), space: 60 };
   const y = { ...look, size: 66, values: (_, ticks) => ticks.map(tick => amount(tick, ["s", "bytes", "0..1"].includes(spec.unit) ? spec.unit : "")) };
-  return spec.isSmall ? [{ ...x, size: 22 }, { ...y, size: 54, space: 26, ticks: { show: false } }] : [x, y];
+  return spec.isSmall ? [{ ...x, size: 30 }, { ...y, size: 54, space: 26, ticks: { show: false } }] : [x, y];
 }
 
 function optionsOf(spec, width) {
@@ -39,7 +39,7 @@ function optionsOf(spec, width) {
   }
   const labels = spec.lines.map(line => line.label);
   return {
-    width, height: spec.isSmall ? 110 : spec.height || 260, series, axes: axesOf(spec), legend: { show: !spec.isSmall, live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
+    width, height: spec.isSmall ? 120 : spec.height || 260, series, axes: axesOf(spec), legend: { show: !spec.isSmall, live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
     bands: (spec.bands || []).map(([high, low, fill]) => ({ series: [labels.indexOf(high) + 1, labels.indexOf(low) + 1], fill })),
     scales: { x: { time: false, ...(spec.isBars && { range: (_, low, high) => [low - 0.5, high + 0.5] }) }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high || (low ? 0 : 1), 0.08, true) }, share: { range: [0, 1.05] } },
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
