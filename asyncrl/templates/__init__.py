@@ -30,7 +30,7 @@ def _stored(name: str) -> str:
 
 
 def _copies(*names: str) -> Mapping[str, str]:
-    """Return the stored files, with paths, modules and extras as they are outside of a checkout."""
+    """Return the stored files, with the paths, modules and extras that work outside of a checkout."""
     texts = dict[str, str]()
     for name in names:
         text = _SCHEMA.sub("", _stored(name))
