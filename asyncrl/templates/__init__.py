@@ -1,6 +1,6 @@
 """The files that `asyncrl init` writes into a folder: a config, and the task and agent that it names.
 
-files/ links to the repository's configs, example and tutorial; a wheel holds their content.
+content/ links to the repository's configs, example and tutorial; a wheel holds their content.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Template:
 
 
 def _stored(name: str) -> str:
-    return (files("asyncrl.templates") / "files" / name).read_text(encoding="utf-8")
+    return (files("asyncrl.templates") / "content" / name).read_text(encoding="utf-8")
 
 
 def _copies(*names: str) -> Mapping[str, str]:
