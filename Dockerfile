@@ -16,7 +16,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY asyncrl asyncrl
 COPY servers servers
-# asyncrl/templates/files has links to these
+# asyncrl/templates/content has links to these
 COPY configs configs
 COPY examples examples
 COPY docs/tutorial.md docs/

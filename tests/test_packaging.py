@@ -60,6 +60,7 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: 
     assert {
         *("asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"),
         *("asyncrl/observe/page/page.html", "asyncrl/observe/page/static/page.js"),
+        *("asyncrl/templates/content/quickstart.yaml", "asyncrl/templates/content/lookup.py"),
     } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

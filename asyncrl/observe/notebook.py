@@ -23,7 +23,7 @@ def is_in_notebook() -> bool:
 class NotebookLive:
     """Shows what `get_renderable` returns, as rich's Live does on a terminal.
 
-    Life: silent until start(); repaints in a thread of its own until stop(), which leaves the last picture.
+    Life: silent until start(); repaints in its thread until stop(), which leaves the last picture.
     """
 
     def __init__(self, get_renderable: Callable[[], RenderableType]) -> None:

@@ -1,6 +1,6 @@
 """The files that `asyncrl init` writes into a folder: a config, and the task and agent that it names.
 
-files/ links to the repository's configs, example and tutorial; a wheel holds their content.
+content/ links to the repository's configs, example and tutorial; a wheel holds their content.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Template:
 
 
 def _stored(name: str) -> str:
-    return (files("asyncrl.templates") / "files" / name).read_text(encoding="utf-8")
+    return (files("asyncrl.templates") / "content" / name).read_text(encoding="utf-8")
 
 
 def _copies(*names: str) -> Mapping[str, str]:
-    """Return the stored files, with paths, modules and extras as they are outside of a checkout."""
+    """Return the stored files, with the paths, modules and extras that work outside of a checkout."""
     texts = dict[str, str]()
     for name in names:
         text = _SCHEMA.sub("", _stored(name))

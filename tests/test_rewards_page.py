@@ -1,0 +1,95 @@
+"""The functions of docs/rewards.md, in the file that the page has a user save."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from asyncrl.config import load_config
+from asyncrl.messages.records import Prompt
+from asyncrl.tasks.from_config import look_at_task
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+CODE = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE))
+(CONFIG,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+PROMPT = Prompt("0", ({"role": "user", "content": "1 + 1?"},), "1")
+
+
+@pytest.fixture(scope="module")
+def rewards() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(CODE, "docs/rewards.md", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "answer", "reward"),
+    [
+        ("exact", " paris.", "Paris", 1.0),
+        ("exact", "It is Paris", "Paris", 0.0),
+        ("mathematics", "So it is \\boxed{\\frac{1}{2}}.", "0.5", 1.0),
+        ("mathematics", "So it is \\boxed{3}.", "0.5", 0.0),
+        ("form", "<think>a</think> <answer>Paris</answer>", "Paris", 1.0),
+        ("form", "<answer>Paris</answer>", "Paris", 0.0),
+        ("form", "<think>a</think><answer>a</answer><answer>b</answer>", "a", 0.0),
+        ("combined", "<think>a</think><answer>Paris</answer>", "Paris", 1.0),
+        ("combined", f"<think>{'a' * 400}</think><answer>Paris</answer>", "Paris", 0.9),
+        ("combined", "<think>a</think><answer>Rome</answer>", "Paris", 0.1),
+        ("combined", "Paris", "Paris", 0.0),
+    ],
+)
+def test_a_reward_of_the_page(
+    rewards: dict[str, Any], name: str, completion: str, answer: str, reward: float
+) -> None:
+    assert rewards[name](PROMPT, completion, answer) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(("reply", "grade"), [("7", 0.7), ("10", 1.0), ("fine", None)])
+def test_the_judge_of_the_page_grades_by_a_second_endpoint(
+    rewards: dict[str, Any], reply: str, grade: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert "1 + 1?" in body["messages"][0]["content"]
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
+        head = {"id": "0", "object": "chat.completion", "created": 0, "model": body["model"]}
+        return web.json_response({**head, "choices": [choice]})
+
+    async def judged() -> float:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            monkeypatch.setenv("JUDGE_URL", f"http://{host}:{port}/v1")
+            monkeypatch.setenv("JUDGE_KEY", "none")
+            monkeypatch.setenv("JUDGE_MODEL", "judge")
+            return float(await rewards["judged"](PROMPT, "2", "2"))
+        finally:
+            await runner.cleanup()
+
+    if grade is None:
+        with pytest.raises(ValueError, match="the judge replied 'fine'"):
+            asyncio.run(judged())
+    else:
+        assert asyncio.run(judged()) == grade
+
+
+def test_the_config_of_the_page_finds_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "my_rewards.py").write_text(CODE)
+    (tmp_path / "config.yaml").write_text(f"model: {{path: a-model}}\n{CONFIG}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    task, _ = look_at_task(load_config("config.yaml").task, 0)
+    assert task is not None
+    assert task.score(PROMPT, "x") == 0.0
