@@ -224,7 +224,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no input": ({}, "input"),
     "an item of no kind": ({"input": [{"x": 1}]}, "input[0]: an item is None"),
     "an item of another tool": ({"input": [{"type": "computer_call"}]}, "computer_call"),
-    "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "previous_response_id"),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
     "an unknown role": ({"input": [{"role": "wizard", "content": "x"}]}, "role"),
     "arguments that are no object": (
@@ -236,12 +235,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
         "input[0].encrypted_content",
     ),
-    "a tool of OpenAI's": ({"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
+    "a tool of another kind": ({"input": "x", "tools": [{"type": "custom", "name": "f"}]}, "custom"),
+    "such a tool in a namespace": (
+        {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+        "custom",
+    ),
     "a choice of tools": ({"input": "x", "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     "in the background": ({"input": "x", "background": True}, "background"),
     "a conversation": ({"input": "x", "conversation": "c"}, "conversation"),
     "several answers": ({"input": "x", "n": 2}, "n=2 is refused"),
-    "an unknown parameter": ({"input": "x", "guided_json": {}}, "guided_json"),
+    "an unknown parameter": ({"input": "x", "guided_json": {}}, "guided_json=an object of 0 entries is ref"),
     "a penalty": ({"input": "x", "frequency_penalty": 1}, "frequency_penalty"),
     "far too many logprobs": ({"input": "x", "top_logprobs": 99}, "top_logprobs"),
 }

@@ -14,8 +14,6 @@ from typing_extensions import TypedDict
 from asyncrl.agents.endpoint.answers import shown
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
 
 def wrong(why: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{why}", {"why": why})
