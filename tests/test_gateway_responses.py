@@ -219,6 +219,51 @@ async def test_a_retry_is_the_same_response_and_an_end_in_mid_stream_is_an_error
                 _ = [event async for event in stream]
 
 
+CODEX_TOOLS: list[Any] = [
+    ADD,
+    {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [ADD]},
+    {"type": "web_search", "external_web_access": False},
+]
+"""As Codex 0.169 sends them."""
+OF_AGENTS = "multi_agent_v1__add"
+
+
+@in_loop
+async def test_functions_of_a_namespace_are_called_by_both_names_and_hosted_tools_are_left_out() -> None:
+    says = CALL.replace("add", OF_AGENTS)
+    async with responding(CALL, says, "Done.") as talk:
+        first = await talk.ask(tools=CODEX_TOOLS)
+        item = first.output[0].model_dump(exclude_none=True)
+        assert (item["name"], "namespace" in item) == ("add", False)
+        assert first.tools[2].type == "web_search", "a response repeats what was asked"
+        history = [{"role": "user", "content": "Hi"}, item, *outputs(first)]
+        events = await talk.events(history, tools=CODEX_TOOLS)
+        item = events[-1].response.output[0].model_dump(exclude_none=True)
+        assert (item["name"], item["namespace"]) == ("add", "multi_agent_v1")
+        (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert done.name == "add"
+        history += [item, *outputs(events[-1].response)]
+        assert (await talk.ask(history, tools=CODEX_TOOLS)).output_text == "Done."
+        prompt = talk.world.engine.tokenizer.decode(talk.world.engine.requests[0].prompt_ids)
+        assert str(["add", OF_AGENTS]) in prompt
+        assert talk.is_one_branch_of(CALL, says, "Done.")
+
+
+@in_loop
+async def test_references_to_items_are_the_items() -> None:
+    last = "<think>\nDone.\n</think>\n\nThree."
+    async with responding(THINKS, last) as talk:
+        first = await talk.ask(tools=[ADD])
+        references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
+        history = [{"role": "user", "content": "Hi"}, *references, *outputs(first)]
+        assert (await talk.ask(history, tools=[ADD])).output_text == "Three."
+        assert talk.is_one_branch_of(THINKS, last)
+        for name in ("rs_resp-7", "fc_resp-0_2", "fc_resp-0_x", "x_resp-0", "x"):
+            with pytest.raises(openai.NotFoundError) as told:
+                await talk.ask([{"type": "item_reference", "id": name}])
+            assert told.value.param == "input[0]"
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no object": ([1], "JSON object"),
     "no input": ({}, "input"),

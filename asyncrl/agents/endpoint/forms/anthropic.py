@@ -241,7 +241,9 @@ def _continued(asked: MessagesRequest, kept: KeptResponses) -> StoredResponse | 
     if asked.thread is None or asked.thread["type"] == "create":
         return None
     if asked.system or asked.tools:
-        raise invalid("system and tools are those that the thread was created with: leave them out.", "thread")
+        raise invalid(
+            "system and tools are those that the thread was created with: leave them out.", "thread"
+        )
     return kept.get(asked.thread.get("previous_message_id", ""), "thread.previous_message_id")
 
 

@@ -69,7 +69,9 @@ class KeptResponses:
     def get(self, name: str, param: str | None = None) -> StoredResponse:
         """The response that `param` of a call names. Raises ApiError: 404."""
         if name not in self._stored:
-            why = f"{shown(name)} is not kept: it had store=false or no thread, or is not of this session, or "
+            why = (
+                f"{shown(name)} is not kept: it had store=false or no thread, or is not of this session, or "
+            )
             why += f"is older than the newest {self._most}."
             raise ApiError(404, why, code=NOT_KEPT, param=param)
         return self._stored[name]
