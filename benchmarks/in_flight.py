@@ -60,7 +60,7 @@ from asyncrl.messages.calls import (
     TrainResponse,
 )
 from asyncrl.messages.digest import weights_digest
-from asyncrl.observe.metrics import batch_metrics
+from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.placement.processes import ChildProcess
@@ -289,7 +289,8 @@ class Controller:
             self._is_pushing = True
             report = await self.trainer.train(batch)
             self.journal.trained_nowait(batch.version, report.metrics)
-            self.recorder.record_step({"step": batch.version, **await computed(batch_metrics, batch)})
+            measured = await computed(batch_metrics, batch, SpecialTokens())
+            self.recorder.record_step({"step": batch.version, **measured})
 
     async def report_status(self) -> None:
         """Once a second, as job/loop.py and job/report.py do."""

@@ -17,13 +17,16 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.engine_kinds import engine_kind
+from asyncrl.job.harnessing import special_tokens
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareRequest, TrainResponse
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
@@ -61,6 +64,7 @@ class SyncRun:
         )
         self.engine.start()
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
+        self.special_tokens = special_tokens(config, self.tokenizer)
         self.task = build_task(config.task, config.seed)
         self.feed = Feed(
             self.task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt
@@ -73,7 +77,7 @@ class SyncRun:
             encode=self.tokenizer.encode_chat,
             derive_seed=lambda prompt_id, sample: derive_seed(self.config.seed, prompt_id, sample, 0),
             generate=self.generate,
-            decode=self.tokenizer.decode,
+            decode=partial(answer_text, self.tokenizer, shows_special=True),
             score=self.score,
             train=self.train,
             load_weights=self.load_weights,
@@ -143,7 +147,7 @@ class SyncRun:
                 line = {
                     "step": batch.version,
                     "time_s": time.monotonic() - started,
-                    **batch_metrics(batch),
+                    **batch_metrics(batch, self.special_tokens),
                     **report.metrics,
                 }
                 file.write(json.dumps(line) + "\n")
@@ -172,10 +176,8 @@ def main() -> None:
         steps = run.steps()
     finally:
         run.close()
-    print(
-        f"{len(steps)} steps, last reward/mean {batch_metrics(steps[-1])['reward/mean']:.3f}, in "
-        f"{arguments.run_dir}"
-    )
+    reward = batch_metrics(steps[-1], run.special_tokens)["reward/mean"]
+    print(f"{len(steps)} steps, last reward/mean {reward:.3f}, in {arguments.run_dir}")
 
 
 if __name__ == "__main__":

@@ -39,32 +39,37 @@ TOOLS: list[Any] = [
 
 
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
-    """Ask until the model answers instead of calling the tool: 0.2 for a call, 0.4 for the right name in it,
-    0.4 for the right room.
+    """Ask until the model answers instead of calling the tool. The reward: 0.2 for a call, 0.3 for the right
+    name in it, 0.3 for an answer that begins with the right room, 0.1 if the first call ended, and 0.1 if the
+    right answer ended without another word.
     """
     messages: list[Any] = list(task.messages)
     asked: list[str] = []
+    reasons: list[str] = []
     answer = ""
     for _ in range(max_turns):
         completion = await session.client.chat.completions.create(
             model=session.model, messages=messages, tools=TOOLS
         )
         message = completion.choices[0].message
+        reasons.append(completion.choices[0].finish_reason)
         messages.append(message)
         if not message.tool_calls:
-            answer = (message.content or "").strip()
+            answer = message.content or ""
             break
         for call in message.tool_calls:
             asked.append(str(json.loads(call.function.arguments).get("name", "")))
             found = task.answer["room"] if asked[-1] == task.answer["name"] else NOBODY
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
     is_right_name = asked[:1] == [task.answer["name"]]
-    is_right_room = (
-        is_right_name and answer[:1] == task.answer["room"]
-    )  # a guess is worth nothing: the model has to ask
+    # a guess is worth nothing: the model has to ask
+    is_right_room = is_right_name and answer[:1] == task.answer["room"]
+    is_exact = is_right_room and answer == task.answer["room"] and reasons[-1] == "stop"
+    reward = 0.2 * bool(asked) + 0.3 * is_right_name + 0.3 * is_right_room
+    reward += 0.1 * (reasons[0] == "tool_calls") + 0.1 * is_exact
     return Outcome(
-        0.2 * bool(asked) + 0.4 * is_right_name + 0.4 * is_right_room,
-        {"tool_calls": len(asked), "right_name": float(is_right_name), "right_room": float(is_right_room)},
+        reward,
+        {"tool_calls": len(asked), "right_name": float(is_right_name), "exact": float(is_exact)},
     )
 
 
@@ -95,4 +100,4 @@ class Directory:
 
     def score(self, prompt: Prompt, completion: str) -> float:
         """Without the agent, in an evaluation say: whether the answer is the room."""
-        return float(completion.strip()[:1] == prompt.answer["room"])
+        return float(completion == prompt.answer["room"])

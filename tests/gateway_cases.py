@@ -46,6 +46,7 @@ class ByteTokenizer:
 
     end_ids = frozenset({END})
     text_ids = frozenset(range(256))
+    special_ids = frozenset(NAMES)
     byte_ids: frozenset[int] = frozenset()
 
     def render(

@@ -107,13 +107,13 @@ def test_a_chat_that_the_template_refuses_or_that_is_no_unicode_is_a_value_error
 def test_the_last_text_is_that_of_the_call_planned_last_and_nothing_sampled_is_a_failure() -> None:
     play = Play()
     with pytest.raises(RolloutFailure, match="without one completion"):
-        play.capture.last_text()
+        play.capture.last_text(shows_special=True)
     with pytest.raises(RolloutFailure, match="ended with 0 completions and not one sampled token"):
         play.capture.rollout(0, Outcome(), 1.0)
     first, second = plan(play.capture, [user("a")]), plan(play.capture, [user("b")])
     play.answer(second, f"late{END}")
     play.answer(first, f"early{END}")
-    assert play.capture.last_text() == "late"
+    assert play.capture.last_text(shows_special=True) == "late"
 
 
 # ---- branches

@@ -330,6 +330,9 @@ class TalkingWorker:
             elif not self._is_stubborn:
                 raise RolloutFailure("exit code 1")
 
+    def shows_special(self, prompt: Any) -> bool:
+        return True
+
     async def score(self, prompt: Prompt, completion: str) -> float:
         assert completion == "Hello there."
         return 0.25
@@ -356,3 +359,25 @@ async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that
         assert ("and called on" if is_stubborn else "exit code 1") in caplog.text
         with pytest.raises(RolloutFailure, match=r"limit|exit code 1"):
             await attempt("fail")
+
+
+@pytest.mark.parametrize(
+    ("shows_special", "content"), [(True, "He<|start|>llo"), (False, "Hello")], ids=["visible", "stripped"]
+)
+@in_loop
+async def test_an_agent_gets_the_special_tokens_that_the_task_shows(
+    shows_special: bool, content: str
+) -> None:
+    async with gateway_world(ScriptedEngine(lambda _: "He<|start|>llo")) as world:
+        about: Any = {"prompt_id": "p0", "sample_index": 0, "attempt": 0, "route_key": "r"}
+        session = world.gateway.open_nowait("g1/r0", shows_special=shows_special, **about)
+        status, answer = await world.ask_other(session)
+        message = answer["choices"][0]["message"]
+        assert (status, message["content"]) == (200, content)
+        assert session.last_text() == content
+        headers = {"Authorization": f"Bearer {session.key}"}
+        await world.post({"messages": [*HI, message, *HI]}, headers=headers)
+        stats = world.gateway.stats()
+        assert (stats.extended, stats.realigned) == ((1, 0) if shows_special else (0, 1))
+        (branch,) = session.rollout(0, Outcome(), 1.0)
+        assert branch.num_sampled == 2 * len("Hello") + 4, "every token is trained on, shown or not"

@@ -69,18 +69,20 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(encoded | ids, max_size=25).map(lambda each: sum(each, []))
 
 
+@pytest.mark.parametrize("shows_special", [True, False])
 @pytest.mark.parametrize("name", [*MAKERS, "characters"])
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), cuts=st.lists(st.integers(0, 6), max_size=60))
 def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
-    name: str, data: st.DataObject, cuts: list[int]
+    name: str, shows_special: bool, data: st.DataObject, cuts: list[int]
 ) -> None:
     tokenizer = _saved[name]
     ids = data.draw(ids_of(name))
-    whole = tokenizer.decode([token for token in ids if token not in tokenizer.end_ids])
+    shown = [token for token in ids if token not in tokenizer.end_ids]
+    whole = tokenizer.decode(shown, skip_special_tokens=not shows_special)
     inside = st.integers(0, len(whole)).map(lambda at: whole[at : at + 1 + at % 5])
     stop = data.draw(st.lists(inside | st.sampled_from(["zz", "fox ", "\ufffd", "e"]), max_size=3))
-    answer = AnswerText(tokenizer, stop)
+    answer = AnswerText(tokenizer, stop, shows_special=shows_special)
     expected = cut_at_stop(whole, stop)
     out = pieces(answer, ids, cuts)
     assert "".join(out) == expected
@@ -92,14 +94,20 @@ def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_special_and_end_tokens_are_never_shown_but_those_that_are_asked_for(name: str) -> None:
+def test_only_markup_shows_among_the_special_tokens_that_are_stripped(name: str) -> None:
     tokenizer = _saved[name]
     encode = tokenizer.encode
     ids = encode(f"the{START}fox{PYTHON}") + encode(f"{MARKER}12") + encode(END)
-    hidden = "".join(pieces(AnswerText(tokenizer), ids, [1] * len(ids)))
+    whole = "".join(pieces(AnswerText(tokenizer), ids, [1] * len(ids)))
+    assert [special in whole for special in (START, PYTHON, END)] == [True, True, False]
+
+    def stripped(stop: Sequence[str] = (), keep: Sequence[str] = ()) -> AnswerText:
+        return AnswerText(tokenizer, stop, keep_special=keep, shows_special=False)
+
+    hidden = "".join(pieces(stripped(), ids, [1] * len(ids)))
     assert MARKER in hidden, "added to the vocabulary, and no special token"
     assert not any(special in hidden for special in (START, PYTHON, END))
-    shown = "".join(pieces(AnswerText(tokenizer, keep_special=[PYTHON, END]), ids, [1] * len(ids)))
+    shown = "".join(pieces(stripped(keep=[PYTHON, END]), ids, [1] * len(ids)))
     assert (PYTHON in shown, START in shown) == (True, False)
 
 
@@ -175,9 +183,10 @@ def test_logprobs_name_each_token_and_its_bytes_where_it_is_a_whole_character() 
     parts=st.lists(st.sampled_from(["the", " fox", "ab", START, PYTHON, "|", "<"]), max_size=12),
     stop=st.lists(st.sampled_from(["|", "<", "python", "xa", "foxab", PYTHON, START, "e f"]), max_size=3),
     cuts=st.lists(st.integers(0, 4), max_size=12),
+    shows_special=st.booleans(),
 )
 def test_the_client_sees_what_the_engine_sampled_up_to_its_stop(
-    parts: list[str], stop: list[str], cuts: list[int]
+    parts: list[str], stop: list[str], cuts: list[int], shows_special: bool
 ) -> None:
     tokenizer = _saved["byte_level"]
     watch = StopWatch(stop, AutoTokenizer.from_pretrained(tokenizer.model_path), [])
@@ -187,13 +196,14 @@ def test_the_client_sees_what_the_engine_sampled_up_to_its_stop(
         sampled.append(token)
         if is_stopped := bool(stop) and watch.is_complete(token):
             break
-    answer = AnswerText(tokenizer, stop, keep_special=[PYTHON])
+    answer = AnswerText(tokenizer, stop, keep_special=[PYTHON], shows_special=shows_special)
     shown = "".join(pieces(answer, sampled, cuts))
     assert answer.is_stopped == is_stopped
-    whole = tokenizer.decode(sampled, skip_special_tokens=False).replace(START, "")
-    plain, stopped_by = whole.replace(PYTHON, ""), answer.stopped_by or ""
+    whole = tokenizer.decode(sampled, skip_special_tokens=False)
+    plain, stopped_by = tokenizer.decode(sampled), answer.stopped_by or ""
     if stopped_by in (START, PYTHON):
-        assert shown == whole.removesuffix(stopped_by)
-    else:
-        assert whole.startswith(shown)
-        assert shown.replace(PYTHON, "") == cut_at_stop(plain, stop)
+        whole = whole.removesuffix(stopped_by)
+    elif stopped_by:
+        plain = cut_at_stop(plain, stop)
+    assert shown.replace(PYTHON, "").replace(START, "") == plain
+    assert (whole if shows_special else whole.replace(START, "")).startswith(shown)

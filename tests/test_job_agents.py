@@ -76,7 +76,7 @@ def test_a_worker_that_is_blocked_or_killed_is_started_again_and_the_run_goes_on
     assert min(last["harness/restarts"] - 1, last["harness/lost"], last["rollout/retried"]) > 0
     assert last["gateway/calls"] >= sum(step["task/tool_calls"] for step in metrics) * 16
     assert last["gateway/realigned"] + last["gateway/extended"] > 0
-    names = {"task/tool_calls", "task/right_name", "task/right_room", "harness/leased"}
+    names = {"task/tool_calls", "task/right_name", "task/exact", "harness/leased"}
     assert all(names <= set(step) for step in metrics)
     said = inspected(agents)
     assert said["bound_kept"] is True

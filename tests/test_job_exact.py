@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asyncrl.config import EvalConfig, load_config
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.records import Completion
+from asyncrl.messages.work import answer_text
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.from_config import read_eval_task
@@ -158,5 +159,7 @@ def reward_under(model_dir: Path, evaluation: dict[str, Any]) -> float:
                 seed=derive_seed(config.seed, prompt.prompt_id, sample, 0),
             )
             answer = ask(engine, [request])[0].result(timeout=60)
-            rewards.append(float(task.score(prompt, tokenizer.decode(answer.token_ids))))  # type: ignore[arg-type]
+            rewards.append(
+                float(task.score(prompt, answer_text(tokenizer, answer.token_ids, shows_special=True)))
+            )  # type: ignore[arg-type]
     return fmean(rewards)

@@ -129,13 +129,14 @@ class House:
             eval_server=None,
             harnessing=None,
             teaching=None,
+            special_tokens=None,
             write_pins=ignore,
         )
         watchdog = SimpleNamespace(run=for_ever, look=ignore)
         monkeypatch.setattr(job, "open_parts", self.open_parts)
         monkeypatch.setattr(job.Job, "_make_watchdog", lambda *_: watchdog)
         monkeypatch.setattr(job, "heartbeat", ignore)
-        monkeypatch.setattr(job, "batch_metrics", lambda _: {})  # of batches that have no groups
+        monkeypatch.setattr(job, "batch_metrics", lambda *_: {})  # of batches that have no groups
 
     async def open_parts(self, *_: Any, **__: Any) -> Any:
         return self.rooms

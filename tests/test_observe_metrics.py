@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from types import ModuleType
@@ -26,7 +27,7 @@ from asyncrl.job.report import Reporter
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.console import plain_line
-from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
+from asyncrl.observe.metrics import GAUGES, SpecialTokens, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import evaluation_metrics
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.trainer.step_report import append_line
@@ -93,8 +94,13 @@ def trajectory(reward: float, *spans: tuple[int, int, int], **more: Any) -> Traj
     )
 
 
+SPECIAL = SpecialTokens(end_ids=frozenset({9}), stray_ids=frozenset({0, 1}))
+
+
 def measured(*trajectories: Trajectory, mask_older: bool = False) -> dict[str, float]:
-    return batch_metrics(Batch(7, (Group(GroupId(0), Prompt("0", ()), trajectories),), 4, mask_older))
+    return batch_metrics(
+        Batch(7, (Group(GroupId(0), Prompt("0", ()), trajectories),), 4, mask_older), SPECIAL
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,6 +122,25 @@ def test_masked_tokens_count_for_the_length_but_not_for_the_staleness(
     assert metrics["sample/length_mean"] == sum(end - start for start, end, _ in spans)
 
 
+def test_special_tokens_count_where_sampled_and_a_truncated_end_is_unfinished() -> None:
+    def rollout(index: int, ids: list[int], *, is_truncated: bool) -> Trajectory:
+        spans = ((2, len(ids), 5),)
+        ids_T = np.array(ids, np.int32)
+        return replace(
+            trajectory(1.0, *spans, sample_index=index), token_ids=ids_T, is_truncated=is_truncated
+        )
+
+    metrics = measured(
+        rollout(0, [0, 1, 5, 9], is_truncated=False),  # special tokens in the prompt alone
+        rollout(1, [5, 5, 1, 9], is_truncated=False),
+        rollout(2, [5, 5, 5, 0], is_truncated=True),
+        rollout(3, [5, 5, 5, 5], is_truncated=False),  # ended by a stop text
+        rollout(4, [5, 5, 5, 9], is_truncated=True),  # ended, and then its agent met a limit
+    )
+    assert metrics["sample/special_fraction"] == 2 / 5
+    assert metrics["sample/unfinished_fraction"] == 1 / 5
+
+
 def test_a_batch_of_several_tasks_is_measured_for_each_of_them_too() -> None:
     of_task = {"a/0/1": (1.0, 0.0), "b/3/2": (0.5, 0.5), "a/1/0": (1.0, 1.0)}
     groups = [
@@ -126,7 +151,7 @@ def test_a_batch_of_several_tasks_is_measured_for_each_of_them_too() -> None:
         )
         for number, (prompt_id, rewards) in enumerate(of_task.items())
     ]
-    metrics = batch_metrics(Batch(7, tuple(groups), 4))
+    metrics = batch_metrics(Batch(7, tuple(groups), 4), SPECIAL)
     assert metrics["reward/mean"] == fmean(reward for rewards in of_task.values() for reward in rewards)
     found = {name: value for name, value in metrics.items() if name.endswith(("/a", "/b"))}
     assert found == {
@@ -162,6 +187,8 @@ def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns
         "sample/staleness_max": 3,
         "sample/length_mean": 3.0,
         "sample/truncated_fraction": 0.5,
+        "sample/special_fraction": 0.0,
+        "sample/unfinished_fraction": 0.5,
         "sample/masked_fraction": 0.0,
         "sample/interrupted_fraction": 0.5,
         "sample/turns_mean": 2.0,

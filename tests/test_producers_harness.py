@@ -68,6 +68,9 @@ class FakeHost:
     def scores(self, prompt: Prompt) -> bool:
         return self.has_score
 
+    def shows_special(self, prompt: Prompt) -> bool:
+        return True
+
     async def score(self, prompt: Prompt, completion: str) -> float:
         self.log.append(f"scored {completion!r}")
         return 0.25
@@ -117,6 +120,7 @@ def test_the_work_carries_the_session_of_this_attempt_which_ends_before_the_task
     assert host.log[:4] == order, "the slot is free before the task scores the last text"
     assert queue.works == [Work("g4/r2", PROMPT, 2, 0, "key-0", 10.0)]
     about = {"prompt_id": "e0/3", "sample_index": 2, "attempt": 0, "route_key": "g4/r2"}
+    about["shows_special"] = True
     assert host.opened == [("g4/r2", about)]
 
 

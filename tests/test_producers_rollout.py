@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rollout_cases import single_turn, virtual
 
+from asyncrl.config import TaskConfig
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
 from asyncrl.messages.records import (
     Completion,
@@ -20,11 +22,22 @@ from asyncrl.messages.records import (
     SamplingRequest,
     VersionSpan,
 )
+from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import all_blocked, stand_still
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
+
+
+@pytest.fixture(scope="module")
+def scratch_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_character_tokenizer("abc").save_pretrained(folder)
+    return HFChatTokenizer(folder)
 
 
 class Scripted:
@@ -204,3 +217,37 @@ async def test_a_rollout_that_is_cancelled_while_it_waits_keeps_no_place() -> No
     assert slots.num_held == 1
     slots.give_back_nowait("b")
     assert slots.num_held == 0
+
+
+@pytest.mark.parametrize(("special_tokens", "said"), [("visible", "a<unk>b<|user|>"), ("stripped", "ab")])
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_the_reward_sees_every_sampled_token_but_the_final_end(
+    scratch_tokenizer: HFChatTokenizer, special_tokens: str, said: str, is_ended: bool
+) -> None:
+    ids = scratch_tokenizer.encode("a<unk>b<|user|>" + "<|im_end|>" * is_ended)
+    spans = (VersionSpan(0, len(ids), 0),)
+    completion = Completion(ids, (-1.0,) * len(ids), spans, "stop" if is_ended else "length")
+    scored: list[str] = []
+
+    async def generate(*_: Any, **__: Any) -> Completion:
+        return completion
+
+    def score(prompt: Prompt, text: str) -> float:
+        scored.append(text)
+        return 0.5
+
+    task: Any = SimpleNamespace(score=score)
+    settings = {"python": "a:B", "reward_pool": "inline", "special_tokens": special_tokens}
+    generator = SingleTurn(
+        SimpleNamespace(generate=generate),  # type: ignore[arg-type]
+        EncodedPrompts(scratch_tokenizer),
+        TaskScorer(task, TaskConfig.model_validate(settings), seed=0),
+        run_seed=0,
+        max_tokens=8,
+        max_prompt_tokens=8,
+        temperature=1.0,
+    )
+    prompt = Prompt("p0", ({"role": "user", "content": "ab"},))
+    attempt = RolloutAttempt("g0/r0", GroupId(0), prompt, 0, 0, lambda: None)
+    asyncio.run(generator.run_attempt(attempt))
+    assert scored == [said]

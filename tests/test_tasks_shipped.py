@@ -88,6 +88,19 @@ def test_each_step_towards_the_letters_pays() -> None:
         assert sorted(ladder, key=lambda text: LETTERS.score(prompt, text)) == ladder
 
 
+def test_held_out_letters_are_never_trained_on_whatever_the_seed() -> None:
+    def pairs(seed: int, *, held_out: bool) -> set[str]:
+        task = Letters(size=1000, seed=seed, max_count=12, held_out=held_out)
+        return {task.prompt(index).content for index in range(len(task))}
+
+    trained, held_out = pairs(0, held_out=False) | pairs(1, held_out=False), pairs(2, held_out=True)
+    assert not trained & held_out
+    assert "b 7" in held_out, "the example of the pages"
+    assert len(trained | held_out) > 60, "most of 6 * 12 pairs are asked for"
+    item = LETTERS.prompt(0)
+    assert LETTERS.score(Prompt("0/0", ({"role": "user", "content": item.content},)), item.answer) == 1.0
+
+
 @pytest.mark.parametrize(
     "args", [{"letters": "aab"}, {"letters": "a1"}, {"median_count": 50.0}, {"sigma": -1.0}]
 )

@@ -115,6 +115,10 @@ class TaskConfig(FrozenConfig):
     processes, which alone can be ended when they hang (auto = process for `math`, thread for all else)."""
     reward_workers: int = Field(default=4, ge=1)
     """Rewards computed at once in `thread` and `process`."""
+    special_tokens: Literal["visible", "stripped"] = "visible"
+    """How the reward function and an agent see a special token in a sampled answer. visible: as its text,
+    such as <unk>; only the end-of-turn token that ends the answer is left out. stripped: not at all, so a
+    model can earn its reward with hidden tokens."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds until a reward counts as a failed rollout (never as a reward of 0)."""
 

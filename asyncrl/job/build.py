@@ -18,7 +18,7 @@ from asyncrl.errors import EngineLost
 from asyncrl.job.check import Found, look, open_replay, read_tasks
 from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.job.engine_kinds import sampled_by
-from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts
+from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, special_tokens
 from asyncrl.job.life import Life, run_id
 from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers.evaluating import make_evaluation
@@ -157,6 +157,7 @@ class Parts:
         maker = ServerMaker(config, self._placement, model_path, job.run_dir, job.warn, job.launcher)
         await maker.hold(self.staging_dir, self._num_first)
         self.tokenizer = await asyncio.to_thread(lambda: maker.tokenizer)
+        self.special_tokens = special_tokens(config, self.tokenizer)
         store = await maker.find_weights_store()
         self._ranks = maker.trainers(self.staging_dir, await maker.find_store(), store)
         self._engine_servers = maker.engines()

@@ -36,7 +36,7 @@ from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import outliving
-from asyncrl.observe.metrics import num_turns
+from asyncrl.observe.metrics import SpecialTokens, num_turns
 from asyncrl.observe.run_numbers import several
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import EncodedPrompts, HarnessGenerator, SingleTurn, own_reward
@@ -54,6 +54,19 @@ TASK_SEED_TURN = -1
 def model_name(config: RunConfig) -> str:
     """The policy's name in /v1/models."""
     return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
+
+
+def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:
+    """Return the model's end-of-turn tokens, and its special tokens that are not markup of tool calls and
+    thoughts. Raises ConfigError for an unknown tool format.
+    """
+    tool_format = find_tool_format(
+        config.gateway.tool_format, tokenizer.template, tokenizer.response_template
+    )
+    vocabulary = tokenizer.vocabulary
+    marks = {vocabulary.get(mark) for mark in (*tool_format.opens, *tool_format.thinking)}
+    stray_ids = tokenizer.special_ids - tokenizer.end_ids - marks
+    return SpecialTokens(tokenizer.end_ids, stray_ids)
 
 
 def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:

@@ -261,7 +261,7 @@ class Job(Life):
                 await parts.turns.to_engines(report.policy_version)
             step_s = clock() - started_s
             with span("trainer", "record", batch.version):
-                found = counted | await computed(batch_metrics, batch)
+                found = counted | await computed(batch_metrics, batch, parts.special_tokens)
                 self.reporter.step(parts, batch, report, found, step_s=step_s)
             with span("trainer", "copy", batch.version):
                 await parts.checkpointer.after_step(report.policy_version)

@@ -271,7 +271,8 @@ async def restore(
         restored()
         journal.trained_nowait(batch.version, report.metrics)
         step_s = report.metrics.get("perf/train_s", 0.0)
-        reporter.step(parts, batch, report, batch_metrics(batch), step_s=step_s)
+        found = batch_metrics(batch, parts.special_tokens)
+        reporter.step(parts, batch, report, found, step_s=step_s)
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     missed = functools.partial(load_batches, state, point.version, state.next_version)

@@ -188,10 +188,17 @@ class SessionHost(Protocol):
     """What producers need of the gateway."""
 
     def open_nowait(
-        self, rollout_id: str, *, prompt_id: str, sample_index: int, attempt: int, route_key: str
+        self,
+        rollout_id: str,
+        *,
+        prompt_id: str,
+        sample_index: int,
+        attempt: int,
+        route_key: str,
+        shows_special: bool = True,
     ) -> RolloutSession:
-        """A new session; the caller has to end it. Seeds derive from `prompt_id` (Prompt.seed_id), sample,
-        attempt and call.
+        """Open a session; the caller has to end it. Seeds derive from `prompt_id` (Prompt.seed_id), sample,
+        attempt and call. `shows_special`: answers contain the text of sampled special tokens.
         """
         ...
 
@@ -276,3 +283,27 @@ class ChatRenderer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids."""
         ...
+
+
+class Decoder(Protocol):
+    """What answer_text needs of a tokenizer."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids."""
+        ...
+
+
+def answer_text(tokenizer: Decoder, token_ids: Sequence[int], *, shows_special: bool) -> str:
+    """Return the text of a sampled answer without the end-of-turn token that ends it.
+
+    `shows_special`: other special tokens appear by their text (task.special_tokens=visible); else they are
+    left out.
+    """
+    is_ended = len(token_ids) > 0 and token_ids[-1] in tokenizer.end_ids
+    said = token_ids[:-1] if is_ended else token_ids
+    return tokenizer.decode(said, skip_special_tokens=not shows_special)

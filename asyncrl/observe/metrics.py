@@ -56,6 +56,16 @@ GAUGES: Mapping[str, Gauge] = {
         "rollouts cut at rollout.max_tokens, or ended by a limit (generator.on_overflow)",
     ),
     "sample/truncated_fraction/*": Gauge("step", "0..1", "the same of one task; where there are several"),
+    "sample/special_fraction": Gauge(
+        "step",
+        "0..1",
+        "rollouts that sampled a special token, except end-of-turn and the marks of tool calls and thoughts",
+    ),
+    "sample/unfinished_fraction": Gauge(
+        "step",
+        "0..1",
+        "rollouts whose last answer was truncated: it does not end with end-of-turn",
+    ),
     "sample/masked_fraction": Gauge("step", "0..1", "sampled tokens without loss weight, as too old"),
     "sample/interrupted_fraction": Gauge("step", "0..1", "rollouts that a weight swap interrupted"),
     "sample/turns_mean": Gauge("step", "turns", "of a rollout; where one has several"),
@@ -214,9 +224,19 @@ class Totals:
         return {name: self._totals.get(name, 0) for name in counted}
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, ages and lengths of a batch's rollouts, from the batch itself. A rollout is all its branches
-    together; without any token in the loss no staleness is claimed.
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Token ids of one tokenizer: `end_ids` end a turn; `stray_ids` are the special tokens that have no place
+    inside an answer.
+    """
+
+    end_ids: frozenset[int] = frozenset()
+    stray_ids: frozenset[int] = frozenset()
+
+
+def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
+    """Return the rewards, ages, lengths and endings of a batch's rollouts. A rollout is all its branches
+    together; without any token in the loss no staleness is reported.
     """
     groups, by_name = [_rollouts(group) for group in batch.groups], dict[str, list[Sequence[Rollout]]]()
     rollouts = [rollout for group in groups for rollout in group]
@@ -233,6 +253,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward/std": pstdev(rewards),
         "sample/length_mean": num_sampled / len(rollouts),
         "sample/truncated_fraction": fmean(any(branch.is_truncated for branch in r) for r in rollouts),
+        "sample/special_fraction": fmean(_has_stray(rollout, special) for rollout in rollouts),
+        "sample/unfinished_fraction": fmean(_is_unfinished(rollout, special) for rollout in rollouts),
         "sample/masked_fraction": 1 - num_trained / num_sampled if num_sampled else 0.0,
         "sample/interrupted_fraction": fmean(any(branch.num_interruptions for branch in r) for r in rollouts),
         "tokens/sampled": num_sampled,
@@ -253,6 +275,19 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 def _rollouts(group: Group) -> list[Rollout]:
     of_one = groupby(group.trajectories, lambda branch: branch.sample_index)
     return [tuple(branches) for _, branches in of_one]
+
+
+def _has_stray(rollout: Rollout, special: SpecialTokens) -> bool:
+    sampled = (branch.token_ids[branch.loss_mask] for branch in rollout)
+    return any(not special.stray_ids.isdisjoint(ids.tolist()) for ids in sampled)
+
+
+def _is_unfinished(rollout: Rollout, special: SpecialTokens) -> bool:
+    """Whether its last branch is truncated. An answer that a stop text ended is not; nor is an answer that
+    ended before its agent met a limit.
+    """
+    last = rollout[-1]
+    return last.is_truncated and int(last.token_ids[-1]) not in special.end_ids
 
 
 def _metrics_of_one(name: str, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from asyncrl.messages.records import (
     VersionSpan,
     Work,
 )
-from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue
+from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue, answer_text
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
@@ -103,7 +103,9 @@ class SingleTurn:
         )
         attempt.stopped_sampling()
         attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
-        reward = await self.scorer.score(prompt, self.prompts.tokenizer.decode(completion.token_ids))
+        shows_special = self.scorer.shows_special(prompt)
+        text = answer_text(self.prompts.tokenizer, completion.token_ids, shows_special=shows_special)
+        reward = await self.scorer.score(prompt, text)
         return (make_trajectory(index, prompt_ids, completion, reward),)
 
 
@@ -168,7 +170,12 @@ class HarnessGenerator:
         prompt, index, number = attempt.prompt, attempt.sample_index, attempt.attempt
         name = attempt.rollout_id
         session = self._host.open_nowait(
-            name, prompt_id=prompt.seed_id, sample_index=index, attempt=number, route_key=name
+            name,
+            prompt_id=prompt.seed_id,
+            sample_index=index,
+            attempt=number,
+            route_key=name,
+            shows_special=self._scorer.shows_special(prompt),
         )
         attempt.seen.rollout = functools.partial(session.rollout, index, Outcome(), 0.0)
         ends = "the rollout ran past rollout.timeout_s, or is not needed any more"

@@ -70,6 +70,8 @@ class HFChatTokenizer:
     """
     text_ids: frozenset[int]
     """Tokens of the vocabulary that are text: all but the special ones."""
+    special_ids: frozenset[int]
+    """Special tokens of the vocabulary."""
     byte_ids: frozenset[int]
     """Tokens whose text depends on the whole run of such tokens that they stand in (byte fallback). Mostly
     empty.
@@ -123,7 +125,8 @@ class HFChatTokenizer:
         several = [end if isinstance(end, list) else [end] for end in ends if end is not None]
         self.end_ids = frozenset(end for ends in several for end in ends)
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.text_ids = frozenset(vocabulary.values()) - special - set(tokenizer.all_special_ids)
+        self.special_ids = frozenset(special) | frozenset(tokenizer.all_special_ids)
+        self.text_ids = frozenset(vocabulary.values()) - self.special_ids
         falls_back = "ByteFallback" in repr(self._backend.decoder)
         self.byte_ids = frozenset(
             token_id for token, token_id in vocabulary.items() if falls_back and BYTE_TOKEN.fullmatch(token)

@@ -3,6 +3,9 @@ weights.
 
 Most counts are small and a few are large (lognormal), so response lengths have the long tail that
 asynchronous training is about. The reward looks at the prompt's text and the completion alone.
+
+A quarter of all pairs of a letter and a count are held out of training, drawn once for all runs. A model that
+answers a held-out pair such as "b 7" has learned letters and counts apart from each other.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from dataclasses import dataclass
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.task import Item
 
+MAX_DRAWS = 10_000
+"""Draws of a pair until one is found that is, or is not, held out."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Letters:
     """`size` prompts "LETTER COUNT"; letters are drawn evenly, counts from a lognormal, clipped to 1 ..
-    max_count.
+    max_count. `held_out`: draw held-out pairs instead of training pairs.
     """
 
     size: int
@@ -27,6 +33,7 @@ class Letters:
     median_count: float = 4.0
     sigma: float = 0.8
     max_count: int = 40
+    held_out: bool = False
 
     def __post_init__(self) -> None:
         if len(set(self.letters)) != len(self.letters) or not self.letters.isalpha():
@@ -40,14 +47,19 @@ class Letters:
     def prompt(self, index: int) -> Item:
         """Prompt number `index`, e.g. "b 7"."""
         draw = random.Random(f"letters/{self.seed}/{index}")
-        count = round(self.median_count * math.exp(draw.gauss(0.0, self.sigma)))
-        return Item(f"{draw.choice(self.letters)} {min(max(count, 1), self.max_count)}")
+        for _ in range(MAX_DRAWS):
+            count = round(self.median_count * math.exp(draw.gauss(0.0, self.sigma)))
+            pair = f"{draw.choice(self.letters)} {min(max(count, 1), self.max_count)}"
+            if is_held_out(pair) == self.held_out:
+                return Item(pair, answer=right_answer(pair))
+        raise ValueError(f"letters={self.letters} and its counts leave no pair with held_out={self.held_out}")
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """0 .. 1, in three parts: 0.6 for the share of right letters, 0.35 for a length near the count, 0.05
-        for exactness.
+        """0 .. 1, in three parts: 0.4 for the share of right letters, 0.5 for a length near the count, 0.1
+        for an exact answer.
 
-        A sum and not a product, so that each part can be learnt before the other.
+        A sum and not a product, so that each part can be learnt before the other. An answer that does not end
+        has a wrong length, and the text of a special token is wrong letters.
         """
         letter, count_text = prompt.messages[-1]["content"].split(" ")
         count = int(count_text)
@@ -55,4 +67,15 @@ class Letters:
             return 0.0
         right_share = completion.count(letter) / len(completion)
         closeness = min(len(completion), count) / max(len(completion), count)
-        return 0.6 * right_share + 0.35 * closeness + 0.05 * (completion == letter * count)
+        return 0.4 * right_share + 0.5 * closeness + 0.1 * (completion == letter * count)
+
+
+def right_answer(pair: str) -> str:
+    """Return the letters that the prompt `pair` asks for."""
+    letter, count = pair.split(" ")
+    return letter * int(count)
+
+
+def is_held_out(pair: str) -> bool:
+    """Return whether training never sees the prompt `pair`; true for a quarter of all pairs."""
+    return random.Random(f"held out/{pair}").random() < 0.25

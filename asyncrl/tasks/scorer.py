@@ -43,6 +43,7 @@ class TaskScorer:
         if kind == "auto":
             kind = "process" if config.reward == "math" else "thread"
         self._score, self._has_score = task.score, config.has_score
+        self._shows_special = config.special_tokens == "visible"
         self._timeout_s = config.reward_timeout_s
         name = f"the reward function {config.reward or config.python}"
         self._calls = UserCalls(name, error=partial(TaskError, "tasks"), warn=warn)
@@ -65,6 +66,10 @@ class TaskScorer:
     def scores(self, prompt: Prompt) -> bool:
         """Whether a text can be scored; if not, each reward of this task must come from the harness."""
         return self._has_score
+
+    def shows_special(self, prompt: Prompt) -> bool:
+        """Return whether answers contain the text of special tokens (task.special_tokens)."""
+        return self._shows_special
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         """A finite reward. Raises RewardFailure (data), or TaskError if nothing can be scored any more (ends
@@ -120,6 +125,10 @@ class Scorers:
     def scores(self, prompt: Prompt) -> bool:
         """As TaskScorer.scores."""
         return self._scorers[prompt.task].scores(prompt)
+
+    def shows_special(self, prompt: Prompt) -> bool:
+        """As TaskScorer.shows_special."""
+        return self._scorers[prompt.task].shows_special(prompt)
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         """As TaskScorer.score."""

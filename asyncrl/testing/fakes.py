@@ -90,7 +90,9 @@ class FakeTokenizer:
         """Code points of all contents."""
         return tuple(ord(character) for message in messages for character in message["content"])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    end_ids = frozenset({END_TOKEN})
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Characters, END_TOKEN left out."""
         return "".join(chr(token) for token in token_ids if token != END_TOKEN)
 
@@ -131,6 +133,10 @@ class FakeScorer:
         latency_s: float = 0.0,
     ) -> None:
         self._reward, self.latency_s = reward, latency_s
+
+    def shows_special(self, prompt: Prompt) -> bool:
+        """Always."""
+        return True
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         """The reward, or RewardFailure."""

@@ -38,6 +38,8 @@ class GatewayTokenizer(ChatRenderer, Protocol):
 
     text_ids: frozenset[int]
     """Tokens that are text: no special ones, and none that the vocabulary does not have."""
+    special_ids: frozenset[int]
+    """Special tokens of the vocabulary."""
     byte_ids: frozenset[int]
     """Tokens that become text only as a whole run of such tokens."""
 
@@ -45,10 +47,10 @@ class GatewayTokenizer(ChatRenderer, Protocol):
 class AnswerText:
     """Visible text of an answer, in the pieces in which it gets final.
 
-    All pieces together are the decoded text, without end-of-turn and special tokens but the marks named in
-    `keep_special`, cut before the first stop string: the one that is complete first; if two end together, the
-    longer one. Stop strings are looked for as engines do it: in the text without special tokens, marks
-    included, and at a special token whose name is a stop string.
+    All pieces together are the decoded text, cut before the first stop string: the one that is complete
+    first; if two end together, the longer one. End-of-turn tokens are left out. So are other special tokens,
+    unless `shows_special` is set or `keep_special` names them. A stop string matches where it stops the
+    engine: in the text without special tokens, or at a special token with this name.
 
     Life: feed() for each new tokens, finish() once after the last.
     Invariant: however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
@@ -56,12 +58,19 @@ class AnswerText:
     """
 
     def __init__(
-        self, texts: GatewayTokenizer, stop: Sequence[str] = (), *, keep_special: Collection[str] = ()
+        self,
+        texts: GatewayTokenizer,
+        stop: Sequence[str] = (),
+        *,
+        keep_special: Collection[str] = (),
+        shows_special: bool = True,
     ) -> None:
-        """`keep_special`: special tokens to be shown all the same: they mark tool calls."""
+        """`keep_special`: special tokens that mark tool calls and thoughts. They are always shown."""
         self._texts = texts
         self._stop = [text for text in stop if text]
         self._kept, self._stop_ids = self._special(keep_special), self._special(self._stop)
+        if shows_special:
+            self._kept |= texts.special_ids - texts.end_ids
         self._held = ""  # the end of the text without marks so far, which may begin a stop string
         self._marks: list[tuple[int, str]] = []  # in the held text, and where
         self._context: list[int] = []
@@ -184,6 +193,8 @@ class Answer:
     """It makes ids of tool calls."""
     thoughts: ThoughtCutter | None = None
     """Cuts the thought from the text; None: the text stays as the model wrote it."""
+    shows_special: bool = True
+    """`content` contains the text of special tokens that mark no tool call (task.special_tokens)."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
@@ -198,7 +209,12 @@ class Answer:
         self._has_logprobs, self._has_one_call = asked.has_logprobs, asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
-        self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=(*self.tool_format.opens, *marks))
+        self._answer = AnswerText(
+            self.tokenizer,
+            asked.stop,
+            keep_special=(*self.tool_format.opens, *marks),
+            shows_special=self.shows_special,
+        )
         self._text, self._shown, self._held_from = "", "", 0
         self._completion: Completion | None = None
         self._sampled: list[tuple[int, float, npt.NDArray[np.float64]]] = []

@@ -16,7 +16,7 @@ from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, Re
 from asyncrl.agents.endpoint.drafting import Chat, Draft, Drafting, How, Prefill, Recorded, no_prefill
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout
-from asyncrl.messages.work import ChatRenderer, new_hash
+from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
 
 
 @dataclass(slots=True)
@@ -223,13 +223,13 @@ class Capture:
         for node in nodes:
             self._count_branch(node)
 
-    def last_text(self) -> str:
-        """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
+    def last_text(self, *, shows_special: bool) -> str:
+        """Return the text of the newest call's completion. Raises RolloutFailure if there is none."""
         if not self._nodes:
             way_out = "let it call the model with its session's key, or return a reward."
             raise RolloutFailure("the harness ended without one completion or a reward", way_out=way_out)
         last = max(self._nodes.values(), key=lambda node: node.order)
-        return self._renderer.decode(last.sampled_ids.tolist())
+        return answer_text(self._renderer, last.sampled_ids.tolist(), shows_special=shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         """Everything recorded, by branches. Raises RolloutFailure if that is nothing, or the outcome does not

@@ -195,7 +195,14 @@ class EngineRoute:
             name = f"call_{key:016x}"
             thoughts = self._thoughts(planned) if sent.form.is_apart(session.limits.thoughts) else None
             answer = Answer(
-                index, self.tokenizer, tool_format, asked, prefill=prefill, name=name, thoughts=thoughts
+                index,
+                self.tokenizer,
+                tool_format,
+                asked,
+                prefill=prefill,
+                name=name,
+                thoughts=thoughts,
+                shows_special=session.shows_special,
             )
             sampled[answer] = SamplingRequest(
                 request_id=request_id if index == 0 else f"{request_id}/{index}",

@@ -380,7 +380,7 @@ def _asked_as(form: Form, body_hash: bytes, request: web.Request) -> tuple[bytes
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body. Raises ApiError if it is too slow or compressed, web.HTTPException if it is too large."""
+    """The whole body. Raises ApiError if it is slow or compressed, web.HTTPException if it is too large."""
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
     slow_s = request.app.get(READ_TIMEOUT_S)

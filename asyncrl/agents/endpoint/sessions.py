@@ -88,6 +88,8 @@ class GatewaySession:
     route_key: str
     user_key: str | None = None
     """The key is a user's (`asyncrl serve gateway`), who may open one session after another."""
+    shows_special: bool = True
+    """Answers contain the text of sampled special tokens."""
 
     def __post_init__(self) -> None:
         self.key, self.is_users = self.user_key or secrets.token_urlsafe(24), self.user_key is not None
@@ -270,7 +272,7 @@ class GatewaySession:
 
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
-        return self.capture.last_text()
+        return self.capture.last_text(shows_special=self.shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         """Everything that was sampled, by branches. One that a limit has ended is truncated; all are, if it
@@ -323,8 +325,7 @@ class GatewaySession:
 class Expired:
     """Why what is gone has ended, by its key: the newest `most`.
 
-    The keys are kept as hashes in one array. As 10,000 strings they would keep most of the memory pages of the
-    ended sessions from being freed.
+    The keys are kept as hashes in one array: 10,000 strings would lie in as many pages of memory.
     """
 
     def __init__(self, most: int) -> None:

@@ -52,9 +52,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Called by aiohttp for a request that is not HTTP: 400. aiohttp's own answer repeats the headers, keys
-        included.
-        """
+        """Called by aiohttp for a request that is not HTTP. Its own answer would repeat the key."""
         if status != 400 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         response = ApiError(status, "The head of this request is malformed or too long.").response()
