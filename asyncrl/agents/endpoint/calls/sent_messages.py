@@ -33,7 +33,7 @@ def _joined(content: Any) -> Any:
 def _parsed(arguments: Any) -> Any:
     """Arguments as an object, which is how templates read them."""
     try:
-        return from_json(arguments, allow_inf_nan=False)
+        return from_json(arguments, allow_inf_nan=False, cache_strings="keys")
     except (ValueError, TypeError) as error:
         raise wrong(f"arguments must be the text of a JSON object: {error}") from None
 
