@@ -208,7 +208,7 @@ class MessagesForm:
         tools = [_function(tool) for tool in asked.tools]
         before = _continued(asked, kept)
         if before is not None:
-            tools = list(before.tools)
+            tools = [dict(tool) for tool in before.tools]
         chat: dict[str, Any] = {"tools": tools}
         if asked.tool_choice is not None:
             chat["tool_choice"] = _choice(asked.tool_choice)
