@@ -185,7 +185,13 @@ class RewardFailure(RolloutFailure):
 
 
 class RequestRefused(RolloutFailure):
-    """An engine server refused this one request, with the numbers."""
+    """An engine server refused this one request, with the numbers. `why` says it without names of engines and
+    requests, which are not for clients.
+    """
+
+    def __init__(self, what: str, *, why: str = "", rule: str = "", way_out: str = "") -> None:
+        super().__init__(what, rule=rule, way_out=way_out)
+        self.why = why or what
 
 
 class WouldWait(Exception):  # noqa: N818  no failure: the nowait half of a wait says "not yet"

@@ -154,6 +154,21 @@ async def measure_memory(ours: Ours, seconds: float) -> Held:
     return Held(before, await ours.held(), samples, measured)
 
 
+async def show_ended(ours: Ours, num_sessions: int) -> None:
+    """Resident memory at each tenth of so many ended sessions of two calls each, SESSIONS at once."""
+    print(f"\nmemory over {num_sessions} ended sessions, {SESSIONS} at once, 2 calls each")
+
+    async def window() -> None:
+        for tenth in range(1, 11):
+            await ours.wait_ended(num_sessions * tenth // 10)
+            print(f"{ours.num_ended:>9}{sides.resident_bytes(ours.pid) / 2**20:>9.1f} MiB", flush=True)
+
+    await Load(ours, SESSIONS, turns=2).run(asyncio.sleep(0), window(), lambda: sides.cpu_s(ours.pid))
+    await ours.finish()
+    resident, objects = await ours.held()
+    print(f"with no session open: {resident / 2**20:.1f} MiB and {objects:,} Python objects")
+
+
 def show_added(rounds: Sequence[Added]) -> None:
     """The first table."""
     print(f"\nadded latency: {SESSIONS} sessions, mean pause {THINK_S} s, medians of {len(rounds)} rounds")
@@ -224,6 +239,9 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         ours = await stack.enter_async_context(
             sides.gateway(folder, secret, proxy_core, engine, tokenizer, arguments.profile)
         )
+        if arguments.ended:
+            await show_ended(ours, arguments.ended)
+            return
         show_added(await measure_added(EngineAlone(engine, secret), ours, 0.3 * arguments.seconds))
         found: dict[tuple[str, int], list[Measured]] = {}
         async with contextlib.AsyncExitStack() as peers:
@@ -303,6 +321,9 @@ def main() -> None:
         help="python of an environment with litellm[proxy] (default: one made on demand)",
     )
     parser.add_argument("--no-litellm", action="store_true", help="measure ours alone, and print no ratio")
+    parser.add_argument(
+        "--ended", type=int, default=0, help="only print memory at each tenth of so many ended sessions"
+    )
     parser.add_argument(
         "--profile", default="", help="file for cProfile's figures of the gateway, which is slower then"
     )

@@ -207,11 +207,11 @@ class Load:
         left open.
     """
 
-    def __init__(self, target: Target, sessions: int, *, think_s: float = 0.0) -> None:
+    def __init__(self, target: Target, sessions: int, *, think_s: float = 0.0, turns: int = TURNS) -> None:
         """`think_s`: mean of the exponential time between an answer and the next call of its session (0: at
-        once).
+        once). `turns`: calls of a conversation.
         """
-        self._target, self._sessions, self._think_s = target, sessions, think_s
+        self._target, self._sessions, self._think_s, self._turns = target, sessions, think_s, turns
         self._latencies: list[float] | None = None
         self._is_over = False
 
@@ -236,7 +236,9 @@ class Load:
     async def _talk_on(self, wire: Wire, number: int) -> None:
         draw = random.Random(number)
         talk = None
-        num_turns = draw.randint(1, TURNS)  # of the first conversation, so that they do not all end at once
+        num_turns = draw.randint(
+            1, self._turns
+        )  # of the first conversation, so that they do not all end at once
         await asyncio.sleep(draw.random() * self._think_s)
         try:
             while not self._is_over:
@@ -250,6 +252,6 @@ class Load:
                         break
                     if self._think_s:
                         await asyncio.sleep(draw.expovariate(1 / self._think_s))
-                num_turns = TURNS
+                num_turns = self._turns
         finally:
             wire.close()

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 venv=${VENV_FRAMEWORKS:-.venv-frameworks}
 python=${PYTHON:-python3}
 frameworks=(
-    'openai>=3.54,<4' 'anthropic>=2.12,<3' 'litellm>=1.83,<2' 'openai-agents>=0.24,<0.25' 'langchain>=1.4,<2' 'langchain-openai>=1.7,<2'
+    'openai>=3.54,<4' 'anthropic>=2.13,<3' 'litellm>=1.83,<2' 'openai-agents>=0.24,<0.25' 'langchain>=1.4,<2' 'langchain-openai>=1.7,<2'
     'pydantic-ai-slim[openai,anthropic]>=2.68,<3' 'smolagents[openai]>=1.26,<2' 'inspect-ai>=0.3.285,<0.4'
 )
 alone=('mini-swe-agent>=2.4,<3') # without what it requires beside litellm: `datasets`, for its benchmarks

@@ -79,6 +79,8 @@ CONVERSATIONS = [
     Case("anthropic_client", "tools"),
     Case("anthropic_client", "streamed_tools"),
     Case("anthropic_client", "thinking"),
+    Case("anthropic_client", "tool_runner"),
+    Case("anthropic_client", "streamed_tool_runner"),
     Case("litellm_chat", "tools"),
     Case("litellm_chat", "dumped_tools"),
     Case("openai_agents", "tools"),

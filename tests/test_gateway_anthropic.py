@@ -395,6 +395,32 @@ def test_what_a_chat_can_say_is_translated() -> None:
 
 
 KEYS = st.sampled_from(["type", "role", "content", "text", "name", "input", "id", "thinking", "tool_use_id"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@in_loop
+async def test_a_thread_continues_from_a_message_with_what_is_new(streamed: bool) -> None:
+    says = [f"<think>\nA sum.\n</think>\n\n{use('add', {'a': 1})}", "Three."]
+    async with claude(*says) as talk:
+        made = {"extra_body": {"thread": {"type": "create"}}, "system": "Be brief.", "tools": [ADD]}
+        first = await talk.ask(streamed=streamed, **made)
+        result = [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "3"}]
+        more: dict[str, Any] = {"messages": [{"role": "user", "content": result}], "streamed": streamed}
+        thread = {"type": "continue", "previous_message_id": first.id}
+        second = await talk.ask(**more, extra_body={"thread": thread})
+        assert second.content[-1].text == "Three."
+        assert talk.prompts()[1].startswith(talk.prompts()[0] + says[0])
+        (branch,) = talk.world.session.rollout(0, Outcome(), 1.0)
+        assert branch.loss_mask.sum() == sum(len(each.encode()) + 1 for each in says)
+        with pytest.raises(anthropic.BadRequestError, match="the thread was created with"):
+            await talk.ask(**more, system="Be long.", extra_body={"thread": thread})
+        for name in ("msg-7", "x"):
+            with pytest.raises(anthropic.NotFoundError, match="not kept") as told:
+                await talk.ask(extra_body={"thread": thread | {"previous_message_id": name}})
+            body: Any = told.value.body
+            assert body["error"]["details"] == {"error_code": "thread_not_found"}, "the SDK starts a new one"
+
+
 KINDS = st.sampled_from(["user", "assistant", "text", "tool_use", "tool_result", "thinking", "x"])
 FIELDS = "messages system tools tool_choice thinking stop_sequences max_tokens output_config stream betas x"
 json_values = st.recursive(

@@ -5,6 +5,7 @@ and the rest go on.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -170,6 +171,52 @@ async def test_a_wrong_address_method_key_or_size_is_told_without_the_key() -> N
             async with world.http.request(method, world.url + path, headers=headers, data=data) as response:
                 assert (response.status, (await response.json())["error"]["code"]) == (status, code)
                 assert world.session.key not in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": HI}),
+        ("completions", {"prompt": "x"}),
+        ("responses", {"input": "x"}),
+        ("messages", {"messages": HI}),
+    ],
+)
+@in_loop
+async def test_an_unknown_parameter_is_refused_in_the_same_sentence_everywhere(path: str, body: Any) -> None:
+    async with gateway_world() as world:
+        status, answer = await world.post({**body, "guided_json": 1}, path=f"/v1/{path}")
+        said = "guided_json=1 is refused: there is no such parameter here."
+        assert (status, answer["error"]["message"]) == (400, said)
+
+
+@in_loop
+async def test_a_place_in_a_body_has_each_of_its_parts_once() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": 1}}
+    async with gateway_world() as world:
+        _, answer = await world.ask(response_format=form)
+        assert answer["error"]["param"] == "response_format.json_schema.schema"
+        _, answer = await world.post(with_messages(*HI, {"role": "user", "content": 7}))
+        assert answer["error"]["param"] == "messages[1].content"
+
+
+@in_loop
+async def test_a_body_that_is_compressed_is_refused_by_name() -> None:
+    async with gateway_world() as world:
+        body = gzip.compress(with_fields())
+        status, answer = await world.post(body, headers={"Content-Encoding": "gzip"})
+        assert (status, answer["error"]["message"][:40]) == (400, "Content-Encoding: 'gzip' is not read. Se")
+
+
+@in_loop
+async def test_a_head_that_is_no_http_gets_an_error_object_without_its_key() -> None:
+    async with gateway_world() as world:
+        key = world.session.key
+        answer = await all_of(*await raw(world, head(key + "\0", 2) + b"{}"))
+        assert b" 400 Bad Request" in answer[:30]
+        assert key.encode() not in answer
+        said = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert said == "The head of this request is malformed or too long."
 
 
 async def raw(world: World, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

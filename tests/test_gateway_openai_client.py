@@ -181,7 +181,7 @@ async def test_errors_are_the_clients_own_exceptions() -> None:
         with pytest.raises(openai.AuthenticationError, match="session key"):
             await talk.client.with_options(api_key="wrong").models.list()
         for error, raised, said in (
-            (RequestRefused("engine-0 refused it"), openai.BadRequestError, "engine-0 refused it"),
+            (RequestRefused("engine-0 refused it", why="too long"), openai.BadRequestError, "call: too long"),
             (EngineError("engine-0", "answered nonsense"), openai.InternalServerError, "The run is ending"),
         ):
             talk.world.engine.error = error

@@ -219,12 +219,56 @@ async def test_a_retry_is_the_same_response_and_an_end_in_mid_stream_is_an_error
                 _ = [event async for event in stream]
 
 
+CODEX_TOOLS: list[Any] = [
+    ADD,
+    {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [ADD]},
+    {"type": "web_search", "external_web_access": False},
+]
+"""As Codex 0.169 sends them."""
+OF_AGENTS = "multi_agent_v1__add"
+
+
+@in_loop
+async def test_functions_of_a_namespace_are_called_by_both_names_and_hosted_tools_are_left_out() -> None:
+    says = CALL.replace("add", OF_AGENTS)
+    async with responding(CALL, says, "Done.") as talk:
+        first = await talk.ask(tools=CODEX_TOOLS)
+        item = first.output[0].model_dump(exclude_none=True)
+        assert (item["name"], "namespace" in item) == ("add", False)
+        assert first.tools[2].type == "web_search", "a response repeats what was asked"
+        history = [{"role": "user", "content": "Hi"}, item, *outputs(first)]
+        events = await talk.events(history, tools=CODEX_TOOLS)
+        item = events[-1].response.output[0].model_dump(exclude_none=True)
+        assert (item["name"], item["namespace"]) == ("add", "multi_agent_v1")
+        (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert done.name == "add"
+        history += [item, *outputs(events[-1].response)]
+        assert (await talk.ask(history, tools=CODEX_TOOLS)).output_text == "Done."
+        prompt = talk.world.engine.tokenizer.decode(talk.world.engine.requests[0].prompt_ids)
+        assert str(["add", OF_AGENTS]) in prompt
+        assert talk.is_one_branch_of(CALL, says, "Done.")
+
+
+@in_loop
+async def test_references_to_items_are_the_items() -> None:
+    last = "<think>\nDone.\n</think>\n\nThree."
+    async with responding(THINKS, last) as talk:
+        first = await talk.ask(tools=[ADD])
+        references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
+        history = [{"role": "user", "content": "Hi"}, *references, *outputs(first)]
+        assert (await talk.ask(history, tools=[ADD])).output_text == "Three."
+        assert talk.is_one_branch_of(THINKS, last)
+        for name in ("rs_resp-7", "fc_resp-0_2", "fc_resp-0_x", "x_resp-0", "x"):
+            with pytest.raises(openai.NotFoundError) as told:
+                await talk.ask([{"type": "item_reference", "id": name}])
+            assert told.value.param == "input[0]"
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no object": ([1], "JSON object"),
     "no input": ({}, "input"),
     "an item of no kind": ({"input": [{"x": 1}]}, "input[0]: an item is None"),
     "an item of another tool": ({"input": [{"type": "computer_call"}]}, "computer_call"),
-    "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "previous_response_id"),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
     "an unknown role": ({"input": [{"role": "wizard", "content": "x"}]}, "role"),
     "arguments that are no object": (
@@ -236,12 +280,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
         "input[0].encrypted_content",
     ),
-    "a tool of OpenAI's": ({"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
+    "a tool of another kind": ({"input": "x", "tools": [{"type": "custom", "name": "f"}]}, "custom"),
+    "such a tool in a namespace": (
+        {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+        "custom",
+    ),
     "a choice of tools": ({"input": "x", "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     "in the background": ({"input": "x", "background": True}, "background"),
     "a conversation": ({"input": "x", "conversation": "c"}, "conversation"),
     "several answers": ({"input": "x", "n": 2}, "n=2 is refused"),
-    "an unknown parameter": ({"input": "x", "guided_json": {}}, "guided_json"),
+    "an unknown parameter": ({"input": "x", "guided_json": {}}, "guided_json=an object of 0 entries is ref"),
     "a penalty": ({"input": "x", "frequency_penalty": 1}, "frequency_penalty"),
     "far too many logprobs": ({"input": "x", "top_logprobs": 99}, "top_logprobs"),
 }

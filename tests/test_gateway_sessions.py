@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import weakref
 from typing import Any
 
 import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, make_gateway, until
 
-from asyncrl.agents.endpoint.sessions import BEGUN_SHARE
+from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.branches import ChatNode
+from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
+from asyncrl.agents.endpoint.forms.responses_written import StoredResponse
+from asyncrl.agents.endpoint.sent_chats import SentChat
+from asyncrl.agents.endpoint.sessions import BEGUN_SHARE, GatewaySession
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
@@ -40,18 +44,40 @@ async def test_a_key_opens_its_session_until_it_ends_and_its_reason_is_told_unti
     assert opened[4].ended == world.open("late").ended, "all end with the gateway"
 
 
+def num_objects_of_sessions() -> int:
+    kinds = (GatewaySession, GatewayCall, Answer, ChatNode, SentChat, StoredResponse, SamplingRequest)
+    return sum(isinstance(each, kinds) for each in gc.get_objects())
+
+
 @in_loop
-async def test_a_session_that_has_ended_keeps_nothing_but_its_reason() -> None:
+async def test_sessions_that_have_ended_leave_no_object_behind() -> None:
     async with gateway_world() as world:
-        session = world.open()
-        assert (await world.ask_other(session))[0] == 200
-        session.end_nowait("done")
-        assert session.rollout(0, Outcome(), 1.0)[0].num_sampled == 13, "its owner may still ask"
-        watched = weakref.ref(session), weakref.ref(session.capture)
+        world.session.end_nowait("done")
+        gc.collect()
+        num_before = num_objects_of_sessions()
+        chat = {"messages": HI, "response_format": {"type": "json_object"}}
+        calls: list[tuple[str, dict[str, Any]]] = [
+            ("chat/completions", chat),
+            ("chat/completions", {**chat, "stream": True, "n": 2}),
+            ("completions", {"prompt": "Hi", "logprobs": 2}),
+            ("responses", {"input": "Hi"}),
+            ("responses", {"input": "More", "previous_response_id": "resp-3", "stream": True}),
+            ("messages", {"messages": HI, "thread": {"type": "create"}}),
+            ("messages", {"messages": HI, "thread": {"type": "continue", "previous_message_id": "msg-5"}}),
+        ]
+        for number in range(3):
+            session = world.open(f"g{number}/r0")
+            for path, body in calls:
+                async with world.http.post(f"{world.url}/s/{session.key}/v1/{path}", json=body) as response:
+                    await response.read()
+                    assert response.status == 200, (path, body)
+            session.end_nowait("done")
+            assert session.rollout(0, Outcome(), 1.0), "its owner may still ask"
         del session
+        world.engine.requests.clear()
         await until(lambda: world.gateway.stats().in_flight == 0)
         gc.collect()
-        assert [ref() for ref in watched] == [None, None]
+        assert num_objects_of_sessions() == num_before
 
 
 @in_loop

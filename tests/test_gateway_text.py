@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, metaspace, save
 from tiny_model import TINY_CHARACTERS
+from transformers import AutoTokenizer
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.requests import ChatRequest
@@ -21,6 +22,7 @@ from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, find_tool_format
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl_servers.embedded.sequence import StopWatch
 
 MARKER = "<tool_call>"
 MAKERS = {make.__name__: make for make in (byte_level, byte_fallback, metaspace)}
@@ -107,9 +109,6 @@ def test_only_markup_shows_among_the_special_tokens_that_are_stripped(name: str)
     assert not any(special in hidden for special in (START, PYTHON, END))
     shown = "".join(pieces(stripped(keep=[PYTHON, END]), ids, [1] * len(ids)))
     assert (PYTHON in shown, START in shown) == (True, False)
-    cut = stripped(["fox" + PYTHON], [PYTHON])
-    assert PYTHON not in "".join(pieces(cut, ids, [1] * len(ids)))
-    assert cut.is_stopped
 
 
 # ---- what a client is told of a completion
@@ -174,3 +173,37 @@ def test_logprobs_name_each_token_and_its_bytes_where_it_is_a_whole_character() 
     choice.finish(finished(ByteTokenizer().encode("aü")))
     found = [(each["token"], each["bytes"]) for each in choice.logprobs or ()]
     assert found == [("a", [97]), ("�", None), ("�", None)]
+
+
+# ---- stop strings, and the engine's
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(st.sampled_from(["the", " fox", "ab", START, PYTHON, "|", "<"]), max_size=12),
+    stop=st.lists(st.sampled_from(["|", "<", "python", "xa", "foxab", PYTHON, START, "e f"]), max_size=3),
+    cuts=st.lists(st.integers(0, 4), max_size=12),
+    shows_special=st.booleans(),
+)
+def test_the_client_sees_what_the_engine_sampled_up_to_its_stop(
+    parts: list[str], stop: list[str], cuts: list[int], shows_special: bool
+) -> None:
+    tokenizer = _saved["byte_level"]
+    watch = StopWatch(stop, AutoTokenizer.from_pretrained(tokenizer.model_path), [])
+    sampled: list[int] = []
+    is_stopped = False
+    for token in tokenizer.encode("".join(parts)):
+        sampled.append(token)
+        if is_stopped := bool(stop) and watch.is_complete(token):
+            break
+    answer = AnswerText(tokenizer, stop, keep_special=[PYTHON], shows_special=shows_special)
+    shown = "".join(pieces(answer, sampled, cuts))
+    assert answer.is_stopped == is_stopped
+    whole = tokenizer.decode(sampled, skip_special_tokens=False)
+    plain, stopped_by = tokenizer.decode(sampled), answer.stopped_by or ""
+    if stopped_by in (START, PYTHON):
+        whole = whole.removesuffix(stopped_by)
+    elif stopped_by:
+        plain = cut_at_stop(plain, stop)
+    assert shown.replace(PYTHON, "").replace(START, "") == plain
+    assert (whole if shows_special else whole.replace(START, "")).startswith(shown)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.chats import Chain
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, sealed, signature_of, unsealed
 from asyncrl.agents.endpoint.requests import ChatRequest
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
@@ -237,3 +238,22 @@ async def test_a_conversation_goes_on_though_an_answer_comes_late_that_looks_lik
         assert num_forked(world) == 1, "the late one"
         branches = world.session.rollout(0, Outcome(), 1.0)
         assert sorted(sum(each.token_ids == 257) for each in branches) == [2, 6]
+
+
+@pytest.mark.parametrize("thoughts", ["inline", "apart"])
+@in_loop
+async def test_a_name_that_a_client_gives_an_answer_begins_no_branch(thoughts: str) -> None:
+    engine = ScriptedEngine(lambda _: "<think>\nHm.\n</think>\n\nYes.")
+    async with gateway_world(engine, thoughts=thoughts) as world:
+        messages = list(HI)
+        for _ in range(3):
+            assert (await world.post({"messages": messages}))[0] == 200
+            messages.append({"role": "assistant", "name": "agent", "content": "Yes."})
+            messages.append({"role": "user", "content": "More"})
+        assert len(world.session.rollout(0, Outcome(), 1.0)) == 1
+
+
+def test_messages_of_others_are_told_apart_by_name() -> None:
+    said = {"role": "assistant", "content": "Yes."}
+    keys = {Chain([*HI, {**said, **name}], None).answers[0] for name in ({}, {"name": "a"}, {"name": "b"})}
+    assert len(keys) == 3

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from gateway_cases import HI, gateway_world, in_loop
 
@@ -96,3 +97,19 @@ async def test_a_bomb_costs_its_own_call_at_each_endpoint_and_is_not_kept(
         assert sum(map(len, known)) <= 16 * len(known)
         status, answer = await world.post(bodies({"type": "integer"})[path], path=f"/v1/{path}")
         assert status == 200, answer
+
+
+@in_loop
+async def test_a_gateway_that_is_closed_ends_its_process() -> None:
+    def running() -> set[int]:
+        return {
+            child.pid
+            for child in psutil.Process().children()
+            if "grammar_checks" in " ".join(child.cmdline())
+        }
+
+    before = running()
+    async with gateway_world() as world:
+        assert (await world.ask(response_format={"type": "json_object"}))[0] == 200
+        assert len(running() - before) == 1
+    assert running() <= before

@@ -158,7 +158,8 @@ def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> Reques
     said, sizes = refusal.body, f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
     what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
-    return RequestRefused(what, rule=said.rule, way_out=way_out)
+    why = said.error.replace(f"request {request.request_id}", "this call")
+    return RequestRefused(what, why=why, rule=said.rule, way_out=way_out)
 
 
 class EngineServer:

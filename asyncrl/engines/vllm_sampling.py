@@ -60,8 +60,8 @@ def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFac
         way_out = f"set rollout.temperature to 0 (greedy), or to {_MIN_TEMPERATURE} or more."
     else:
         return
-    what = f"{process.name} refused request {request.request_id}: {what}"
-    raise RequestRefused(what, rule=rule, way_out=way_out)
+    whole = f"{process.name} refused request {request.request_id}: {what}"
+    raise RequestRefused(whole, why=what, rule=rule, way_out=way_out)
 
 
 def ids_of(request: GenerateRequest) -> list[int]:

@@ -180,6 +180,10 @@ class Harnessing:
         await self.gateway.start()
         await start_all(self.workers)
         collect_less()
+        generator = job.config.generator
+        if generator.command and generator.outcomes == "returned":
+            why = "every process that the command starts can print it. Set it to none or posted to avoid that"
+            job.say(f"generator.outcomes=returned: the last line of standard output is the reward; {why}.")
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
             job.say_secret(f"gateway at {self.url}; start workers with: {command}")

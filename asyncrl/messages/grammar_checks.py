@@ -51,14 +51,18 @@ class GrammarProcess:
             try:
                 return _asked(self._running or self._start(), text)
             except TimeoutError:
-                self.close()
+                self._kill()
                 return f"it could not be checked in {CHECK_TIMEOUT_S} s"
             except (OSError, ValueError):  # it has crashed
-                self.close()
+                self._kill()
                 return "it is too deep, or needs too much memory"
 
     def close(self) -> None:
-        """End the process, if there is one. Idempotent."""
+        """End the process, if there is one. Idempotent. Waits for a check in another thread."""
+        with self._asking:
+            self._kill()
+
+    def _kill(self) -> None:
         self._running = None
         if self._end is not None:
             self._end()

@@ -1,6 +1,6 @@
 """anthropic: /v1/messages, as its documentation has it."""
 
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 
 QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 ADD = {
@@ -57,6 +57,39 @@ def streamed_tools():
 
 def thinking():
     return loop(Anthropic().messages.create, thinking={"type": "enabled", "budget_tokens": 1024})
+
+
+def tool_runner(*, stream=False):
+    calls = []
+
+    @beta_tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: The other.
+        """
+        calls.append((a, b))
+        return str(a + b)
+
+    runner = Anthropic().beta.messages.tool_runner(
+        model="policy",
+        max_tokens=2000,
+        system="Be brief.",
+        messages=[{"role": "user", "content": QUESTION}],
+        tools=[add],
+        stream=stream,
+    )
+    if stream:
+        *_, answer = (turn.get_final_message() for turn in runner)
+    else:
+        answer = runner.until_done()
+    return ["".join(block.text for block in answer.content if block.type == "text"), len(calls)]
+
+
+def streamed_tool_runner():
+    return tool_runner(stream=True)
 
 
 def forced_tool():

@@ -49,7 +49,8 @@ class AnswerText:
 
     All pieces together are the decoded text, cut before the first stop string: the one that is complete
     first; if two end together, the longer one. End-of-turn tokens are left out. So are other special tokens,
-    unless `shows_special` is set or `keep_special` names them.
+    unless `shows_special` is set or `keep_special` names them. A stop string matches where it stops the
+    engine: in the text without special tokens, or at a special token with this name.
 
     Life: feed() for each new tokens, finish() once after the last.
     Invariant: however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
@@ -66,16 +67,12 @@ class AnswerText:
     ) -> None:
         """`keep_special`: special tokens that mark tool calls and thoughts. They are always shown."""
         self._texts = texts
-        self._kept = {
-            token
-            for name in keep_special
-            for token in texts.encode(name)
-            if token not in texts.text_ids and texts.decode([token], skip_special_tokens=False) == name
-        }
+        self._stop = [text for text in stop if text]
+        self._kept, self._stop_ids = self._special(keep_special), self._special(self._stop)
         if shows_special:
             self._kept |= texts.special_ids - texts.end_ids
-        self._stop = [text for text in stop if text]
-        self._held = ""  # the end of the text so far, which may be the beginning of a stop string
+        self._held = ""  # the end of the text without marks so far, which may begin a stop string
+        self._marks: list[tuple[int, str]] = []  # in the held text, and where
         self._context: list[int] = []
         self._run: list[int] = []  # byte tokens whose run may go on
         self._has_unsure = False  # the context's text ends in a replacement character that was not handed out
@@ -88,27 +85,64 @@ class AnswerText:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take more tokens; returns the text that got final with them."""
+        text, run = "", list[int]()
+        for token in token_ids:
+            if self.is_stopped:
+                return text
+            if token in self._stop_ids:
+                text += self._add(run) + self.finish()
+                self.stopped_by = self.stopped_by or self._texts.decode([token], skip_special_tokens=False)
+                return text
+            run.append(token)
+            if token in self._kept:
+                mark = self._texts.decode([token], skip_special_tokens=False)
+                text, run = text + self._add(run, mark), []
+        return text + self._add(run)
+
+    def _add(self, token_ids: Sequence[int], mark: str = "") -> str:
+        """`mark`: the name of the last token."""
         if self.is_stopped:
             return ""
         text = self._decode(self._whole_runs([token for token in token_ids if self._is_shown(token)]))
         self._has_unsure = text.endswith(REPLACEMENT)
-        return self._until_stop(text[:-1] if self._has_unsure else text)
+        return self._until_stop(text[:-1] if self._has_unsure else text, mark)
 
     def finish(self) -> str:
         """No token comes any more: the rest of the text."""
         if self.is_stopped:
             return ""
         text = self._until_stop(self._decode(self._run))
-        return text if self.is_stopped else text + self._held
+        return text if self.is_stopped else text + self._hand_out(len(self._held))
 
-    def _until_stop(self, text: str) -> str:
-        """Text that can be handed out: no stop string begins in it."""
-        held = self._held + text
+    def _until_stop(self, text: str, mark: str = "") -> str:
+        """Text that can be handed out: no stop string begins in it. `mark`: what it ends with."""
+        held = self._held = self._held + text.removesuffix(mark)
+        if mark:
+            self._marks.append((len(held), mark))
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
         keep = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
         _, end, self.stopped_by = min(found) if found else (0, keep, None)
-        self._held = held[end:]
-        return held[:end]
+        return self._hand_out(end)
+
+    def _hand_out(self, end: int) -> str:
+        """The first `end` characters that are held, with the marks between them."""
+        text, at = "", 0
+        while self._marks and self._marks[0][0] <= end:
+            place, mark = self._marks.pop(0)
+            text, at = text + self._held[at:place] + mark, place
+        text += self._held[at:end]
+        self._held, self._marks = self._held[end:], [(place - end, mark) for place, mark in self._marks]
+        return text
+
+    def _special(self, names: Iterable[str]) -> set[int]:
+        """The special tokens with these names."""
+        return {
+            token
+            for name in names
+            for token in self._texts.encode(name)
+            if token not in self._texts.text_ids
+            and self._texts.decode([token], skip_special_tokens=False) == name
+        }
 
     def _is_shown(self, token: int) -> bool:
         return (token in self._texts.text_ids and token not in self._texts.end_ids) or token in self._kept

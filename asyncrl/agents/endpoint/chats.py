@@ -93,12 +93,15 @@ class Chain:
 
     def _add(self, messages: Iterable[tuple[int, Message]]) -> None:
         for index, message in messages:
-            self._state.update(canonical(message, self._thinking))
-            if message.get("role") == "assistant":
-                key = self._state.digest()
-                self.answers.append((index, key))
-                settled = self._settle(key)
-                self._state = new_hash(settled or key)
+            if message.get("role") != "assistant":
+                self._state.update(canonical(message, self._thinking))
+                continue
+            key = self.key_with({**message, "name": None})  # no recorded answer has a name
+            settled = self._settle(key)
+            if settled is None and "name" in message:
+                key = self.key_with(message)
+            self.answers.append((index, key))
+            self._state = new_hash(settled or key)
 
     def after(self, known: Messages, messages: Messages) -> Chain:
         """That of `messages`, which begin with the `known` ones of this chain."""

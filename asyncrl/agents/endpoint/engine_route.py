@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -112,10 +112,11 @@ class EngineRoute:
     rules: CallRules
     seed_of: SeedOf
     on_broken: OnBroken
+    checks: GrammarChecks = field(default_factory=GrammarChecks)
 
     def __post_init__(self) -> None:
         self.counts, self._reader = GatewayStats(), RequestReader(self.rules)
-        self._checks, self._has_warned = GrammarChecks(), False
+        self._has_warned = False
         self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
@@ -235,7 +236,7 @@ class EngineRoute:
             if not call.is_done:  # else it was given up
                 raise
         except RequestRefused as refusal:
-            call.done_nowait(invalid(f"The engine refused this call: {refusal}"))
+            call.done_nowait(invalid(f"The engine refused this call: {refusal.why}."))
         except RolloutFailure as failure:  # of a tool-call format of the user's: it would fail again
             session.fail_nowait(failure)
             call.done_nowait(session_ended(session.ended or ""))
@@ -315,7 +316,7 @@ class EngineRoute:
         if found is None:
             return None
         has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
-        await self._checks.wait_checked(found, "response_format" if has_format else "tools")
+        await self.checks.wait_checked(found, "response_format" if has_format else "tools")
         return found
 
     async def _plan(self, session: GatewaySession, read: ReadCall) -> Planned:

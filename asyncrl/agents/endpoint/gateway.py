@@ -17,7 +17,7 @@ from typing import cast
 
 from aiohttp import web
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer, invalid
+from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer, invalid, shown
 from asyncrl.agents.endpoint.calls.connections import Connection
 from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
@@ -164,6 +164,7 @@ class Gateway:
             if listening is not None:
                 listening.close()
         await self._runner.cleanup()
+        await self._route.checks.aclose()
         self._socket = self._listener = None
 
     def stats(self) -> GatewayStats:
@@ -379,7 +380,9 @@ def _asked_as(form: Form, body_hash: bytes, request: web.Request) -> tuple[bytes
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body. Raises ApiError if it is too slow, web.HTTPException if it is too large."""
+    """The whole body. Raises ApiError if it is slow or compressed, web.HTTPException if it is too large."""
+    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
     slow_s = request.app.get(READ_TIMEOUT_S)
     try:
         async with asyncio.timeout(slow_s):

@@ -218,6 +218,10 @@ class GrammarChecks:
         if why:
             raise _refused(why, param)
 
+    async def aclose(self) -> None:
+        """End the process, after the check that it is at."""
+        await asyncio.to_thread(self._process.close)
+
 
 def _refused(why: str, param: str) -> ApiError:
     return invalid(f"{param} is refused: {why}. Make the schema smaller or simpler.", param)

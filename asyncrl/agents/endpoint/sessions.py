@@ -328,21 +328,27 @@ class GatewaySession:
             raise
 
 
-class Expired(OrderedDict[str, str]):
-    """Why what is gone has ended, by its key: the newest `most`."""
+class Expired:
+    """Why what is gone has ended, by its key: the newest `most`.
+
+    The keys are kept as hashes in one array: 10,000 strings would lie in as many pages of memory.
+    """
 
     def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
+        self._hashes, self._reasons, self._next = np.zeros(most, np.int64), [""] * most, 0
 
     def add(self, key: str, reason: str) -> None:
-        self[key] = reason
-        if len(self) > self._most:
-            self.popitem(last=False)
+        self._hashes[self._next], self._reasons[self._next] = hash(key), reason
+        self._next = (self._next + 1) % len(self._reasons)
+
+    def why(self, key: str) -> str:
+        """Empty if that is not known."""
+        (found,) = np.nonzero(self._hashes == hash(key))
+        return self._reasons[found[0]] if len(found) else ""
 
     def error(self, key: str) -> ApiError:
         """401 for a key that was never there, 410 with the reason."""
-        return session_ended(self[key]) if key in self else unknown_key()
+        return session_ended(reason) if (reason := self.why(key)) else unknown_key()
 
 
 class Sessions:

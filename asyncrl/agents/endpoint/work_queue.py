@@ -193,4 +193,4 @@ class WorkItems:
     def _why(self, item_id: str) -> str:
         if item_id in self._items:
             return "it was given to another worker"
-        return self._ended.get(item_id, "this run has not given it to a worker, or it ended long ago")
+        return self._ended.why(item_id) or "this run has not given it to a worker, or it ended long ago"

@@ -65,7 +65,7 @@ class Constraints:
 
 def refused(request: GenerateRequest, error: GrammarError) -> Refused:
     """Its grammar cannot be followed, or no further."""
-    what = f"the grammar of request {request.request_id} is refused: {error}"
+    what = f"request {request.request_id} has a grammar that cannot be followed: {error}"
     rule = "a grammar is llguidance's Lark text, within the limits of asyncrl/messages/token_grammars.py"
     return Refused(400, what, rule=rule, way_out="make the schema smaller or simpler.")
 

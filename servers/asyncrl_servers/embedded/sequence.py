@@ -36,7 +36,9 @@ class StopWatch:
 
     def __init__(self, stop: Iterable[str], tokenizer: Any, resumed_ids: list[int]) -> None:
         self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
-        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        special = {
+            str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
         self._stop_ids = {special[text] for text in self._stop if text in special}
         self._window = max((len(text.encode()) for text in self._stop), default=0) + _SLACK
         self._tail = list(resumed_ids[-self._window :])

@@ -9,6 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from asyncrl.agents.endpoint.answers import ApiError
+
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -42,6 +44,20 @@ class Connection(web.RequestHandler):
                 return
             idle[0].force_close()
         super().connection_made(transport)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Called by aiohttp for a request that is not HTTP. Its own answer would repeat the key."""
+        if status != 400 or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        response = ApiError(status, "The head of this request is malformed or too long.").response()
+        response.force_close()
+        return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Called by aiohttp for bytes that are not HTTP. They are a mistake of the client and are not

@@ -14,8 +14,6 @@ from typing_extensions import TypedDict
 from asyncrl.agents.endpoint.answers import shown
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
 
 def wrong(why: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{why}", {"why": why})
@@ -35,7 +33,7 @@ def _joined(content: Any) -> Any:
 def _parsed(arguments: Any) -> Any:
     """Arguments as an object, which is how templates read them."""
     try:
-        return from_json(arguments, allow_inf_nan=False)
+        return from_json(arguments, allow_inf_nan=False, cache_strings="keys")
     except (ValueError, TypeError) as error:
         raise wrong(f"arguments must be the text of a JSON object: {error}") from None
 

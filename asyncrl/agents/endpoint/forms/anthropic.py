@@ -13,6 +13,7 @@ from asyncrl.agents.endpoint.answers import invalid, shown
 from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name, wrong
 from asyncrl.agents.endpoint.forms.anthropic_written import WrittenMessage
 from asyncrl.agents.endpoint.forms.chat import Parameters, Translated, Written
+from asyncrl.agents.endpoint.forms.responses_written import StoredResponse
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
 from asyncrl.agents.endpoint.requests import MAX_STOPS, parse_json
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
@@ -37,8 +38,6 @@ BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system text with a block of this, which is another one in each call: the model need
 not see it, and the chat would begin anew each time.
 """
-
-KINDS = ("user", "assistant", "system", "text", "thinking", "tool_use", "tool_result")
 
 
 def _blocks(content: Any) -> Any:
@@ -137,6 +136,12 @@ class _Thinking(TypedDict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
+class _Thread(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    type: Literal["create", "continue"]
+    previous_message_id: NotRequired[str]
+
+
 class _OutputFormat(TypedDict):
     __pydantic_config__ = OPEN  # type: ignore[misc]
     type: Literal["json_schema"]
@@ -163,6 +168,7 @@ class MessagesRequest(BaseModel):
     ] = []
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
+    thread: _Thread | None = None
     stop_sequences: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_STOPS)
     ] = []
@@ -170,7 +176,7 @@ class MessagesRequest(BaseModel):
     output_format: _OutputFormat | None = None
 
 
-PARAMETERS = Parameters("/v1/messages", MessagesRequest, PASSED, LEFT_OUT, UNSERVED, KINDS)
+PARAMETERS = Parameters(MessagesRequest, PASSED, LEFT_OUT, UNSERVED)
 
 
 class MessagesForm:
@@ -199,9 +205,11 @@ class MessagesForm:
         if asked.messages[-1]["role"] == "assistant":
             why = "The last message is the assistant's: answers cannot be begun for the model here."
             raise invalid(why, "messages")
-        chat: dict[str, Any] = {"messages": messages}
-        if asked.tools:
-            chat["tools"] = [_function(tool) for tool in asked.tools]
+        tools = [_function(tool) for tool in asked.tools]
+        before = _continued(asked, kept)
+        if before is not None:
+            tools = [dict(tool) for tool in before.tools]
+        chat: dict[str, Any] = {"tools": tools}
         if asked.tool_choice is not None:
             chat["tool_choice"] = _choice(asked.tool_choice)
             if asked.tool_choice.get("disable_parallel_tool_use"):
@@ -216,13 +224,27 @@ class MessagesForm:
         if wanted is not None:
             schema = {"name": "output", "schema": wanted["schema"], "strict": True}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return Translated(to_json(chat | passed))
+        new = tuple(to_json(message) for message in messages)
+        chain = b",".join([*(before.chain() if before else ()), *new])
+        told = StoredResponse(before, new, tools) if asked.thread else None
+        return Translated(b'{"messages":[' + chain + b"]," + to_json(chat | passed)[1:], told)
 
     def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
         return reader.chat(body)
 
     def written(self, call: GatewayCall, model: str, asked: CallRequest, given: Any) -> Written:
-        return WrittenMessage(call, model)
+        return WrittenMessage(call, model, given)
+
+
+def _continued(asked: MessagesRequest, kept: KeptResponses) -> StoredResponse | None:
+    """The message that the thread of this call continues. Raises ApiError: 404 if it is not kept."""
+    if asked.thread is None or asked.thread["type"] == "create":
+        return None
+    if asked.system or asked.tools:
+        raise invalid(
+            "system and tools are those that the thread was created with: leave them out.", "thread"
+        )
+    return kept.get(asked.thread.get("previous_message_id", ""), "thread.previous_message_id")
 
 
 def _text(blocks: Sequence[Mapping[str, Any]]) -> str:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json, to_json
 
 from asyncrl.agents.endpoint.answers import ApiError
+from asyncrl.agents.endpoint.forms.responses_written import (
+    NOT_KEPT,
+    KeptResponses,
+    StoredResponse,
+    message_to_keep,
+)
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
-    from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 ERROR_TYPES = {
@@ -30,7 +36,9 @@ ERROR_TYPES = {
 def anthropic_error(error: ApiError) -> bytes:
     """Its body, as Anthropic's clients read it."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error")
-    told = {"type": kind, "message": error.error["message"]}
+    told: dict[str, Any] = {"type": kind, "message": error.error["message"]}
+    if error.error["code"] == NOT_KEPT:  # the client begins a new thread
+        told["details"] = {"error_code": "thread_not_found"}
     return to_json({"type": "error", "error": told, "request_id": None}, inf_nan_mode="null")
 
 
@@ -56,8 +64,9 @@ def model_body(model: str, name: str | None) -> dict[str, Any]:
 class WrittenMessage:
     """A message, or its events: blocks one after the other, the thought, the text, then the tool calls."""
 
-    def __init__(self, call: GatewayCall, model: str) -> None:
-        (self._choice,), self._call, self._model = call.choices, call, model
+    def __init__(self, call: GatewayCall, model: str, thread: StoredResponse | None) -> None:
+        """`thread`: what is kept of the call, without its answer."""
+        (self._choice,), self._call, self._model, self._thread = call.choices, call, model, thread
         self._has_begun, self._num_blocks = False, 0
         self._open: str | None = None
         """The kind of the block that is being told."""
@@ -101,7 +110,9 @@ class WrittenMessage:
         return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
 
     def keep(self, kept: KeptResponses) -> None:
-        """Nothing: a chat is sent whole each time."""
+        if self._thread is not None:
+            messages = (*self._thread.messages, message_to_keep(self._choice))
+            kept.add(self._call.name, replace(self._thread, messages=messages))
 
     def _begin(self) -> bytes:
         if self._has_begun:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answers import Answer, ApiError, invalid, shown
-from asyncrl.agents.endpoint.requests import refused
+from asyncrl.agents.endpoint.answers import Answer, ApiError
+from asyncrl.agents.endpoint.requests import refused, unknown_parameter
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
@@ -24,17 +24,14 @@ Shape = TypeVar("Shape", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Parameters(Generic[Shape]):
-    """The parameters of an endpoint at `path` that is translated: those in `passed` mean the same in a chat,
-    those of `shape` are to be translated, those in `left_out` change nothing. Others are refused; `unserved`
-    has the reasons of some. `kinds`: of the union's members in `shape`, which no error names.
+    """The parameters of an endpoint that is translated: `passed` ones mean the same in a chat, those of
+    `shape` are translated, `left_out` ones change nothing. All others are refused; `unserved` has reasons.
     """
 
-    path: str
     shape: type[Shape]
     passed: Collection[str]
     left_out: Collection[str]
     unserved: Mapping[str, str]
-    kinds: tuple[str, ...]
 
     def sort(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], Shape]:
         """(what is passed as it is, what is to be translated). Raises ApiError."""
@@ -44,15 +41,14 @@ class Parameters(Generic[Shape]):
                 continue
             if name in self.passed:
                 passed[name] = value
-            elif name in self.shape.model_fields:
-                rest[name] = value
+            elif why := self.unserved.get(name):
+                raise unknown_parameter(name, value, why)
             else:
-                why = self.unserved.get(name, f"{self.path} has no such parameter here")
-                raise invalid(f"{name}={shown(value)} is refused: {why}.", name, code="unknown_parameter")
+                rest[name] = value
         try:
             return passed, self.shape.model_validate(rest)
         except ValidationError as error:
-            raise refused(error, self.kinds) from None
+            raise refused(error, rest) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

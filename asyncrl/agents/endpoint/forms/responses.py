@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
     from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
 
+log = logging.getLogger(__name__)
+
 _PASSED = (
     "model temperature top_p stream seed parallel_tool_calls chat_template_kwargs user metadata service_tier"
     " safety_identifier prompt_cache_key prompt_cache_retention"
@@ -43,6 +47,8 @@ UNSERVED = {
 }
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 _TEXTS = ("input_text", "output_text", "text")
+HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
+"""Beginnings of the types of tools that OpenAI's own servers run."""
 
 
 def _parts(content: Any) -> Any:
@@ -64,8 +70,6 @@ def _item(item: Any) -> Any:
     if not isinstance(item, dict):
         return item
     kind = item.get("type") or ("message" if "role" in item else None)
-    if kind == "item_reference":
-        raise wrong("item_reference is not resolved here: send the item, or previous_response_id")
     if kind not in KINDS:
         raise wrong(f"an item is {shown(kind)}; these are read: {', '.join(KINDS)}")
     return item | {"type": kind}
@@ -96,6 +100,7 @@ class _CallItem(TypedDict):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: Name
+    namespace: NotRequired[str | None]
     arguments: str
 
 
@@ -113,15 +118,32 @@ Item = Annotated[
 ]
 
 
-def _function_tool(tool: Any) -> Any:
-    if isinstance(tool, dict) and tool.get("type") != "function":
-        raise wrong(f"a tool is of type {shown(tool.get('type'))}; functions are the only ones here")
-    return tool
+def _tools(tools: Any) -> Any:
+    """Functions, those within a namespace on their own, without what OpenAI's servers run."""
+    found = []
+    for tool in tools if isinstance(tools, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        if kind == "namespace" and isinstance(tool.get("tools"), list):
+            found += [{"namespace": tool.get("name"), **each} for each in _tools(tool["tools"])]
+        elif kind == "function":
+            found.append(tool)
+        elif str(kind).startswith(HOSTED):
+            _log_hosted(next(each for each in HOSTED if str(kind).startswith(each)))
+        else:
+            raise wrong(f"a tool is of type {shown(kind)}; functions and namespaces of functions are read")
+    return found if isinstance(tools, list) else tools
+
+
+@cache
+def _log_hosted(kind: str) -> None:
+    """Log it once."""
+    log.warning("gateway: calls give a tool of type %s, which OpenAI's servers run: it is left out", kind)
 
 
 class _FunctionTool(TypedDict):
     __pydantic_config__ = OPEN  # type: ignore[misc]
     name: Name
+    namespace: NotRequired[Name]
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any] | None]
     strict: NotRequired[bool | None]
@@ -160,9 +182,7 @@ class ResponsesRequest(BaseModel):
     ] = []
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[
-        list[Annotated[_FunctionTool, BeforeValidator(_function_tool)]], Field(max_length=MAX_TOOLS)
-    ] = []
+    tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_tools)] = []
     tool_choice: Any = None
     text: _TextConfig | None = None
     reasoning: _Reasoning | None = None
@@ -174,7 +194,7 @@ class ResponsesRequest(BaseModel):
     background: Literal[False] = False
 
 
-PARAMETERS = Parameters("/v1/responses", ResponsesRequest, PASSED, LEFT_OUT, UNSERVED, KINDS)
+PARAMETERS = Parameters(ResponsesRequest, PASSED, LEFT_OUT, UNSERVED)
 
 
 class ResponsesForm:
@@ -189,9 +209,12 @@ class ResponsesForm:
 
     def translated(self, body: bytes, kept: KeptResponses) -> Translated:
         given = parse_json(body)
+        if isinstance(items := given.get("input"), list):
+            given["input"] = [kept.resolved(item, f"input[{number}]") for number, item in enumerate(items)]
         passed, asked = PARAMETERS.sort(given)
         chat = {"stream": False} | passed
-        before = kept.get(asked.previous_response_id)
+        name = asked.previous_response_id
+        before = None if name is None else kept.get(name, "previous_response_id")
         new = tuple(to_json(message) for message in _messages(asked.input))
         if not new:
             raise invalid("input: it must be a text that is not empty, or a list of items.", "input")
@@ -200,7 +223,8 @@ class ResponsesForm:
         is_sealed = "reasoning.encrypted_content" in asked.include
         echoed = {name: given[name] for name in ECHOED if given.get(name) is not None}
         echoed = {name: value for name, value in echoed.items() if len(to_json(value)) <= MAX_ECHOED}
-        told = GivenResponse(echoed, before, new, is_stored=asked.store, is_sealed=is_sealed)
+        spaces = {_full_name(tool): tool for tool in asked.tools if tool.get("namespace")}
+        told = GivenResponse(echoed, before, new, spaces, is_stored=asked.store, is_sealed=is_sealed)
         _translate(chat, asked)
         return Translated(b'{"messages":[' + messages + b"]," + to_json(chat)[1:], told)
 
@@ -267,7 +291,7 @@ def _add(answer: dict[str, Any], item: Mapping[str, Any], where: str) -> None:
         if thought := _thought(item, where):
             answer["reasoning_content"] = thought
     else:
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": _full_name(item), "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         answer.setdefault("tool_calls", []).append(call)
 
@@ -284,10 +308,15 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
     return text or "".join(part["text"] for part in item.get("summary") or ())
 
 
+def _full_name(function: Mapping[str, Any]) -> str:
+    """What the model calls it: one in a namespace has both names."""
+    space, name = function.get("namespace"), str(function["name"])
+    return f"{space.rstrip('_')}__{name}" if space else name
+
+
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {
-        name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None
-    }
+    function = {name: tool[name] for name in ("description", "parameters") if tool.get(name) is not None}
+    function = {"name": _full_name(tool), **function}
     if tool.get("strict"):
         function["strict"] = True
     return {"type": "function", "function": function}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
-from asyncrl.agents.endpoint.answers import ApiError, shown
+from asyncrl.agents.endpoint.answers import Answer, ApiError, shown
 from asyncrl.agents.endpoint.forms.thoughts import sealed
 
 if TYPE_CHECKING:
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import CallRequest
 
 
+NOT_KEPT = "previous_response_not_found"
 MAX_BODIES = 16
 """Responses of a session that can be read again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredResponse:
-    """A response that was given, and the one it went on from. `messages`: of its input, and its answer, as
-    the chat has them.
+    """A response or message that was given, and the one it continues. `messages`: of its input, and its
+    answer, as the chat has them. `tools`: of the thread.
     """
 
     before: StoredResponse | None
     messages: tuple[bytes, ...]
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def chain(self) -> list[bytes]:
         """All messages up to its own, without instructions."""
@@ -38,9 +40,15 @@ class StoredResponse:
         return [message for stored in reversed(found) for message in stored.messages]
 
 
+def message_to_keep(choice: Answer) -> bytes:
+    """The answer as a message of a later chat."""
+    message = {name: value for name, value in choice.message.items() if name != "refusal"}
+    return to_json(message | {"content": message["content"] or ""})
+
+
 class KeptResponses:
-    """What a session keeps of its responses: one a call at most. The messages of all of them, each of which
-    lies here once; the bodies, which repeat tools and instructions, of the newest.
+    """The responses of a session, and its messages that have a thread. It holds each message of a chat once;
+    the bodies, which repeat tools and instructions, of the newest responses alone.
     """
 
     def __init__(self, most: int) -> None:
@@ -49,23 +57,43 @@ class KeptResponses:
         self._stored: dict[str, StoredResponse] = {}
         self._bodies: dict[str, bytes] = {}
 
-    def add(self, name: str, stored: StoredResponse, body: bytes) -> None:
+    def add(self, name: str, stored: StoredResponse, body: bytes | None = None) -> None:
+        """`body`: what GET answers with."""
         self._stored[name] = stored
-        self._bodies[name] = body
+        if body is not None:
+            self._bodies[name] = body
         for kept, most in ((self._stored, self._most), (self._bodies, MAX_BODIES)):
             if len(kept) > most:
                 del kept[next(iter(kept))]  # the oldest
 
-    def get(self, name: str | None) -> StoredResponse | None:
-        """The response that a call goes on from; None for None. Raises ApiError: 404."""
-        if name is None:
-            return None
+    def get(self, name: str, param: str | None = None) -> StoredResponse:
+        """The response that `param` of a call names. Raises ApiError: 404."""
         if name not in self._stored:
-            why = f"Response {shown(name)} is not kept: it had store=false, or is not of this session, or is "
-            why += f"older than the newest {self._most}."
-            code = "previous_response_not_found"
-            raise ApiError(404, why, code=code, param="previous_response_id")
+            why = (
+                f"{shown(name)} is not kept: it had store=false or no thread, or is not of this session, or "
+            )
+            why += f"is older than the newest {self._most}."
+            raise ApiError(404, why, code=NOT_KEPT, param=param)
         return self._stored[name]
+
+    def resolved(self, item: Any, param: str) -> Any:
+        """The item, or the one that it refers to. Raises ApiError: 404."""
+        if not isinstance(item, dict) or item.get("type") != "item_reference":
+            return item
+        kind, _, of = str(item.get("id")).partition("_")
+        name, _, index = of.partition("_")
+        answer = from_json(self.get(name, param).messages[-1])
+        calls = answer.get("tool_calls", [])
+        match kind:
+            case "rs":
+                thought = {"type": "reasoning_text", "text": answer.get("reasoning_content", "")}
+                return {"type": "reasoning", "content": [thought]}
+            case "msg":
+                return {"type": "message", "role": "assistant", "content": answer["content"]}
+            case "fc" if index in map(str, range(len(calls))):
+                call = calls[int(index)]
+                return {"type": "function_call", "call_id": call["id"], **call["function"]}
+        raise ApiError(404, f"{param}: there is no item {shown(item.get('id'))}.", param=param)
 
     def body(self, name: str) -> bytes:
         """As it was given. Raises ApiError: 404."""
@@ -78,12 +106,14 @@ class KeptResponses:
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenResponse:
     """What a call has asked for: what its response echoes, the one it goes on from, its new messages.
-    `is_sealed`: thoughts shall come in encrypted_content, too.
+    `spaces`: tools in a namespace, by what the model calls them. `is_sealed`: thoughts shall come in
+    encrypted_content, too.
     """
 
     echoed: Mapping[str, Any]
     before: StoredResponse | None
     messages: tuple[bytes, ...]
+    spaces: Mapping[str, Mapping[str, Any]]
     _: KW_ONLY
     is_stored: bool
     is_sealed: bool
@@ -167,8 +197,7 @@ class WrittenResponse:
 
     def keep(self, kept: KeptResponses) -> None:
         if self._given.is_stored:
-            message = {name: value for name, value in self._choice.message.items() if name != "refusal"}
-            messages = (*self._given.messages, to_json(message | {"content": message["content"] or ""}))
+            messages = (*self._given.messages, message_to_keep(self._choice))
             kept.add(self._call.name, StoredResponse(self._given.before, messages), self.whole())
 
     # ---- the response
@@ -216,14 +245,15 @@ class WrittenResponse:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _id(self, kind: str) -> str:
-        """Of the answer's own name, so that it is the same however often it is told."""
-        prefix = {"reasoning": "rs", "message": "msg"}[kind]
-        return self._choice.name.replace("call", prefix, 1)
+        """KeptResponses.resolved() finds the item by it."""
+        return {"reasoning": "rs_", "message": "msg_"}[kind] + self._call.name
 
     def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        item_id = call["id"].replace("call", "fc", 1)
+        item_id = f"fc_{self._call.name}_{index}"
         item = {"id": item_id, "type": "function_call", "call_id": call["id"], "status": "completed"}
-        return item | dict(call["function"])
+        tool = self._given.spaces.get(call["function"]["name"], {})
+        names = {name: tool[name] for name in ("namespace", "name") if name in tool}
+        return item | dict(call["function"]) | names
 
     # ---- its events
 
