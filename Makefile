@@ -15,6 +15,8 @@
 .PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz faults docs
 
 BIN := .venv/bin
+# The tests of `make test`; test-slow runs all others.
+QUICK := not slow and not vllm and not gpu and not extras
 # A file's tests share what they start; conftest.py has the order of the files.
 BY_FILE := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
@@ -27,18 +29,20 @@ setup-vllm:
 setup-frameworks:
 	@bash scripts/setup_frameworks.sh
 
-quickstart: setup
+quickstart:
+	@bash scripts/setup.sh train
 	$(BIN)/asyncrl run configs/quickstart.yaml
 
-test: setup
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m "not slow and not vllm and not gpu"
+test:
+	@bash scripts/setup.sh test
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m "$(QUICK)"
 
-# At once: each waits more than it works.
+# The two parts at once: each waits more than it works.
 test-slow: setup
 	$(MAKE) -j2 test-runs test-vllm
 
 test-runs:
-	$(BY_FILE) -m "(slow or gpu) and not vllm and not faults"
+	$(BY_FILE) -m "not ($(QUICK)) and not vllm and not faults"
 
 test-vllm:
 	$(BIN)/python -m pytest -q -m "vllm and not faults" --durations=10
