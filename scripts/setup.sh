@@ -24,6 +24,7 @@ done
 
 started=$(date +%s)
 say() { echo "setup: $(($(date +%s) - started)) s: $*"; }
+say "installing asyncrl[$extra] into $venv"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 log=$venv/setup.log
@@ -41,7 +42,7 @@ progress() {
         kill "$timer" 2>/dev/null || { # the time is over, and pip still works
             line=$(tail -n 1 "$log" | tr -s ' ' | cut -c 1-90)
             newest=$(ls -t "$packages" | grep '\.dist-info$' | head -n 1)
-            case $line in "" | Installing*) line="unpacking, $(ls "$packages" | grep -c '\.dist-info$') packages are in, the last is ${newest%.dist-info}" ;; esac
+            case $line in "" | Installing* | *uninstall*) line="unpacking, $(ls "$packages" | grep -c '\.dist-info$') packages are in, the last is ${newest%.dist-info}" ;; esac
             say "$line"
         }
     done
@@ -57,13 +58,12 @@ install_cpu_torch() {
     local uv
     if command -v uv >/dev/null || ! pip_offers_cpu_torch; then # else pip takes that build when it installs asyncrl
         uv=$(command -v uv || true)
-        [ -n "$uv" ] || { pip install --quiet uv; uv=$venv/bin/uv; }
+        [ -n "$uv" ] || { pip install --quiet --no-compile uv; uv=$venv/bin/uv; }
         say "installing torch (CPU build, through uv)"
         progress "$uv" pip install --python "$venv/bin/python" --torch-backend=cpu "$torch"
     fi
 }
 
-say "installing asyncrl[$extra] into $venv"
 if [ "$(uname -s)" = Linux ] && ! has_gpu && ! has_torch; then
     install_cpu_torch
 fi

@@ -62,7 +62,7 @@ def test_what_the_gym_does_not_know_is_refused(name: str, args: dict[str, int], 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"Way out: pip install -e '\.\[harness\]'"):
+    with pytest.raises(ConfigError, match=r"Way out: pip install 'asyncrl\[harness\]'"):
         gym()
 
 
