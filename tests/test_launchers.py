@@ -128,7 +128,7 @@ def test_without_the_package_or_a_cluster_the_way_there_is_told(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="there is no package `ray`") as caught, opened("ray"):
         pass
-    assert ".[ray]" in caught.value.way_out
+    assert "'asyncrl[ray]'" in caught.value.way_out
 
 
 def test_a_node_with_other_versions_is_refused_by_name() -> None:
