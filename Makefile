@@ -1,9 +1,9 @@
-# make quickstart    install, then train a small model from random weights (about 3 minutes on 2 cores)
-# make test          install, then run the tests that need no real runs (about 4 minutes on 2 cores)
-# make test-slow     the rest: real runs, killed and resumed, and a real vLLM if there is one (about 12 minutes)
-# make test-all      make test and make test-slow (about 20 minutes)
-# make check         install, then lint, types and the plan of the house
-# make setup         the install step of all of them; seconds when nothing changed
+# make quickstart    install asyncrl[train], then train a small model from random weights (RUN: options of asyncrl run)
+# make test          install asyncrl[test], then run the tests that need no real runs and no extras (minutes on 2 cores)
+# make test-slow     the rest: real runs, killed and resumed, extras, and a real vLLM if there is one (about 12 minutes)
+# make test-all      all tests at once (about 20 minutes)
+# make check         install asyncrl[dev], then lint, types and the plan of the house
+# make setup         install asyncrl[dev]; no work when nothing changed, as in all other commands
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
 # make setup-frameworks  install agent frameworks into .venv-frameworks, for the tests that run them unmodified (about a minute)
 # make bench         every benchmark, a short table each
@@ -31,7 +31,7 @@ setup-frameworks:
 
 quickstart:
 	@bash scripts/setup.sh train
-	$(BIN)/asyncrl run configs/quickstart.yaml
+	$(BIN)/asyncrl run configs/quickstart.yaml $(RUN)
 
 test:
 	@bash scripts/setup.sh test

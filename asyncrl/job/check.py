@@ -185,7 +185,7 @@ def _unusable(record: RecordedRollout, config: RunConfig) -> str:
 
 @contextlib.contextmanager
 def _may_lack(name: str, unseen: list[str] | None) -> Iterator[None]:
-    """Add `name` to `unseen`, if there is such a list, where a package of the extra train is not installed."""
+    """Add `name` to `unseen`, if it is given, where a package of the extra train is not installed."""
     try:
         yield
     except ModuleNotFoundError as absent:
