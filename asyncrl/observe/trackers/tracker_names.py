@@ -46,7 +46,8 @@ KINDS: Mapping[str, _Kind] = {
 
 def check_trackers(observe: ObserveConfig) -> None:
     """Raise ConfigError for a tracker whose client is not installed, or a user's tracker that cannot be
-    loaded, or made with its arguments, or lacks a method. A client of the extra train raises ModuleNotFoundError.
+    loaded, or made with its arguments, or lacks a method. A client of the extra train raises
+    ModuleNotFoundError.
     """
     for name in observe.trackers:
         if ":" in name:
