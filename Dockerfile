@@ -13,7 +13,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     python -m pip install "uv>=0.9,<1" && python -m venv /opt/venv
 ENV UV_LINK_MODE=copy VIRTUAL_ENV=/opt/venv
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY asyncrl asyncrl
 COPY servers servers
 # asyncrl/templates/content has links to these

@@ -1,9 +1,9 @@
-# make quickstart    install, then train a small model from random weights (about 3 minutes on 2 cores)
-# make test          install, then run the tests that need no real runs (about 4 minutes on 2 cores)
-# make test-slow     the rest: real runs, killed and resumed, and a real vLLM if there is one (about 12 minutes)
-# make test-all      make test and make test-slow (about 20 minutes)
-# make check         install, then lint, types and the plan of the house
-# make setup         the install step of all of them; seconds when nothing changed
+# make quickstart    install asyncrl[train], then train a small model from random weights (RUN: options of asyncrl run)
+# make test          install asyncrl[test], then run the tests that need no real runs and no extras (minutes on 2 cores)
+# make test-slow     the rest: real runs, killed and resumed, extras, and a real vLLM if there is one (about 12 minutes)
+# make test-all      all tests at once (about 20 minutes)
+# make check         install asyncrl[dev], then lint, types and the plan of the house
+# make setup         install asyncrl[dev]; no work when nothing changed, as in all other commands
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
 # make setup-frameworks  install agent frameworks into .venv-frameworks, for the tests that run them unmodified (about a minute)
 # make bench         every benchmark, a short table each
@@ -15,6 +15,8 @@
 .PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz faults docs
 
 BIN := .venv/bin
+# The tests of `make test`; test-slow runs all others.
+QUICK := not slow and not vllm and not gpu and not extras
 # A file's tests share what they start; conftest.py has the order of the files.
 BY_FILE := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
@@ -27,18 +29,20 @@ setup-vllm:
 setup-frameworks:
 	@bash scripts/setup_frameworks.sh
 
-quickstart: setup
-	$(BIN)/asyncrl run configs/quickstart.yaml
+quickstart:
+	@bash scripts/setup.sh train
+	$(BIN)/asyncrl run configs/quickstart.yaml $(RUN)
 
-test: setup
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m "not slow and not vllm and not gpu"
+test:
+	@bash scripts/setup.sh test
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m "$(QUICK)"
 
-# At once: each waits more than it works.
+# The two parts at once: each waits more than it works.
 test-slow: setup
 	$(MAKE) -j2 test-runs test-vllm
 
 test-runs:
-	$(BY_FILE) -m "(slow or gpu) and not vllm and not faults"
+	$(BY_FILE) -m "not ($(QUICK)) and not vllm and not faults"
 
 test-vllm:
 	$(BIN)/python -m pytest -q -m "vllm and not faults" --durations=10

@@ -29,15 +29,13 @@ from __future__ import annotations
 
 
 def install_extra(name: str) -> str:
-    """The command that installs the extra `name` of pyproject.toml. asyncrl is on no package index, so it
-    runs in the checkout.
-    """
-    return f"pip install -e '.[{name}]' in the folder of asyncrl's checkout"
+    """Return the command that installs the extra `name` of pyproject.toml."""
+    return f"pip install 'asyncrl[{name}]'"
 
 
 OF_TRAIN = frozenset(
-    "datasets llguidance math_verify matplotlib numpy pebble peft rich safetensors tensorboard torch".split()
-    + ["transformers", "xxhash"]
+    "datasets huggingface_hub llguidance math_verify matplotlib pebble peft pyarrow tensorboard".split()
+    + ["tokenizers", "torch", "transformers"]
 )
 """The modules that come with the extra `train`."""
 
@@ -75,10 +73,9 @@ class CallbackError(AsyncrlError):
 
 
 def without_train(module: str) -> ConfigError:
-    """The error of a command that needs `module`, one of OF_TRAIN, which is not installed."""
+    """Return the error of a command that needs `module`, a missing module of OF_TRAIN."""
     what = f"this command needs the package {module}, which is not installed"
-    rule = "it comes with the extra train; what is installed here is enough for `asyncrl work`"
-    return ConfigError(what, rule=rule, way_out=f"{install_extra('train')}.")
+    return ConfigError(what, rule="the extra train brings it", way_out=f"{install_extra('train')}.")
 
 
 class CheckpointError(AsyncrlError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,14 @@ os.environ |= {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}  # s
 settings.register_profile("whatever the machine does", deadline=None)
 # In a CI the same examples each time: it tells what a change breaks, and not what chance finds.
 settings.load_profile("ci" if os.environ.get("CI") else "whatever the machine does")
+
+IMPORTED = {
+    "ray": ["test_several_hosts.py"],
+    "selenium": ["test_page_in_browser.py"],
+    "verifiers": ["guessing_env_for_test.py", "test_harness_verifiers.py", "tools_env_for_test.py"],
+}
+"""Files that import a package of the extra dev. Their tests are marked slow or extras."""
+collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

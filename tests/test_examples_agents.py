@@ -100,8 +100,8 @@ def test_the_lookup_agent_rewards_a_call_the_right_name_and_the_right_room() -> 
     assert own.parse("b1").tool_calls == ()
 
 
+@pytest.mark.extras
 def test_the_search_agent_finds_passages_rewards_an_exact_match_and_ends_after_its_searches() -> None:
-    pytest.importorskip("bm25s")
     question, right = "What is the deepest lake on Earth?", ["Lake Baikal", "Baikal"]
     search = partial(run_agent, "examples.search.agent:run", question, right)
     outcome, asked = search(said(None, "search", query="deepest lake"), said("<answer>lake Baikal.</answer>"))
@@ -115,6 +115,7 @@ def test_the_search_agent_finds_passages_rewards_an_exact_match_and_ends_after_i
     assert asked[1]["messages"][-1]["content"] == "No passage found."
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("says", "reward"),
     [
@@ -127,7 +128,6 @@ def test_the_search_agent_finds_passages_rewards_an_exact_match_and_ends_after_i
 def test_a_shaped_reward_of_the_search_agent_grows_with_the_share_of_the_right_answer(
     says: str, reward: float
 ) -> None:
-    pytest.importorskip("bm25s")
     question, right = "What is the deepest lake on Earth?", ["Lake Baikal", "Baikal"]
     model = (said(None, "search", query="deepest lake"), said(says))
     outcome, _ = run_agent("examples.search.agent:run", question, right, *model, is_shaped=True)

@@ -198,8 +198,8 @@ def submitted(cluster: Cluster) -> list[str]:
     return call
 
 
+@pytest.mark.extras
 def test_ray_takes_the_command_lines_that_start_it_and_submit_a_run(cluster: Cluster) -> None:
-    pytest.importorskip("ray")
     from ray.dashboard.modules.job.cli import submit
     from ray.runtime_env import RuntimeEnv
     from ray.scripts.scripts import start

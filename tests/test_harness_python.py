@@ -90,5 +90,5 @@ async def test_the_openai_client_of_a_session_calls_with_its_key_and_shares_the_
 
 def test_without_openai_the_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[harness\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[harness\]'"):
         _ = Session("http://127.0.0.1:9/v1", "key", "policy").client

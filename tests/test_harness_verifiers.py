@@ -31,6 +31,7 @@ from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure
 from asyncrl.messages.records import Rollout, SamplingRequest
 from asyncrl.tasks.sources import VerifiersTask
 
+pytestmark = pytest.mark.extras
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
 GUESSING = "guessing_env_for_test"
 LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}

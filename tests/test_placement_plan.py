@@ -516,9 +516,9 @@ def test_vllms_that_together_ask_for_more_than_a_device_or_get_less_than_they_ne
     assert way_out in caught.value.way_out
 
 
-@pytest.mark.parametrize("engine", [["rollout.engine=embedded"], [VLLM]])
-def test_auto_leaves_engines_that_page_what_the_trainer_has_no_use_for(engine: list[str]) -> None:
-    config = load(ZERO, *engine)
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_auto_leaves_engines_that_page_what_the_trainer_has_no_use_for(engine: str, vllm: list[str]) -> None:
+    config = load(ZERO, *(vllm if engine == "vllm" else ["rollout.engine=embedded"]))
     plan, _ = settle_share(make_plan(config, machine(1, 2**34)), config)
     share, total = plan.placement.share, plan.total_bytes("cuda:0")
     bounds = plan.share_bounds(1.1)
@@ -756,8 +756,10 @@ def test_an_auto_transport_is_what_is_best_between_the_devices_of_both_sides(
         _ = asked.weight_sync.settled
 
 
-def test_a_copy_for_a_broadcast_that_has_no_room_is_refused_with_the_transport_that_makes_none() -> None:
-    config = load(VLLM, "weight_sync.transport=nccl")
+def test_a_copy_for_a_broadcast_that_has_no_room_is_refused_with_the_transport_that_makes_none(
+    vllm: list[str],
+) -> None:
+    config = load(*vllm, "weight_sync.transport=nccl")
     plan = make_plan(config, machine(2))
     free = {**plan.free_bytes, "cuda:0": max(plan.peak_bytes("cuda:0").values()) - 1}
     with pytest.raises(ConfigError, match="weight_sync.transport=shm fits"):

@@ -48,6 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extras
 def test_the_site_builds_without_a_warning_and_asks_no_other_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 50
@@ -60,6 +61,7 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_host(site: Path) ->
     assert re.findall(r"url\(['\"]?(?:https?:)?//[^)]*", styles) == []
 
 
+@pytest.mark.extras
 def test_links_that_leave_docs_lead_to_the_files_on_the_site(site: Path) -> None:
     assert (
         'href="repository/configs/gsm8k-qwen2.5-1.5b-1gpu.yaml.html"'
@@ -72,6 +74,7 @@ def test_links_that_leave_docs_lead_to_the_files_on_the_site(site: Path) -> None
     assert copied.read_bytes() == (ROOT / "benchmarks/results/colocation.png").read_bytes()
 
 
+@pytest.mark.extras
 def test_the_api_page_shows_what_users_import(site: Path) -> None:
     page = (site / "api.html").read_text(encoding="utf-8")
     for name in re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), flags=re.M):
@@ -135,6 +138,7 @@ def test_the_picture_of_staleness_shows_ages_that_the_bound_allows() -> None:
     assert all(int(age) <= min(2, int(batch)) for batch, age in ages)
 
 
+@pytest.mark.extras
 def test_the_dockerfile_passes_hadolint_and_copies_what_the_build_context_has() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     lint = [hadolint, "--failure-threshold", "style", "--no-color", ROOT / "Dockerfile"]

@@ -26,6 +26,7 @@ def gym(name: str = "chain_sum", *, seed: int = 1, **settings: Any) -> Any:
     return build_task(TaskConfig(reasoning_gym=name, **values), seed=seed)
 
 
+@pytest.mark.extras
 def test_prompts_of_the_gym_are_those_of_the_library_and_of_the_seed() -> None:
     import reasoning_gym
 
@@ -35,6 +36,7 @@ def test_prompts_of_the_gym_are_those_of_the_library_and_of_the_seed() -> None:
     assert ours != [gym(seed=2).prompt(i).content for i in range(20)]
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "countdown", "rush_hour"])
 def test_reference_answers_score_1_and_others_less_by_the_library_itself(name: str) -> None:
     task = gym(name, args=TWO_DIGITS if name == "chain_sum" else {}, size=2)
@@ -46,6 +48,7 @@ def test_reference_answers_score_1_and_others_less_by_the_library_itself(name: s
             assert task.score(prompt, f"It is {answer}") == len(answer) / len(f"It is {answer}")
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
@@ -62,7 +65,7 @@ def test_what_the_gym_does_not_know_is_refused(name: str, args: dict[str, int], 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"Way out: pip install -e '\.\[harness\]'"):
+    with pytest.raises(ConfigError, match=r"Way out: pip install 'asyncrl\[harness\]'"):
         gym()
 
 

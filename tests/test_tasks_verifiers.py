@@ -21,6 +21,7 @@ from asyncrl.tasks import Feed, TaskScorer, build_task
 from asyncrl.tasks.from_config import build_score, look_at_task
 from asyncrl.tasks.task import PromptTask
 
+pytestmark = pytest.mark.extras
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
 SCRATCH = {"architecture": {"model_type": "llama"}, "characters": "ab"}
 

@@ -9,6 +9,7 @@ short-lived process: `python -m asyncrl.job.check`, which ends with a fatal line
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
-from asyncrl.errors import ConfigError, TaskError
+from asyncrl.errors import OF_TRAIN, ConfigError, TaskError, install_extra
 from asyncrl.files import write_whole
 from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.base import find_fatal
@@ -52,7 +53,6 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, make_feed
 from asyncrl.tasks.task import PromptTask
-from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 from asyncrl.user_code import load_advantage, load_loss
 
@@ -83,12 +83,16 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     """What `asyncrl check` prints, of this machine or these nodes. Raises ConfigError with the first that
     cannot be.
     """
-    check_trackers(config.observe)
+    unseen = list[str]()
+    with _may_lack("trackers", unseen):
+        check_trackers(config.observe)
     config, settled = settle(config, where)
     if nodes_of(where)[0].machine.is_here:
         fetch_architectures(config)
-    found = look(config)
+    found = look(config, unseen)
     yield from found.lines
+    if unseen:
+        yield f"not looked at: {', '.join(unseen)}; that needs the extra train: {install_extra('train')}"
     yield from settled
     if (replayed := open_replay(config, None)) is not None:
         yield f"replay: {replayed.path}: {replayed.text}"
@@ -179,28 +183,47 @@ def _unusable(record: RecordedRollout, config: RunConfig) -> str:
     return ""
 
 
-def look(config: RunConfig) -> Found:
-    """Load everything but weights. Raises ConfigError with the first that cannot be had."""
+@contextlib.contextmanager
+def _may_lack(name: str, unseen: list[str] | None) -> Iterator[None]:
+    """Add `name` to `unseen`, if it is given, where a package of the extra train is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as absent:
+        if unseen is None or (absent.name or "").split(".")[0] not in OF_TRAIN:
+            raise
+        unseen.append(name)
+
+
+def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
+    """Load everything but weights. Raises ConfigError with the first that cannot be had.
+
+    Parts that need the extra train, where it is not installed, are skipped and added to `unseen`. Without
+    `unseen` they raise ModuleNotFoundError.
+    """
     resolve(config.algorithm)
     tasks, evals, lines = dict[str, PromptTask](), dict[str, EvalTask](), list[str]()
     load, total = taskset_loader(config.generator), sum(config.shares.values())
     for name, settings in config.tasks.items():
-        task, words = look_at_task(settings, config.seed, load_taskset=load)
-        share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
-        lines.append(f"{key_of('task', name)}: {words}{share}")
-        tasks |= {} if task is None else {name: task}
+        with _may_lack(key_of("task", name), unseen):
+            task, words = look_at_task(settings, config.seed, load_taskset=load)
+            share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
+            lines.append(f"{key_of('task', name)}: {words}{share}")
+            tasks |= {} if task is None else {name: task}
     notes = [] if config.rollout.facts.has_model else [SIMULATED]
     for name, one in config.evals.items():
-        eval_task, words = look_at_eval_task(one, name)
-        lines.append(f"eval task: {words}" if not name else f"eval.{name} task: {words}")
-        evals |= {} if eval_task is None else {name: eval_task}
+        with _may_lack(key_of("eval", name), unseen):
+            eval_task, words = look_at_eval_task(one, name)
+            lines.append(f"eval task: {words}" if not name else f"eval.{name} task: {words}")
+            evals |= {} if eval_task is None else {name: eval_task}
     prompts = () if len(tasks) < len(config.tasks) else _first_prompts(config, tasks)
     eval_prompts = [prompt for _, prompts in evals.values() for prompt in prompts[:NUM_PROMPTS]]
-    tokenizer = _tokenizer(config)
-    if tokenizer is None:
-        where = "is fetched from the hub when the run starts; not looked at: that needs the network"
-        lines.append(f"model: {config.model.source} {where}")
-    else:
+    tokenizer: HFChatTokenizer | None = None
+    with _may_lack("the model's tokenizer, the lengths of the prompts", unseen):
+        tokenizer = _tokenizer(config)
+        if tokenizer is None:
+            where = "is fetched from the hub when the run starts; not looked at: that needs the network"
+            lines.append(f"model: {config.model.source} {where}")
+    if tokenizer is not None:
         if (hub := hub_source(Path(tokenizer.model_path))) is not None:
             lines.append(f"model: {config.model.source} is commit {hub[1]} of {hub[0]}, as far as fetched")
         if config.rollout.facts.has_model:
@@ -213,14 +236,16 @@ def look(config: RunConfig) -> Found:
         for what in dict.fromkeys((kind, prompt.task) for kind, prompt in asked):
             of_one = [prompt for kind, prompt in asked if (kind, prompt.task) == what]
             notes += _check_prompts(" ".join(filter(None, what)), of_one, tokenizer, config)
-    lines += look_at_teacher(config, tokenizer)
+    with _may_lack("the teacher", unseen):
+        lines += look_at_teacher(config, tokenizer)
     if tokenizer is not None or ":" in config.gateway.tool_format:
         shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
         find_tool_format(config.gateway.tool_format, *shown)
     kind = kind_of(config.generator)
     if kind is not None and kind.checked_in == "here":
         build_harness(config.generator, is_worker=False)
-    _ask_child(config)
+    with _may_lack("loss, advantage, agent and LoRA", unseen):
+        _ask_child(config)
     return Found(tuple(lines), tuple(notes), tasks, evals)
 
 
@@ -235,6 +260,8 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             return None
         return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
+    from asyncrl.trainer.model.scratch import make_character_tokenizer
+
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
         try:
@@ -326,6 +353,8 @@ def _ask_child(config: RunConfig) -> None:
     is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
     if not is_code and config.trainer.lora is None:
         return
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("the trainer needs torch", name="torch")
     environ = {name: value for name, value in os.environ.items() if name not in NEVER_INHERITED}
     loading = "loading loss, advantage, agent and layers of LoRA"
     with tempfile.TemporaryFile("w+b") as output:
@@ -380,6 +409,7 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from asyncrl.trainer.model.lora import find_targets
+    from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
 
     try:
         if model.scratch is None:

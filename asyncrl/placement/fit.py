@@ -361,7 +361,7 @@ def find_python(rollout: RolloutConfig) -> Path:
     if found is None:
         raise ConfigError(
             f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
-            way_out=f"{install_extra(package)} (CUDA), or `make setup-{package}` there (CPU); or name one.",
+            way_out=f"{install_extra(package)} (CUDA), or `make setup-{package}` (CPU); or name one.",
         )
     return found
 

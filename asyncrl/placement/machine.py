@@ -166,9 +166,11 @@ def ask_nvidia_smi() -> str:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built with CUDA; reads its version file and does not import it."""
+    """Return whether torch was built with CUDA, from its version file, without importing it. True if torch is
+    not installed: the plan is then for the build that pip installs.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return False
+        return spec is None
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     return re.search(r"^cuda\b[^=]*=\s*['\"]", text, flags=re.MULTILINE) is not None

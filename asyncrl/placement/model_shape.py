@@ -162,9 +162,9 @@ def _folder(path: str, revision: str | None) -> Path:
     """Of a model, given or in the hub's cache."""
     cached = None
     if not Path(path).is_dir():
-        from huggingface_hub import try_to_load_from_cache
+        with contextlib.suppress(ValueError, ModuleNotFoundError):  # no hub id either; no extra train
+            from huggingface_hub import try_to_load_from_cache
 
-        with contextlib.suppress(ValueError):  # it is no hub id either
             cached = try_to_load_from_cache(path, "config.json", revision=revision)
     return Path(cached).parent if isinstance(cached, str) else Path(path)
 

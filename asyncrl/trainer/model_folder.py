@@ -104,13 +104,13 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 def fetch_architectures(config: RunConfig) -> None:
     """Fetch config.json of the hub ids that model and teacher are, where the cache has none: a plan of memory
     needs no more, and is made before the models are fetched. Blocks. One that cannot be had (no network,
-    HF_HUB_OFFLINE, no such id) is left out: whatever needs the model says why.
+    HF_HUB_OFFLINE, no such id, no extra train) is left out: whatever needs the model says why.
     """
     wanted = [(config.model.path, config.model.revision)]
     if config.teacher is not None:
         wanted.append((config.teacher.path, config.teacher.revision))
     for path, revision in wanted:
-        with contextlib.suppress(OSError, ValueError, ConfigError):
+        with contextlib.suppress(OSError, ValueError, ConfigError, ModuleNotFoundError):
             if path is None or _find_given(path, MODEL_KEY, revision) is not None:
                 continue
             from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache

@@ -45,13 +45,16 @@ KINDS: Mapping[str, _Kind] = {
 
 
 def check_trackers(observe: ObserveConfig) -> None:
-    """Raises ConfigError for a tracker whose client is not installed, and for one of the user's that cannot
-    be loaded, made with its arguments, or told of a run.
+    """Raise ConfigError for a tracker whose client is not installed, or a user's tracker that cannot be
+    loaded, or made with its arguments, or lacks a method. A client of the extra train raises
+    ModuleNotFoundError.
     """
     for name in observe.trackers:
         if ":" in name:
             _own(name, observe.tracker_args)
         elif find_spec(KINDS[name].package) is None:
+            if KINDS[name].extra == "train":
+                raise ModuleNotFoundError(f"observe.trackers has {name}", name=KINDS[name].package)
             what = f"observe.trackers has {name}, and the package {KINDS[name].package} is not installed"
             raise ConfigError(what, way_out=f"{install_extra(KINDS[name].extra)}; or leave it out.")
 
