@@ -27,6 +27,9 @@ WouldWait                   an x_nowait call that can only be answered by waitin
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 def install_extra(name: str) -> str:
     """Return the command that installs the extra `name` of pyproject.toml."""
@@ -76,6 +79,17 @@ def without_train(module: str) -> ConfigError:
     """Return the error of a command that needs `module`, a missing module of OF_TRAIN."""
     what = f"this command needs the package {module}, which is not installed"
     return ConfigError(what, rule="the extra train brings it", way_out=f"{install_extra('train')}.")
+
+
+@contextlib.contextmanager
+def may_lack_train(name: str, unseen: list[str] | None) -> Iterator[None]:
+    """Add `name` to `unseen`, if it is given, where a package of the extra train is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as absent:
+        if unseen is None or (absent.name or "").split(".")[0] not in OF_TRAIN:
+            raise
+        unseen.append(name)
 
 
 class CheckpointError(AsyncrlError):

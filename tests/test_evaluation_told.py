@@ -64,6 +64,7 @@ def test_the_eval_prompts_are_the_first_ones_in_order_and_not_those_of_training(
     assert any(trained_on.prompt(number) != task.prompt(number) for number in range(20))
 
 
+@pytest.mark.extras
 def test_more_prompts_than_the_task_has_are_refused_as_an_error_of_eval_with_the_number_to_write() -> None:
     gym = eval_config(task={"reasoning_gym": "leg_counting", "size": 20}, num_prompts=21)
     for read, config in ((read_eval_task, eval_config(num_prompts=21)), (look_at_eval_task, gym)):

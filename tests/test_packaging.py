@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections import Counter
@@ -110,23 +111,33 @@ def test_a_host_of_workers_installs_150_mb_at_most_and_what_it_lacks_is_named(wo
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 def test_the_base_checks_and_reads_runs_where_torch_cannot_be_imported(
-    worker_venv: Path, tmp_path: Path
+    wheel: Path, worker_venv: Path, tmp_path: Path
 ) -> None:
-    def outcome(*words: str | Path, home: Path = worker_venv) -> str:
-        command = [home / "bin/python", "-E", "-m", "asyncrl.cli", *words]
+    def outcome(*words: str | Path, venv: Path = worker_venv) -> str:
+        command = [venv / "bin/python", "-E", "-m", "asyncrl.cli", *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     has_torch = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
     assert subprocess.run([worker_venv / "bin/python", "-E", "-c", has_torch]).returncode == 1
-    checked = outcome("check", QUICKSTART)
+    config = QUICKSTART
+    if (ROOT / "asyncrl/templates").is_dir():
+        outcome("init", "quickstart")
+        config = tmp_path / "quickstart.yaml"
+    checked = outcome("check", config)
     assert "not looked at: trackers, the model's tokenizer" in checked
     assert "pip install 'asyncrl[train]'" in checked
     assert "buffer.look_ahead" in outcome("keys", "buffer")
-    train = ["run", QUICKSTART, "trainer.num_steps=2", "--run-dir", tmp_path / "run"]
-    train = [Path(sys.executable).with_name("asyncrl"), *train]
-    subprocess.run(train, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    training = tmp_path / "venv"  # the wheel, with the packages of these tests in place of the extra train
+    subprocess.run([sys.executable, "-m", "venv", str(training)], check=True, timeout=240)
+    pip = [training / "bin/python", "-E", "-m", "pip", "install", "--quiet", "--no-deps", wheel]
+    subprocess.run(pip, check=True, timeout=240)
+    (packages,) = training.glob("lib/python3*/site-packages")
+    (packages / "heavy.pth").write_text(sysconfig.get_path("purelib"))
+    where = [training / "bin/python", "-E", "-c", "import asyncrl; print(asyncrl.__file__)"]
+    assert subprocess.check_output(where, cwd=tmp_path, text=True).startswith(str(packages))
+    outcome("run", config, "trainer.num_steps=2", "--run-dir", tmp_path / "run", venv=training)
     for words in (["status"], ["inspect"], ["inspect", "--samples"], ["report"]):
         outcome(words[0], tmp_path / "run", *words[1:])
     assert (tmp_path / "run/report.html").is_file()

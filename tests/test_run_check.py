@@ -116,7 +116,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("line", "words"), CASES, ids=[line for line, _ in CASES])
+def with_id(line: str, words: str) -> object:
+    return pytest.param(line, words, id=line, marks=pytest.mark.extras if "reasoning_gym" in line else ())
+
+
+@pytest.mark.parametrize(("line", "words"), [with_id(*case) for case in CASES])
 def test_check_refuses_what_cannot_run_with_exit_code_2(
     line: str, words: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

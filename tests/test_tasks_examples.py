@@ -33,7 +33,11 @@ def test_the_pages_python_runs(text: str) -> None:
     exec(compile(text, "docs/tasks.md", "exec"), {"__name__": "page"})
 
 
-@pytest.mark.parametrize("text", blocks("yaml"))
+def with_marks(text: str) -> object:
+    return pytest.param(text, marks=pytest.mark.extras if "reasoning_gym" in text else ())
+
+
+@pytest.mark.parametrize("text", map(with_marks, blocks("yaml")))
 def test_the_pages_configs_make_tasks(text: str) -> None:
     given = yaml.safe_load(text)["task"]
     for one in given if isinstance(given, list) else [given]:

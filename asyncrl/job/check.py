@@ -30,7 +30,7 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
-from asyncrl.errors import OF_TRAIN, ConfigError, TaskError, install_extra
+from asyncrl.errors import ConfigError, TaskError, install_extra, may_lack_train
 from asyncrl.files import write_whole
 from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.base import find_fatal
@@ -84,7 +84,7 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     cannot be.
     """
     unseen = list[str]()
-    with _may_lack("trackers", unseen):
+    with may_lack_train("trackers", unseen):
         check_trackers(config.observe)
     config, settled = settle(config, where)
     if nodes_of(where)[0].machine.is_here:
@@ -183,42 +183,29 @@ def _unusable(record: RecordedRollout, config: RunConfig) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def _may_lack(name: str, unseen: list[str] | None) -> Iterator[None]:
-    """Add `name` to `unseen`, if it is given, where a package of the extra train is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as absent:
-        if unseen is None or (absent.name or "").split(".")[0] not in OF_TRAIN:
-            raise
-        unseen.append(name)
-
-
 def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
-    """Load everything but weights. Raises ConfigError with the first that cannot be had.
-
-    Parts that need the extra train, where it is not installed, are skipped and added to `unseen`. Without
-    `unseen` they raise ModuleNotFoundError.
+    """Load everything but weights, and add to `unseen` the parts that need the missing extra train. Raises
+    ConfigError with the first that cannot be had.
     """
     resolve(config.algorithm)
     tasks, evals, lines = dict[str, PromptTask](), dict[str, EvalTask](), list[str]()
     load, total = taskset_loader(config.generator), sum(config.shares.values())
     for name, settings in config.tasks.items():
-        with _may_lack(key_of("task", name), unseen):
+        with may_lack_train(key_of("task", name), unseen):
             task, words = look_at_task(settings, config.seed, load_taskset=load)
             share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
             lines.append(f"{key_of('task', name)}: {words}{share}")
             tasks |= {} if task is None else {name: task}
     notes = [] if config.rollout.facts.has_model else [SIMULATED]
     for name, one in config.evals.items():
-        with _may_lack(key_of("eval", name), unseen):
+        with may_lack_train(key_of("eval", name), unseen):
             eval_task, words = look_at_eval_task(one, name)
             lines.append(f"eval task: {words}" if not name else f"eval.{name} task: {words}")
             evals |= {} if eval_task is None else {name: eval_task}
     prompts = () if len(tasks) < len(config.tasks) else _first_prompts(config, tasks)
     eval_prompts = [prompt for _, prompts in evals.values() for prompt in prompts[:NUM_PROMPTS]]
     tokenizer: HFChatTokenizer | None = None
-    with _may_lack("the model's tokenizer, the lengths of the prompts", unseen):
+    with may_lack_train("the model's tokenizer, the lengths of the prompts", unseen):
         tokenizer = _tokenizer(config)
         if tokenizer is None:
             where = "is fetched from the hub when the run starts; not looked at: that needs the network"
@@ -236,7 +223,7 @@ def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
         for what in dict.fromkeys((kind, prompt.task) for kind, prompt in asked):
             of_one = [prompt for kind, prompt in asked if (kind, prompt.task) == what]
             notes += _check_prompts(" ".join(filter(None, what)), of_one, tokenizer, config)
-    with _may_lack("the teacher", unseen):
+    with may_lack_train("the teacher", unseen):
         lines += look_at_teacher(config, tokenizer)
     if tokenizer is not None or ":" in config.gateway.tool_format:
         shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
@@ -244,7 +231,7 @@ def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
     kind = kind_of(config.generator)
     if kind is not None and kind.checked_in == "here":
         build_harness(config.generator, is_worker=False)
-    with _may_lack("loss, advantage, agent and LoRA", unseen):
+    with may_lack_train("loss, advantage, agent and LoRA", unseen):
         _ask_child(config)
     return Found(tuple(lines), tuple(notes), tasks, evals)
 
