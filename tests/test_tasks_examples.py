@@ -37,7 +37,7 @@ def with_marks(text: str) -> object:
     return pytest.param(text, marks=pytest.mark.extras if "reasoning_gym" in text else ())
 
 
-@pytest.mark.parametrize("text", map(with_marks, blocks("yaml")))
+@pytest.mark.parametrize("text", [with_marks(text) for text in blocks("yaml")])
 def test_the_pages_configs_make_tasks(text: str) -> None:
     given = yaml.safe_load(text)["task"]
     for one in given if isinstance(given, list) else [given]:
