@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from objective_report import Run, Runs, Setting
 
-from asyncrl.observe.verdict import running_mean
+from asyncrl.observe.verdict.verdict import running_mean
 
 # Okabe and Ito's colours, told apart by colour-blind eyes too, and another dash each for print
 STYLES: Sequence[tuple[str, Any]] = (("#0072B2", "-"), ("#D55E00", (0, (5, 2))), ("#000000", (0, (1, 1.5))))

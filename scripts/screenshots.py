@@ -63,7 +63,7 @@ def console_picture(run_dir: Path) -> str:
     from asyncrl.observe.sample_text import sample_text
     from asyncrl.observe.samples import read_samples
     from asyncrl.observe.status import read_run
-    from asyncrl.observe.verdict import summary_panel
+    from asyncrl.observe.verdict.verdict import summary_panel
 
     files = read_run(run_dir)
     assert files.verdict is not None, "it has steps"

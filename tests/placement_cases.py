@@ -16,13 +16,19 @@ OWN = "eval.engine=own"
 TAUGHT = ["teacher.path=m", "algorithm.distill_weight=1"]
 TURNS = ["placement.rollout=trainer", "buffer.max_staleness=0"]
 VLLM = "rollout.engine=vllm"
+SIZES = [
+    *(f"model.scratch.architecture.{size}" for size in ("hidden_size=128", "intermediate_size=384")),
+    *("model.scratch.architecture.num_hidden_layers=4", "algorithm.kl_coefficient=0"),
+    *("rollout.slots=64", "rollout.group_size=8", "rollout.max_tokens=48"),
+]
 URLS = [VLLM, "model.scratch=none", "model.path=m", "rollout.urls=['http://127.0.0.1:8000']"]
 
 
 def load(*overrides: str, name: str = "quickstart") -> RunConfig:
-    """Placed on its own, and not where the file says."""
+    """Without the file's placement; the quickstart has SIZES, which the numbers of the tests depend on."""
     anywhere = ["placement.trainer=auto", "placement.rollout=auto"]
-    return load_config(CONFIGS / f"{name}.yaml", [*anywhere, *overrides])
+    sizes = SIZES if name == "quickstart" else []
+    return load_config(CONFIGS / f"{name}.yaml", [*anywhere, *sizes, *overrides])
 
 
 def placed(num_cuda: int, *overrides: str) -> Placement:

@@ -20,7 +20,7 @@ from asyncrl.buffer.workload import Lognormal, RolloutPlan, SimulatedMachine, Tu
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
 from asyncrl.tasks import Feed
-from asyncrl.testing.fakes import FakeEngine, MemoryJournal
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, MemoryJournal
 
 PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 
@@ -144,7 +144,7 @@ MANY, FEW, TRAIN_S = 10**6, 7, 0.6
 
 
 @dataclass(frozen=True)
-class Tools:
+class Tools(FakeScorer):
     """Scores a group's one rollout as long as the workload's tool takes."""
 
     workload: Lognormal

@@ -38,7 +38,7 @@ from asyncrl.observe.forecast.forecast_shown import render_forecast
 from asyncrl.observe.forecast.run_timing import Integral, RecordedRollouts, Requests
 from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.rollouts.timed import RolloutTimes, Timed
-from asyncrl.testing.fakes import FakeEngine, ask
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, ask
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged
@@ -90,7 +90,7 @@ class SimulatedClient:
         self.policy_version = version
 
 
-class Tools:
+class Tools(FakeScorer):
     """Score after a wait of a long tail."""
 
     async def score(self, prompt: Prompt, completion: str) -> float:
@@ -218,7 +218,7 @@ def test_the_last_lines_of_a_run_are_written_however_soon_it_ends(
     assert [(line["sample"], line["how"]) for line in lines] == [(at, "cut") for at in range(3)]
 
 
-class Failing:
+class Failing(FakeScorer):
     """Scores by the name of the prompt."""
 
     async def score(self, prompt: Prompt, completion: str) -> float:

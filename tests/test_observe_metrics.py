@@ -216,6 +216,7 @@ def test_a_total_goes_on_from_where_it_was_and_over_a_source_that_begins_anew() 
 
 class Rooms(dict[str, float]):
     tokenizer = None
+    special_tokens = SpecialTokens()
 
 
 def report(reporter: Reporter, step: int, *, rooms: Any = (), **more: Any) -> None:

@@ -64,7 +64,7 @@ from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.trackers.tensorboard import TensorBoard
 from asyncrl.observe.trackers.tracker import TrackedRun
-from asyncrl.observe.verdict import write_reward_plot
+from asyncrl.observe.verdict.verdict import write_reward_plot
 steps = [{"step": n, "time_s": float(n), "reward/mean": n / 4, "policy/ess": float("nan")} for n in (1, 2, 3)]
 recorder = Recorder(sys.argv[1], [TensorBoard()])
 recorder.start(TrackedRun(Path(sys.argv[1]), "t", "1", {}))

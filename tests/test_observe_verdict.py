@@ -9,7 +9,7 @@ from placement_cases import load
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers, recent, seconds_left
-from asyncrl.observe.verdict import Verdict, judge
+from asyncrl.observe.verdict.verdict import Verdict, judge
 
 ZERO, TWO = "buffer.max_staleness=0", "buffer.max_staleness=2"
 WAIT = "buffer.on_overdue=wait"
@@ -21,7 +21,9 @@ Column = float | Callable[[int], float]
 
 
 def config(*overrides: str) -> RunConfig:
-    return load("trainer.num_groups=4", "buffer.max_staleness=4", *overrides)
+    """configs/quickstart.yaml with the numbers of the sentences below."""
+    numbers = ("rollout.slots=64", "rollout.group_size=8", "trainer.learning_rate=1.5e-3")
+    return load("trainer.num_groups=4", "buffer.max_staleness=4", *numbers, *overrides)
 
 
 def steps(text: str, num: int = 20) -> list[dict[str, float]]:

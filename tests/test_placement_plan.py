@@ -583,7 +583,7 @@ WIDE = [*SMALL, f"{HIDDEN}=1024", "trainer.micro_batch_tokens=56"]
         ("cpu", 0.063, [*ON_CPU, *SMALL], r"trainer.micro_batch_tokens=\d+"),
         ("cpu", 0.19, [*ON_CPU, *WIDE], "placement.rollout=trainer with buffer.max_staleness=0"),
         ("cpu", 0.12, [*ON_CPU, *TURNS, *WIDE], "checkpoint.every=none"),
-        ("cpu", 0.08, [*ON_CPU, *TURNS, *WIDE], "trainer.lora={rank: 16, merge: pass}"),
+        ("cpu", 0.085, [*ON_CPU, *TURNS, *WIDE], "trainer.lora={rank: 16, merge: pass}"),
         ("cpu", 0.1, [*ON_CPU, *TURNS, *WIDE, "trainer.lora={rank: 16}"], "trainer.lora.merge=pass"),
         ("cuda:0", 1.0, [ZERO, "rollout.slots=100000"], r"rollout.slots=\d+"),
         ("cuda:0", 0.25, [ZERO], r"trainer\.\S+"),

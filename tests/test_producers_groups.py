@@ -224,9 +224,7 @@ async def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try
         tries = [event[2:4] for event in house.journal.named("rollout_failed")]
         assert tries == [(0, 0), (1, 0)], "no attempt was made"
         assert told == [(0, "long", 0)] * 2
-        why = (
-            "r1 cannot be sampled: prompt long has 36 tokens; a prompt has 1 to rollout.max_prompt_tokens=16"
-        )
+        why = "r1 cannot be sampled: prompt long has 36 tokens; rollout.max_prompt_tokens=16 is the limit"
         assert why in house.journal.named("group_ended")[0][3], "and it is never cut"
         assert [house.count(name) for name in ("failed_groups", "given_up", "retried")] == [1, 1, 0]
         assert (house.trained, house.producers.prompts_out()) == (["p0"], [])

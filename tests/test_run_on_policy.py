@@ -21,6 +21,7 @@ from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Prompt, UnfinishedGroup
+from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
@@ -127,7 +128,12 @@ def test_batches_of_a_killed_run_with_failures_are_those_of_one_that_was_never_k
         await tell(journal, told)
         state = await journal.read_resume(0)
         rooms: Any = SimpleNamespace(
-            trainer=NoTrainer(), journal=journal, buffer=second.buffer, feed=second.feed, producers=second
+            special_tokens=SpecialTokens(),
+            trainer=NoTrainer(),
+            journal=journal,
+            buffer=second.buffer,
+            feed=second.feed,
+            producers=second,
         )
         reporter: Any = SimpleNamespace(resumes=lambda *_: None, step=lambda *_, **__: None)
         second.unfinished = await restore(rooms, reporter, ResumePoint(None), state)

@@ -26,6 +26,7 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer, recover
 from asyncrl.journal.read import run_story
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
+from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import Feed
 from asyncrl.tasks.epochs import Epochs
 from asyncrl.testing.fake_server import FakeTrainerServer
@@ -107,6 +108,8 @@ class Life:
         return [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts]
 
     # As reporter and producers.
+
+    special_tokens = SpecialTokens()
 
     def resumes(self, version: int, counted: object) -> None:
         assert self.steps == [], "before the first step is told again"

@@ -259,9 +259,10 @@ async def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_recorded_in
     )
     async with asyncio.TaskGroup() as tasks:
         life: Any = SimpleNamespace(config=config, say=said.append, spawn=tasks.create_task)
-        assert await try_rollouts(life, agent, prompts, recorder)
+        how: Any = {"recorder": recorder, "tokenizer": SimpleNamespace(decode=lambda *_, **__: "said")}
+        assert await try_rollouts(life, agent, prompts, 6, **how)
     assert agent.peak == 4
-    ends = [line.split("] ")[1][:12] for line in said[:6]]
+    ends = [line.split("] ")[1][:12] for line in said if "] " in line]
     assert sorted(ends) != ends, "in the order of their ends"
     assert recorded == [("0/0", 0), ("0/0", 1), ("0/1", 0), ("0/1", 1)]
     assert any("0/0 sample 0: reward 0, 2 turns, 3 sampled tokens" in line for line in said)

@@ -50,7 +50,8 @@ HEALTH: Any = object()
 
 
 def load(*overrides: str) -> RunConfig:
-    return load_config(QUICKSTART, ("weight_sync.transport=shm", *overrides))
+    sizes = ("rollout.slots=64", "rollout.max_tokens=48")
+    return load_config(QUICKSTART, ("weight_sync.transport=shm", *sizes, *overrides))
 
 
 def maker(folder: Path, *overrides: str, num_cuda: int = 0) -> ServerMaker:

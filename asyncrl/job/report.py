@@ -40,7 +40,7 @@ from asyncrl.observe.timeline import TimelineWriter
 from asyncrl.observe.trackers.background import wait_closed
 from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
 from asyncrl.observe.trackers.tracker_names import make_trackers
-from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
+from asyncrl.observe.verdict.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout

@@ -25,7 +25,7 @@ from asyncrl.observe.sample_text import harmless, render_samples
 from asyncrl.observe.samples import read_samples
 from asyncrl.observe.status import RunFiles, read_run, to_text
 from asyncrl.observe.trained import TRAINED_FILE, Line, TrainedRecord, batch_summary, trajectory_summaries
-from asyncrl.observe.verdict import summary_panel
+from asyncrl.observe.verdict.verdict import summary_panel
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 JOURNAL_FILE = "journal.sqlite"

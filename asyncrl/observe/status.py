@@ -43,7 +43,7 @@ from asyncrl.observe.run_numbers import (
     sparkline,
     thinned,
 )
-from asyncrl.observe.verdict import Verdict, judge, time_panel, verdict_rows
+from asyncrl.observe.verdict.verdict import Verdict, judge, time_panel, verdict_rows
 from asyncrl.observe.watchdog import Wait
 
 CONFIG_FILE = "config.yaml"

@@ -23,7 +23,7 @@ from asyncrl.config.model_task import TaskConfig
 from asyncrl.job.resume import FREE_KEYS
 from asyncrl.observe.recorder import METRICS_FILE, metrics_of, read_evaluations
 from asyncrl.observe.run_numbers import Steps, by_evaluation
-from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
+from asyncrl.observe.verdict.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import hub_source
 
 SHOWN_SECTIONS = ("seed", "rollout", "buffer", "trainer", "algorithm", "eval")

@@ -37,7 +37,7 @@ from asyncrl.observe.run_numbers import (
 )
 from asyncrl.observe.status import judge_state, read_config, read_status
 from asyncrl.observe.timeline import TIMELINE_FILE, read_timeline
-from asyncrl.observe.verdict import Verdict, judge
+from asyncrl.observe.verdict.verdict import Verdict, judge
 
 JOURNAL_FILE = "journal.sqlite"
 MAX_EVALUATIONS = 1000

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import Steps, TimeShares, several
-from asyncrl.observe.verdict_learning import MIN_STEPS
+from asyncrl.observe.verdict.verdict_learning import MIN_STEPS
 
 MIN_TRAINING_S = 10.0
 """A run with less training is too short to judge its speed."""

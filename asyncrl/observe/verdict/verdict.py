@@ -26,8 +26,8 @@ from asyncrl.observe.run_numbers import (
     duration,
     thinned,
 )
-from asyncrl.observe.verdict_learning import Trend, findings, headline_of, learning_of, reward_of
-from asyncrl.observe.verdict_speed import bottleneck_of, is_short, speed_of
+from asyncrl.observe.verdict.verdict_learning import Trend, findings, headline_of, learning_of, reward_of
+from asyncrl.observe.verdict.verdict_speed import bottleneck_of, is_short, speed_of
 
 _BAR = 30
 
