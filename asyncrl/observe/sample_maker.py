@@ -42,7 +42,7 @@ MAX_WAITING = 128
 """Rollouts whose text may wait to be made; more are left out, with a warning."""
 
 
-class Decoder(Protocol):
+class PrefixDecoder(Protocol):
     """What is needed of a tokenizer, in another thread than its owner's."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -110,7 +110,7 @@ def choose(batch: Batch, num: int, seed: int, gaps: Mapping[tuple[int, int], flo
     ]
 
 
-def shown(chosen: Chosen, decoder: Decoder) -> ShownRollout:
+def shown(chosen: Chosen, decoder: PrefixDecoder) -> ShownRollout:
     """The rollout as text."""
     prompt, rollout, since = chosen.prompt, chosen.rollout, chosen.min_version
     is_trained, spans = since is not None, [span for branch in rollout for span in branch.version_spans]
@@ -147,7 +147,7 @@ def shown(chosen: Chosen, decoder: Decoder) -> ShownRollout:
     return sample
 
 
-def _sibling(rollout: Rollout, chosen: Chosen, decoder: Decoder) -> ShownSibling:
+def _sibling(rollout: Rollout, chosen: Chosen, decoder: PrefixDecoder) -> ShownSibling:
     last = rollout[-1]
     token_ids, half = last.token_ids[last.loss_mask].tolist(), SIBLING_TOKENS // 2
     is_long = len(token_ids) > SIBLING_TOKENS
@@ -197,7 +197,7 @@ def _spans(spans: Iterable[VersionSpan]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _branches(rollout: Rollout, chosen: Chosen, decoder: Decoder) -> list[ShownBranch]:
+def _branches(rollout: Rollout, chosen: Chosen, decoder: PrefixDecoder) -> list[ShownBranch]:
     found = list[ShownBranch]()
     for number, branch in enumerate(rollout):
         parent, num_shared = _fork(branch, rollout[:number])
@@ -230,7 +230,7 @@ def _fork(branch: Trajectory, before: Iterable[Trajectory]) -> tuple[int | None,
 
 
 def _stretches(
-    branch: Trajectory, start: int, most: int, chosen: Chosen, decoder: Decoder
+    branch: Trajectory, start: int, most: int, chosen: Chosen, decoder: PrefixDecoder
 ) -> list[ShownTokens]:
     """Its tokens from `start` on, some `most` of them at most."""
     mask = branch.loss_mask
@@ -264,7 +264,7 @@ def _tokens(
     end: int,
     versions: npt.NDArray[np.int32],
     chosen: Chosen,
-    decoder: Decoder,
+    decoder: PrefixDecoder,
 ) -> ShownTokens:
     token_ids = branch.token_ids[first:end].tolist()
     if not branch.loss_mask[first]:
@@ -336,7 +336,11 @@ class SampleMaker:
         self._begin(step, heal)
 
     def step(
-        self, batch: Batch, report: TrainResponse, decoder: Decoder, special: SpecialTokens = SpecialTokens()
+        self,
+        batch: Batch,
+        report: TrainResponse,
+        decoder: PrefixDecoder,
+        special: SpecialTokens = SpecialTokens(),
     ) -> None:
         """Show some rollouts of a batch that was trained on."""
         step = batch.version + 1
@@ -352,7 +356,9 @@ class SampleMaker:
             ]
             self._begin(step, lambda: self._write([shown(one, decoder) for one in chosen]))
 
-    def failed(self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decoder: Decoder) -> None:
+    def failed(
+        self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decoder: PrefixDecoder
+    ) -> None:
         """A rollout has failed for good."""
         self._num_failed += 1
         if self._num_failed > self.failed_per_step:
