@@ -42,8 +42,9 @@ STANDS_FOR |= dict.fromkeys(("my_task.yaml", "my_agent.yaml"), QUICKSTART)  # te
 """Words that people replace by something of their own."""
 EXTERNAL = ("cat", "curl", "docker", "export", "ln", "mkdir", "pip", "printf", "source", "uv", "vllm")
 NO_SETTINGS = frozenset(
-    """agent.harness asyncio.to_thread chat.completion config.eval datasets.load_dataset e.g error.message
-    fs.file functions.f kernel.yama.ptrace_scope ld.so.cache ld.so.conf ld.so.conf.d
+    """agent.harness asyncio.to_thread beta.messages.tool_runner chat.completion config.eval
+    datasets.load_dataset e.g error.message fs.file functions.f kernel.yama.ptrace_scope ld.so.cache
+    ld.so.conf ld.so.conf.d
     message.output_text.logprobs net.ipv4.ip_local_port_range node.device output_config.effort
     output_config.format prompt.info
     reasoning.effort reasoning.encrypted_content responses.parse rollout.oversample session.api_key

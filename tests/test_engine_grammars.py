@@ -205,7 +205,7 @@ def test_what_cannot_be_followed_is_refused_and_what_stands_beside_it_goes_on(
     monkeypatch.undo()
     token_grammars._limits.cache_clear()
     assert drawn(beside.result()) == drawn(alone)
-    with pytest.raises(Refused, match="the grammar of request r7 is refused"):
+    with pytest.raises(Refused, match="request r7 has a grammar that cannot be followed"):
         begun.result()
 
 

@@ -45,7 +45,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     folder, tokenizer = tmp_path_factory.mktemp("answers"), byte_level()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     save(tokenizer, folder)
-    ends = {"eos_token_id": [tokenizer.token_to_id(token) for token in (IM_END, EOT)]}
+    ends = {"eos_token_id": [tokenizer.token_to_id(token) for token in (IM_END, EOT, "<turn|>")]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
 
     def loaded(name: str, **settings: Any) -> HFChatTokenizer:

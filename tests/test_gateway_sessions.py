@@ -46,7 +46,8 @@ async def test_a_key_opens_its_session_until_it_ends_and_its_reason_is_told_unti
 
 def num_objects_of_sessions() -> int:
     kinds = (GatewaySession, GatewayCall, Answer, ChatNode, SentChat, StoredResponse, SamplingRequest)
-    return sum(isinstance(each, kinds) for each in gc.get_objects())
+    # isinstance() would read attributes of the objects, some of which warn
+    return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
 
 @in_loop

@@ -58,6 +58,40 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text
 
 
+def visible(
+    tokenizer: HFChatTokenizer, ids: Sequence[int], stop: Sequence[str], *, shows_special: bool
+) -> tuple[str, bool]:
+    """Return the text of the whole answer, and whether a stop string ended it.
+
+    Stop strings are looked for in the text without special tokens, up to the first special token whose name
+    is a stop string.
+    """
+
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=not shows_special)
+
+    is_special = [token in tokenizer.special_ids for token in ids]
+    names = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    ends = [at for at, name in enumerate(names) if is_special[at] and name in stop]
+    shown = [token for token in ids[: ends[0] if ends else None] if token not in tokenizer.end_ids]
+    whole, marks = decode(shown), dict[int, str]()  # by where they begin
+    for at, token in enumerate(shown):
+        if shows_special and token in tokenizer.special_ids:
+            mark = tokenizer.decode([token], skip_special_tokens=False)
+            marks[len(decode(shown[: at + 1])) - len(mark)] = mark
+    plain, places = "", list[int]()  # of the plain text's characters in the whole
+    at = 0
+    while at < len(whole):
+        if mark := marks.get(at, ""):
+            at += len(mark)
+        else:
+            plain, places, at = plain + whole[at], [*places, at], at + 1
+    cut = cut_at_stop(plain, stop)
+    if not any(entry and entry in plain for entry in stop):
+        return whole, bool(ends)
+    return whole[: places[len(cut)]], True
+
+
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     """Any ids, and some that the vocabulary does not have; often the single bytes of characters, whole or
     broken off.
@@ -78,15 +112,15 @@ def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
 ) -> None:
     tokenizer = _saved[name]
     ids = data.draw(ids_of(name))
-    shown = [token for token in ids if token not in tokenizer.end_ids]
-    whole = tokenizer.decode(shown, skip_special_tokens=not shows_special)
+    names = [tokenizer.decode([token], skip_special_tokens=False) for token in sorted(tokenizer.special_ids)]
+    whole = tokenizer.decode(ids, skip_special_tokens=not shows_special)
     inside = st.integers(0, len(whole)).map(lambda at: whole[at : at + 1 + at % 5])
-    stop = data.draw(st.lists(inside | st.sampled_from(["zz", "fox ", "\ufffd", "e"]), max_size=3))
+    more = st.sampled_from(["zz", "fox ", "\ufffd", "e", *names])
+    stop = data.draw(st.lists(inside | more, max_size=3))
     answer = AnswerText(tokenizer, stop, shows_special=shows_special)
-    expected = cut_at_stop(whole, stop)
+    expected, is_stopped = visible(tokenizer, ids, stop, shows_special=shows_special)
     out = pieces(answer, ids, cuts)
-    assert "".join(out) == expected
-    assert answer.is_stopped == (expected != whole or any(entry and entry in whole for entry in stop))
+    assert ("".join(out), answer.is_stopped) == (expected, is_stopped)
     so_far = ""
     for piece in out:
         so_far += piece

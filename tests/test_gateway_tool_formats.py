@@ -448,7 +448,7 @@ def test_a_model_of_its_own_is_read_by_the_response_template_of_its_tokenizer(tm
 
     from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
-    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     saved = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a", response_template=RESPONSE)
     saved.chat_template = "{{ tools }}"
     saved.save_pretrained(tmp_path)

@@ -115,7 +115,7 @@ def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
 
 def test_the_page_names_every_error_code() -> None:
     source = "".join(path.read_text() for path in (ROOT / "asyncrl" / "agents" / "endpoint").rglob("*.py"))
-    codes = set(re.findall(r'code ?= ?"(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
+    codes = set(re.findall(r'(?:(?:code|NOT_KEPT) ?=|\d:) ?"(\w+)"', source))
     named = names("status", 1)
     assert named <= codes
     assert codes - named <= set(ERROR_TYPES.values()), "those are of Anthropic's form"

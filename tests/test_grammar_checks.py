@@ -93,7 +93,7 @@ async def test_a_bomb_costs_its_own_call_at_each_endpoint_and_is_not_kept(
     async with gateway_world() as world:
         status, answer = await world.post(bodies(schema)[path], path=f"/v1/{path}")
         assert (status, why in answer["error"]["message"]) == (400, True), answer
-        known = world.gateway._route._checks._known
+        known = world.gateway._route.checks._known
         assert sum(map(len, known)) <= 16 * len(known)
         status, answer = await world.post(bodies({"type": "integer"})[path], path=f"/v1/{path}")
         assert status == 200, answer
