@@ -233,9 +233,12 @@ def never_killed(config: Path, run_dir: Path) -> Path:
 
 
 def samples_in(run_dir: Path) -> list[dict[str, Any]]:
-    """The samples of its batches as text, in the order of the file, without what may differ after a kill."""
+    """Return the samples of trained batches in the order of the file, without the fields that a kill may change:
+    the journal keeps no answers.
+    """
     lines = [line for line in read_lines(run_dir / "samples.jsonl") if line["kind"] != "failed"]
-    return [{name: value for name, value in line.items() if name != "num_interruptions"} for line in lines]
+    may_differ = ("num_interruptions", "answer")
+    return [{name: value for name, value in line.items() if name not in may_differ} for line in lines]
 
 
 def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]:
@@ -247,6 +250,8 @@ def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]
     if of_metrics and samples[0] != samples[1]:
         steps = [sorted(sample["step"] for sample in of_run) for of_run in samples]
         found.append(f"samples: of steps {steps[0]} and {steps[1]}")
+        for left, right in zip(*samples, strict=False):
+            found += [f"sample of step {left['step']}: {key}" for key in left if left[key] != right.get(key)]
     trained = [effective(read_lines(folder / "trained.jsonl")).lines for folder in (one, other)]
     lines = [read_lines(folder / "metrics.jsonl") for folder in (one, other)]
     metrics = [{line["step"]: line for line in of_run} for of_run in lines]

@@ -209,7 +209,7 @@ def of_steps(run_dir: Path, name: str) -> list[float]:
 def test_a_student_comes_nearer_to_its_teacher_whichever_of_both_is_killed_on_the_way(
     tmp_path: Path, other: Path
 ) -> None:
-    trainer = {"num_steps": 40, "learning_rate": 0.01}
+    trainer = {"num_steps": 80, "learning_rate": 0.01}
     config, run_dir = taught(tmp_path, other, trainer=trainer, checkpoint={"every": 20}), tmp_path / "run"
 
     def without_its_teacher() -> subprocess.Popen[str]:
@@ -226,7 +226,7 @@ def test_a_student_comes_nearer_to_its_teacher_whichever_of_both_is_killed_on_th
     ended = job_runs.run(config, run_dir)
     assert ended.returncode == 0, ended.stderr
     found = of_steps(run_dir, "policy/kl_teacher")
-    assert len(found) == 40
+    assert len(found) == 80
     assert found[: len(before)] == before, "what the teacher said is in the journal"
     assert [what for what, _ in job_runs.events(run_dir) if what.startswith("teacher")] == [
         "teacher lost",

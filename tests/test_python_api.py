@@ -112,7 +112,7 @@ def test_a_callback_that_raises_ends_the_run_which_goes_on_in_the_same_process(t
     ).splitlines()
     assert any("ended: on_weights of asyncrl.run raised KeyError: 'no room'" in line for line in said)
     state, seen, steps = json.loads(said[-1])
-    assert (state, steps) == ("done", [0, 1, 2, 3])
+    assert (state, steps) == ("done", [1, 2, 3, 4])
     assert seen == steps[-len(seen) :], "it went on where the first one stood"
 
 

@@ -32,7 +32,7 @@ def test_every_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> No
     assert "lowest" in by_config
     assert len(read_recording(tmp_path / "first.jsonl").rollouts) == 64
     assert read_recording(tmp_path / "tried.jsonl").rollouts == ()
-    assert "first.jsonl: 64 recorded rollouts of 8 prompts; left out: none" in " ".join(check.split())
+    assert "first.jsonl: 64 recorded rollouts of 4 prompts; left out: none" in " ".join(check.split())
     assert "64 recorded rollouts were taken in place of sampled ones" in " ".join(trained.split())
     assert "engine-0 ready" in engine
     assert "/generate" in engine

@@ -84,7 +84,8 @@ def run(command: str, folder: Path, num_steps: int | None, *, is_killed: bool) -
     """
     words = shlex.split(command)
     if words[1] == "run" and num_steps is not None:
-        words.append(f"trainer.num_steps={1_000_000 if is_killed else num_steps}")
+        words += [f"trainer.num_steps={1_000_000 if is_killed else num_steps}"]
+        words += ["--allow-change", "trainer.num_steps"]  # a learning rate that falls to 0 depends on it
     full, pipe = [sys.executable, "-m", "asyncrl.cli", *words[1:]], subprocess.PIPE
     with popen(full, environment(), cwd=folder, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
         try:
