@@ -233,7 +233,7 @@ def never_killed(config: Path, run_dir: Path) -> Path:
 
 
 def samples_in(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the samples of trained batches in the order of the file, without the fields that a kill may change:
+    """Return the samples of trained batches in file order, without the fields that a kill may change:
     the journal keeps no answers.
     """
     lines = [line for line in read_lines(run_dir / "samples.jsonl") if line["kind"] != "failed"]
