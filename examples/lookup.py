@@ -1,7 +1,7 @@
 """An agent with one tool, a directory: the smallest one that a model with random weights learns, call by call
 and answer by answer.
 
-    asyncrl run configs/agent.yaml       # some four minutes on two cores
+    asyncrl run configs/agent.yaml       # some five minutes on two cores
 
 An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of
 training but its reward. examples/calculator.py is the same for a pretrained model.
@@ -39,9 +39,9 @@ TOOLS: list[Any] = [
 
 
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
-    """Ask until the model answers instead of calling the tool. The reward: 0.2 for a call, 0.3 for the right
-    name in it, 0.3 for an answer that begins with the right room, 0.1 if the first call ended, and 0.1 if the
-    right answer ended without another word.
+    """Ask until the model answers instead of calling the tool. The reward: 0.2 each for a call, the right name
+    in it, a call with the right name that ends, an answer that begins with the right room, and a right answer
+    that ends without another word.
     """
     messages: list[Any] = list(task.messages)
     asked: list[str] = []
@@ -65,8 +65,8 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
     # a guess is worth nothing: the model has to ask
     is_right_room = is_right_name and answer[:1] == task.answer["room"]
     is_exact = is_right_room and answer == task.answer["room"] and reasons[-1] == "stop"
-    reward = 0.2 * bool(asked) + 0.3 * is_right_name + 0.3 * is_right_room
-    reward += 0.1 * (reasons[0] == "tool_calls") + 0.1 * is_exact
+    has_ended = reasons[0] == "tool_calls"
+    reward = 0.2 * sum([bool(asked), is_right_name, is_right_name and has_ended, is_right_room, is_exact])
     return Outcome(
         reward,
         {"tool_calls": len(asked), "right_name": float(is_right_name), "exact": float(is_exact)},
