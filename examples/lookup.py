@@ -41,8 +41,8 @@ TOOLS: list[Any] = [
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
     """Ask until the model answers instead of calling the tool.
 
-    The reward: 0.2 each for a call, the right name in it, a call with the right name that ends, an answer that
-    begins with the right room, and a right answer that ends without another word.
+    The reward: 0.2 each for a call, the right name in it, a call with the right name that ends, an answer
+    that begins with the right room, and a right answer that ends without another word.
     """
     messages: list[Any] = list(task.messages)
     asked: list[str] = []
