@@ -28,6 +28,7 @@ from asyncrl.job.exporting.model_card import escaped, origin_of
 from asyncrl.job.exporting.run_export import MARK, export_run, find_source
 from asyncrl.trainer.model_folder import ModelPin, hub_source
 from asyncrl.trainer.step import TrainStep
+from asyncrl.weights.tensor_files import float32_names
 
 LORA = {"rank": 4, "alpha": 8.0}
 SECRET = "/home/somebody/s3cret"
@@ -113,8 +114,11 @@ def test_a_checkpoint_is_exported_as_what_the_trainer_saves(
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, final))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    biases = [name for name in ours if name.endswith(".e_score_correction_bias")]  # of a router: no parameter
-    kept = {name: getattr(torch, "float32" if name in biases else dtype) for name in ours}
+    in_float32 = {
+        name for name in ours if name.endswith(".e_score_correction_bias")
+    }  # of a router: no parameter
+    in_float32 |= float32_names(loaded(final))
+    kept = {name: getattr(torch, "float32" if name in in_float32 else dtype) for name in ours}
     assert {name: one.dtype for name, one in ours.items()} == kept
     assert {name: one.dtype for name, one in theirs.items()} == kept
     assert torch.equal(logits(loaded(out)), logits(loaded(final)))
