@@ -34,15 +34,17 @@ has_torch() { "$venv/bin/python" -c 'import importlib.metadata as m; m.version("
 
 # The log of pip or uv, in a line every few seconds; while wheels are unpacked, which they do not log, the newest package.
 progress() {
-    local pid timer line newest
+    local pid timer line newest num
     "$@" >"$log" 2>&1 & pid=$!
     while kill -0 "$pid" 2>/dev/null; do
         sleep 8 & timer=$!
         wait -n "$pid" "$timer" || true
         kill "$timer" 2>/dev/null || { # the time is over, and pip still works
-            line=$(tail -n 1 "$log" | tr -s ' ' | cut -c 1-90)
-            newest=$(ls -t "$packages" | grep '\.dist-info$' | head -n 1)
-            case $line in "" | Installing* | *uninstall*) line="unpacking, $(ls "$packages" | grep -c '\.dist-info$') packages are in, the last is ${newest%.dist-info}" ;; esac
+            # `true`: with pipefail, a program whose reader has enough would end this script
+            line=$({ grep -v '^WARNING' "$log" || true; } | tail -n 1 | tr -s ' ' | cut -c 1-90)
+            newest=$(ls -t "$packages" | grep '\.dist-info$' | head -n 1 || true)
+            num=$(ls "$packages" | grep -c '\.dist-info$' || true)
+            case $line in "" | Installing* | *uninstall*) line="unpacking, $num packages are in, the last is ${newest%.dist-info}" ;; esac
             say "$line"
         }
     done
