@@ -18,7 +18,7 @@ BIN := .venv/bin
 # The tests of `make test`; test-slow runs all others.
 QUICK := not slow and not vllm and not gpu and not extras
 # A file's tests share what they start; conftest.py has the order of the files.
-BY_FILE := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+BY_FILE := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=70
 
 setup:
 	@bash scripts/setup.sh
@@ -45,7 +45,7 @@ test-runs:
 	$(BY_FILE) -m "not ($(QUICK)) and not vllm and not faults"
 
 test-vllm:
-	$(BIN)/python -m pytest -q -m "vllm and not faults" --durations=10
+	$(BIN)/python -m pytest -q -m "vllm and not faults" --durations=70
 
 # vLLM's beside all others: its tests wait for one server after the other.
 test-all: setup

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,7 +252,10 @@ async def test_processes_survive_whatever_the_reward_function_does(rewards: Path
 
 
 def kill_reward_processes() -> None:
+    """Kill the idle processes. A process that has just answered still holds pebble's lock, and would keep it."""
     for process in multiprocessing.active_children():
+        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
 
