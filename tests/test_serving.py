@@ -194,6 +194,17 @@ def test_the_configs_own_agent_is_run_on_some_prompts_and_recorded(tmp_path: Pat
     assert {record.rollout[0].metrics["turns"] for record in records} == {2.0}
 
 
+def test_a_command_whose_output_is_paid_is_told_at_start(tmp_path: Path, serve: Serve) -> None:
+    config = write_config(tmp_path, generator={"command": ["/bin/sh", "-c", "echo 1.0"]})
+    process = serve("gateway", config, "--rollouts", "1", "--run-dir", tmp_path / "served")
+    said = process.communicate(timeout=240)[0].splitlines()
+    paid = next(
+        place for place, line in enumerate(said) if "the last line of standard output is the reward" in line
+    )
+    ready = next(place for place, line in enumerate(said) if line.startswith("ready:"))
+    assert paid < ready
+
+
 def test_whatever_ends_a_gateway_nothing_of_it_is_left(tmp_path: Path, serve: Serve) -> None:
     process = serve("gateway", write_config(tmp_path), "--run-dir", tmp_path / "served")
     lines_until(process, "Ctrl-C ends")
