@@ -1,7 +1,8 @@
 # make quickstart    install asyncrl[train], then train a small model from random weights (RUN: options of asyncrl run)
 # make test          install asyncrl[test], then run the tests that need no real runs and no extras (minutes on 2 cores)
 # make test-slow     the rest: real runs, killed and resumed, extras, and a real vLLM if there is one (about 12 minutes)
-# make test-all      all tests at once (about 20 minutes)
+# make test-all      all tests but the long ones at once (about 20 minutes)
+# make test-long     those: lost hosts, a step beside TRL's, starts that fail (about 15 minutes)
 # make check         install asyncrl[dev], then lint, types and the plan of the house
 # make setup         install asyncrl[dev]; no work when nothing changed, as in all other commands
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
@@ -12,13 +13,13 @@
 # make faults        the tests that kill, cut off and slow down hosts of a network, ROUNDS times (20; some minutes each), JOBS side by side (1); needs root
 # make docs          write docs/configuration.md anew from the settings
 # make site          install, then build the site of docs/ into build/site; a warning ends it
-.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz faults docs
+.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all test-long check bench gpu fuzz faults docs
 
 BIN := .venv/bin
 # The tests of `make test`; test-slow runs all others.
 QUICK := not slow and not vllm and not gpu and not extras
 # A file's tests share what they start; conftest.py has the order of the files.
-BY_FILE := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=70
+BY_FILE := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 setup:
 	@bash scripts/setup.sh
@@ -42,10 +43,10 @@ test-slow: setup
 	$(MAKE) -j2 test-runs test-vllm
 
 test-runs:
-	$(BY_FILE) -m "not ($(QUICK)) and not vllm and not faults"
+	$(BY_FILE) -m "not ($(QUICK)) and not vllm and not long"
 
 test-vllm:
-	$(BIN)/python -m pytest -q -m "vllm and not faults" --durations=70
+	$(BIN)/python -m pytest -q -m "vllm and not long" --durations=10
 
 # vLLM's beside all others: its tests wait for one server after the other.
 test-all: setup
@@ -53,7 +54,10 @@ test-all: setup
 
 # In one go: what a worker imports to collect tests, and the process that real runs are forked from, are there once.
 test-others:
-	$(BY_FILE) -m "not vllm and not faults"
+	$(BY_FILE) -m "not vllm and not long"
+
+test-long: setup
+	$(BY_FILE) -m long
 
 check: setup
 	$(BIN)/ruff check .
@@ -80,7 +84,7 @@ FAULTS := tests/test_several_hosts.py tests/test_trainer_nodes.py tests/test_wei
 # Ends at the first failure, whose log has its seed: the same again with ASYNCRL_TEST_SEED=.
 faults: setup
 	$(BIN)/python scripts/rounds.py --rounds $(ROUNDS) --jobs $(JOBS) --logs build/faults \
-	    $(BIN)/python -m pytest -q -x -p no:cacheprovider -m "slow and (faults or not vllm)" $(FAULTS)
+	    $(BIN)/python -m pytest -q -x -p no:cacheprovider -m "slow and (long or not vllm)" $(FAULTS)
 
 docs: setup
 	$(BIN)/python scripts/config_reference.py

@@ -27,7 +27,7 @@ from asyncrl.cli_of_runs import (
 )
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.config.load import name_of_config
+from asyncrl.config.load import find_key, name_of_config
 from asyncrl.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ serve_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(serve_app, name="serve")
-SETTING_AS_OPTION = re.compile(r"--(?P<name>[a-z_]+(\.\w+)+)(=(?P<value>.*))?", re.DOTALL)
+SETTING_AS_OPTION = re.compile(r"--(?P<name>[a-z_-]+(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 
@@ -301,11 +301,28 @@ def _exit_at_once(exit_code: int) -> None:
     os._exit(exit_code)
 
 
+def _key_of(option: str, arguments: Sequence[str]) -> str | None:
+    """Name the key that an option means: one with a dot, or a key's name where the command takes settings and
+    has no such option.
+    """
+    if "." in option:
+        return option
+    name = option.replace("-", "_")
+    if (key := find_key(name)) is None:
+        return None
+    command = typer.main.get_command(app)
+    for argument in arguments:
+        command = getattr(command, "commands", {}).get(argument, command)
+    own = {one.name for one in command.params}
+    return key if "overrides" in own and name not in own else None
+
+
 def _refuse_settings_as_options(arguments: Sequence[str]) -> None:
-    """Refuse `--trainer.num_steps 3`, the form of other programs."""
+    """Refuse `--trainer.num_steps 3` and `--num_steps 3`, the forms of other programs."""
     for argument, after in zip_longest(arguments, arguments[1:], fillvalue=""):
-        if (found := SETTING_AS_OPTION.fullmatch(argument)) is not None:
-            name, value = found["name"], found["value"] or after
+        found = SETTING_AS_OPTION.fullmatch(argument)
+        if found is not None and (name := _key_of(found["name"], arguments)) is not None:
+            value = found["value"] or after
             way_out = f"write {name}={value if value and not value.startswith('--') else 'VALUE'}."
             raise ConfigError(f"{argument} is no option", rule="a setting is key=value", way_out=way_out)
 

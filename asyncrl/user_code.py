@@ -105,7 +105,19 @@ def check_call(
 def raised(error: BaseException) -> str:
     """What the user's code raised and where, in words that follow its name."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised {type(error).__name__}: {error} ({Path(frame.filename).name} line {frame.lineno})"
+    return (
+        f"raised {type(error).__name__}: {words_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
+    )
+
+
+def words_of(error: BaseException) -> str:
+    """Return str(error). Its __str__ is the user's code as well, and may raise anything."""
+    try:
+        return str(error)
+    except BaseException as second:
+        if is_for_us(second):
+            raise
+        return f"its __str__ raised {type(second).__name__}"
 
 
 def is_for_us(error: BaseException) -> bool:

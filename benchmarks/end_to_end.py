@@ -1,8 +1,8 @@
 """A whole run of asyncrl against what a user would pick instead: TRL's GRPOTrainer, and a plain synchronous
 loop.
 
-    python benchmarks/end_to_end.py [--seeds 0 1 2] [--rates 2e-4 5e-4 1.5e-3] [--systems asyncrl trl ...]
-    [--steps 360] [--skip-shape] [--work runs/end_to_end] [--plot] [--write]
+    python benchmarks/end_to_end.py [--seeds 0 1 2] [--rates 5e-4 1.5e-3 3e-3] [--systems asyncrl trl ...]
+    [--steps 400] [--skip-shape] [--work runs/end_to_end] [--plot] [--write]
 
 The task is the quickstart's own: configs/quickstart.yaml, its model, prompts, reward, batch and steps, for
 each of
@@ -218,9 +218,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", default=["2e-4", "5e-4", "1.5e-3"], help="learning rates")
+    parser.add_argument("--rates", nargs="+", default=["5e-4", "1.5e-3", "3e-3"], help="learning rates")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
-    parser.add_argument("--steps", type=int, default=360, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of a run")
     parser.add_argument("--skip-shape", action="store_true", help="leave SmolLM2-135M's shape out")
     parser.add_argument("--work", type=Path, default=HERE.parent / "runs" / "end_to_end")
     parser.add_argument(

@@ -41,8 +41,9 @@ TOOLS: list[Any] = [
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
     """Ask until the model answers instead of calling the tool.
 
-    The reward: 0.2 each for a call, the right name in it, a call with the right name that ends, an answer
-    that begins with the right room, and a right answer that ends without another word.
+    The reward is the sum of six parts, so that the model can learn one after the other: a call (0.1), the
+    right name in it (0.2), the end of that call (0.1), an answer after one call (0.1), which is one character
+    and ends (0.2) and begins with the right room (0.3).
     """
     messages: list[Any] = list(task.messages)
     asked: list[str] = []
@@ -63,14 +64,15 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
             found = task.answer["room"] if asked[-1] == task.answer["name"] else NOBODY
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
     is_right_name = asked[:1] == [task.answer["name"]]
-    # a guess is worth nothing: the model has to ask
-    is_right_room = is_right_name and answer[:1] == task.answer["room"]
-    is_exact = is_right_room and answer == task.answer["room"] and reasons[-1] == "stop"
-    has_ended = reasons[0] == "tool_calls"
-    reward = 0.2 * sum([bool(asked), is_right_name, is_right_name and has_ended, is_right_room, is_exact])
+    has_ended = is_right_name and reasons[0] == "tool_calls"
+    has_answered = is_right_name and len(asked) == 1 and bool(answer)  # a guess is worth nothing
+    is_short = has_answered and len(answer) == 1 and reasons[-1] == "stop"
+    is_right_room = has_answered and answer[0] == task.answer["room"]
+    reward = 0.1 * bool(asked) + 0.2 * is_right_name + 0.1 * has_ended
+    reward += 0.1 * has_answered + 0.2 * is_short + 0.3 * is_right_room
+    is_exact = is_short and is_right_room
     return Outcome(
-        reward,
-        {"tool_calls": len(asked), "right_name": float(is_right_name), "exact": float(is_exact)},
+        reward, {"tool_calls": len(asked), "right_name": float(is_right_name), "exact": float(is_exact)}
     )
 
 

@@ -162,7 +162,7 @@ def ask(folder: Path, question: str) -> str:
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
-    answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=False)
     return answer
 
 

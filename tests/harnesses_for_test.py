@@ -70,6 +70,17 @@ async def stops(task: Task, session: Session) -> float:
     raise Stop("enough")
 
 
+class UnspeakableError(Exception):
+    """Its text cannot be made."""
+
+    def __str__(self) -> str:
+        raise GeneratorExit
+
+
+async def raises_the_unspeakable(task: Task, session: Session) -> float:
+    raise UnspeakableError
+
+
 def stops_in_thread(task: Task, session: Session) -> float:
     raise Stop("enough")
 

@@ -40,6 +40,7 @@ def test_sides_that_take_different_steps_end_the_benchmark():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_both_sides_take_the_same_step_of_unequal_completions(tmp_path):
     pytest.importorskip("trl")
     lengths = [3, 40, 7, 19, 1, 25, 11, 60, 2, 5, 33, 9, 14, 70, 6, 8]
@@ -50,6 +51,7 @@ def test_both_sides_take_the_same_step_of_unequal_completions(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_agents_branches_give_the_same_step_as_trees_untangled_and_in_trls_trees(tmp_path):
     pytest.importorskip("trl")
     rows = partial(trainer_case.agents, num_turns=4, num_groups=2, group_size=3)

@@ -39,6 +39,11 @@ check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
 run configs/quickstart.yaml --trainer.num_steps 3 -> 2: write trainer.num_steps=3.
 run configs/quickstart.yaml --trainer.num_steps=3 -> 2: write trainer.num_steps=3.
+run configs/quickstart.yaml --seed 3 -> 2: write seed=3.
+check configs/quickstart.yaml --launcher=ray -> 2: write launcher=ray.
+serve engine configs/quickstart.yaml --num-steps 3 -> 2: write trainer.num_steps=3.
+check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots
+status docs --seed 3 -> 2: No such option: --seed
 check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: there is no module no_such ... Way out:
 simulate configs/quickstart.yaml --devices 1 -> 2: --devices
 status docs -> 2: Way out:

@@ -86,7 +86,7 @@ def test_the_lookup_agent_rewards_a_call_the_right_name_and_the_right_room() -> 
     assert best.reward == pytest.approx(1.0)
     assert asked[1]["messages"][-1]["content"] == "4", "what the directory said"
     guessed = look_up(said(None, "directory", name="c"), said("4"))[0].reward
-    assert guessed == pytest.approx(0.2), "a guess is worth nothing"
+    assert guessed == pytest.approx(0.1), "a guess is worth nothing"
     assert look_up(said("4"))[0].reward == 0
     goes_on = look_up(said(None, "directory", name="b"), said("4<unk>"))[0].reward
     cut = said("4")
@@ -94,7 +94,11 @@ def test_the_lookup_agent_rewards_a_call_the_right_name_and_the_right_room() -> 
     assert goes_on == look_up(said(None, "directory", name="b"), cut)[0].reward == pytest.approx(0.8)
     cut_call = said(None, "directory", name="b")
     cut_call.finish_reason = "length"
-    assert look_up(cut_call, said("4"))[0].reward == pytest.approx(0.8)
+    assert look_up(cut_call, said("4"))[0].reward == pytest.approx(0.9)
+    call = said(None, "directory", name="b")
+    assert look_up(call, call, said("4"))[0].reward == pytest.approx(0.4), "it asks once"
+    assert look_up(call, said(""))[0].reward == pytest.approx(0.4)
+    assert look_up(call, said("c"))[0].reward == pytest.approx(0.7)
     own = find_tool_format("examples.lookup:parse", "")
     assert [json.loads(call.arguments) for call in own.parse("?b1").tool_calls] == [{"name": "b"}]
     assert own.parse("b1").tool_calls == ()

@@ -370,27 +370,56 @@ def rows_of(*outcomes: tuple[int, float, float, float]) -> Forecast:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "chosen"),
+    ("outcomes", "chosen", "reason"),
     [
-        ([(8, 1.0, 4.0, 0.0), (4, 0.98, 2.0, 0.0), (2, 0.9, 1.0, 0.0)], 4),
-        ([(8, 1.0, 2.05, 0.0), (4, 0.98, 2.0, 0.0)], 8),
-        ([(4, 1.0, 2.0, 0.2), (8, 0.9, 3.0, 0.0)], 8),
+        (
+            [(8, 1.0, 4.0, 0.0), (4, 0.98, 2.0, 0.0), (2, 0.9, 1.0, 0.0)],
+            4,
+            "its data is 2.00 versions old on average, not 4.00; it is as fast (within 3%)",
+        ),
+        ([(8, 1.0, 2.05, 0.0), (4, 0.98, 2.0, 0.0)], 8, ""),
+        (
+            [(4, 1.0, 2.0, 0.2), (8, 0.9, 3.0, 0.0)],
+            8,
+            "20.0% of the present run's tokens are masked, none would be; it is 10.0% slower",
+        ),
+        (
+            [(4, 2.81, 2.0, 0.063), (8, 2.81, 3.0, 0.0)],
+            8,
+            "6.3% of the present run's tokens are masked, none would be; it is as fast (within 3%)",
+        ),
+        ([(1, 1.0, 1.0, 0.0), (4, 1.5, 2.0, 0.0004)], 4, "it is 50.0% faster"),
+        (
+            [(1, 1.0, 1.0, 0.01), (4, 1.5, 2.0, 0.02)],
+            4,
+            "it is 50.0% faster; 1.0% of the present run's tokens are masked, 2.0% would be",
+        ),
+        (
+            [(1, 0.965, 1.0, 0.0), (4, 0.975, 2.0, 0.0), (8, 1.0, 3.0, 0.0)],
+            4,
+            "the present one is 3.5% slower than the fastest",
+        ),
     ],
     ids=[
         "younger data at the speed of the best",
         "as old: keep what is there",
         "masked tokens teach nothing",
+        "masked tokens alone",
+        "faster",
+        "faster and more masked",
+        "a little too slow",
     ],
 )
 def test_the_choice_is_the_youngest_data_near_the_best_speed(
-    outcomes: list[tuple[int, float, float, float]], chosen: int
+    outcomes: list[tuple[int, float, float, float]], chosen: int, reason: str
 ) -> None:
     forecast = rows_of(*outcomes)
     assert forecast.choice[0].max_staleness == chosen
     first, second, *_ = forecast.why()
     keeps = chosen == outcomes[0][0]
     assert first.startswith("Keep" if keeps else f"Set buffer.max_staleness={chosen}: ")
-    assert second.startswith("Reason: it") != keeps
+    assert second.startswith("Reason: ") != keeps
+    assert keeps or second == f"Reason: {reason}."
 
 
 def test_turns_and_splits_of_the_devices_are_played_where_there_are_devices() -> None:

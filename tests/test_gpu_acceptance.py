@@ -91,6 +91,7 @@ def test_steps_are_timed_and_memory_needs_a_device(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_step_is_compared_with_trls(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")
     assert measured(bench, 2, "trl", capsys)[-1]["value"] == "the same step"

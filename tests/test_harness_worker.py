@@ -95,6 +95,7 @@ async def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on() -> Non
         ("exits", "its harness raised SystemExit: 3"),
         ("stops", "its harness raised Stop: enough"),
         ("stops_in_thread", "its harness raised Stop: enough"),
+        ("raises_the_unspeakable", "its harness raised UnspeakableError: its __str__ raised GeneratorExit"),
         ("interrupts", "its harness raised KeyboardInterrupt"),
         ("cancels_itself", "generator.python=harnesses_for_test:cancels_itself raised CancelledError"),
     ):

@@ -197,9 +197,10 @@ def test_a_run_waits_for_a_worker_and_a_second_one_takes_over_from_one_that_is_k
         first = work("agents_for_test:plays_then_holds", num_played=played, mark=str(mark))
         wait_until(mark.exists, process)
         first.kill()
-        work("harnesses_for_test:two_turns")
+        second = work("harnesses_for_test:two_turns")
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, stderr
+        assert second.wait(timeout=60) == 0, "it ends with its run, by itself"
     finally:
         for each in (process, *workers):
             each.kill()

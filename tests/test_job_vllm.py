@@ -76,6 +76,7 @@ def test_a_run_samples_with_the_weights_that_it_trained(whole: Path) -> None:
     assert len({line["loss"] for line in read_lines(whole / "trained.jsonl")}) == 6, "they differ by step"
 
 
+@pytest.mark.long
 def test_a_run_by_broadcast_whose_only_vllm_is_killed_trains_on_the_same(whole: Path, tmp_path: Path) -> None:
     evaluation = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, every: 3, num_prompts: 8, slots: 8}"
     run_dir = tmp_path / "run"
@@ -96,6 +97,7 @@ def test_a_run_by_broadcast_whose_only_vllm_is_killed_trains_on_the_same(whole: 
     assert staging_of(process.pid) == []
 
 
+@pytest.mark.long
 def test_a_vllm_on_another_host_that_dies_and_comes_back_trains_on_the_same(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -133,7 +135,7 @@ def test_a_vllm_on_another_host_that_dies_and_comes_back_trains_on_the_same(
     assert log.count(VLLM_IS_UP) == 2, "of both"
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_run_goes_on_with_a_vllm_whose_wire_is_slow_while_another_host_is_lost_and_comes_back(
     tmp_path: Path,

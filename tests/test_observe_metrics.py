@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -26,10 +27,9 @@ from asyncrl.job.parts_read import gauges
 from asyncrl.job.report import Reporter
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.observe.console import plain_line
+from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, SpecialTokens, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import evaluation_metrics
-from asyncrl.observe.run_numbers import Steps
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.trainer.step_report import append_line
 
@@ -162,8 +162,15 @@ def test_a_batch_of_several_tasks_is_measured_for_each_of_them_too() -> None:
         **{"sample/length_mean/b": 3.0, "sample/truncated_fraction/b": 0.0},
     }
     assert all(gauge_of(name) is not None for name in found)
-    line = plain_line(Steps([metrics | {"step": 3}]), 1, num_steps=9, max_staleness=4)
-    assert "reward 0.667 (a 0.750, b 0.500)" in line
+    out = io.StringIO()
+    console = Console("plain", run_name="r", num_steps=9, max_staleness=4, file=out)
+    console.show_step(metrics | {"step": 1})  # the first is shown at once
+    for step, reward in ((2, 0.0), (3, 0.5)):
+        console.show_step(metrics | {"step": step, "reward/mean/a": reward})
+    console.close()
+    first, second = out.getvalue().splitlines()
+    assert "reward 0.667 (a 0.750, b 0.500)" in first
+    assert "reward 0.667 (a 0.250, b 0.500)" in second, "means over the steps since the last line"
 
 
 def test_the_numbers_of_several_evaluations_have_their_names_and_totals_are_of_all() -> None:

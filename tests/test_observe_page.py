@@ -17,6 +17,7 @@ from conftest import NUM_STEPS
 from job_runs import read_lines
 from pydantic import TypeAdapter
 
+import asyncrl
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock
@@ -158,6 +159,19 @@ def test_a_long_run_keeps_a_short_file_with_its_newest_and_its_longest_spans(
     assert steps[-50:] == [f"step {step}" for step in range(2951, 3001)]
     assert [text for *_, text in shown["checkpoints"]] == ["version 7"]
     assert view["slots"]["engine-0"][5][1] == pytest.approx(8.0, abs=0.01), "means stay means"
+
+
+def test_every_kind_of_span_that_the_product_notes_is_shown() -> None:
+    source = "".join(path.read_text() for path in Path(asyncrl.__file__).parent.rglob("*.py"))
+    calls = r"""\b(?:note_)?span\(\s*[\w.]*(?:"[^"]*")?,\s*f?"([^"{]+)"""
+    kinds = set(re.findall(calls, source))
+    assert {"train", "held for an evaluation", "pause", "wait for "} <= kinds
+    assert [kind for kind in kinds if not any(known.startswith(kind) for known in KINDS)] == []
+    problems: list[str] = []
+    rows: list[Row] = [("weight sync", kind, 0.0, 1.0, 3, "") for kind in sorted(kinds & KINDS.keys())]
+    shown = lanes_of(timeline_view(rows, [], problems, 8))["weight sync"]
+    assert problems == []
+    assert [text for kind, *_, text in shown if kind == "held for an evaluation"] == ["version 3"]
 
 
 def test_the_page_shows_the_newest_spans_and_the_longest_of_the_others() -> None:
@@ -570,6 +584,9 @@ def test_the_time_line_of_a_real_run_agrees_with_its_journal_and_its_metrics(who
     rows = read_timeline(whole / TIMELINE_FILE, problems := [])
     steps = read_lines(whole / "metrics.jsonl")
     assert problems == []
+    ends_s = [0.0, *(step["time_s"] for step in steps)]
+    for step, before_s, end_s in zip(steps, ends_s, ends_s[1:], strict=False):
+        assert step["perf/step_s"] == pytest.approx(end_s - before_s, abs=1e-6)
     by_step = defaultdict[int, dict[str, float]](lambda: defaultdict(float))
     for row in rows:
         if row[0] == "trainer":

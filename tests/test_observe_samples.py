@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -354,12 +355,18 @@ class Terminal(io.TextIOWrapper):
 
 
 @pytest.mark.parametrize("kind", ["plain", "live"])
-def test_the_console_shows_a_sample_now_and_then_and_hostile_text_as_it_is(kind: Any) -> None:
+def test_the_console_shows_a_sample_now_and_then_and_hostile_text_as_it_is(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = Terminal(io.BytesIO(), encoding="ascii") if kind == "live" else io.StringIO()
     names = {"run_name": "t", "num_steps": 300, "max_staleness": 4}
     console = Console(kind, **names, samples_every="auto", file=out)
+    clock = SimpleNamespace(monotonic=lambda: float(now[0]))
+    now = [1000]
+    monkeypatch.setattr("asyncrl.observe.console.time", clock)
     console.start()
     for step in range(1, 301):
+        now[0] += 2
         random = a_sample(step, text=HOSTILE + "\u20ac")
         console.show_samples(step, [a_sample(step, "best"), random])
         console.show_samples(step, [a_sample(step, "failed")])
@@ -367,7 +374,7 @@ def test_the_console_shows_a_sample_now_and_then_and_hostile_text_as_it_is(kind:
     out.seek(0)
     said = out.read()
     shown_of = [step for step in range(1, 301) if f"random sample of step {step}:" in said]
-    assert shown_of == [1, 10, 100, 200, 300]
+    assert shown_of == [1, 11, 21, 171], "after 20 s, and after a minute every 5 minutes"
     assert said.count("failed rollout of step 1:") == said.count("failed rollout") == 1
     assert "best sample" not in said
     for word in (r"\x1b[31m", r"\x07", "[red]red[/red]", "<script>", ":smile:", r"\u202e", "| # no title"):

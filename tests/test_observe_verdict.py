@@ -121,6 +121,21 @@ def test_a_reward_that_is_always_zero_is_named_even_in_four_steps() -> None:
     assert "inspect RUN_DIR --samples` and check the reward function" in flag
 
 
+@pytest.mark.parametrize("num", [4, 40])
+def test_a_destroyed_model_is_named_although_all_its_answers_are_equal(num: int) -> None:
+    found = judged(
+        num,
+        "trainer.learning_rate=1000",
+        reward_mean=lambda step: 0.2 if step == 1 else 0.1,
+        reward_equal_fraction=lambda step: float(step > 1),
+        policy_grad_norm=lambda step: float(step == 1),
+        policy_entropy=lambda step: 2.6 if step == 1 else 0.0,
+    )
+    words = "the model is probably destroyed by trainer.learning_rate=1000 (entropy stays at exactly 0)"
+    assert words in found.headline
+    assert found.health[0].lower().startswith(words)
+
+
 def test_a_learning_rate_that_destroyed_the_model_is_named_with_the_gradient() -> None:
     """The numbers of configs/quickstart.yaml at trainer.learning_rate=1000."""
     rewards, entropies = (0.162, 0.152, 0.125, 0.162), (2.64, 3.135, 3.135, 3.135)
@@ -154,7 +169,10 @@ def test_a_learning_rate_that_destroyed_the_model_is_named_with_the_gradient() -
         ({"sample_unfinished_fraction": 0.6}, "60% of the answers do not end: have the reward punish"),
         ({"sample_special_fraction": 0.06}, "6% of the answers contain special tokens"),
         ({"policy_logprob_gap_mean": 0.2}, "Engines and trainer disagree by 0.2 nats on fresh tokens"),
-        ({"reward_equal_fraction": 0.9}, "In 90% of the groups all answers earned the same reward"),
+        (
+            {"reward_mean": flat, "reward_equal_fraction": 0.9},
+            "In 90% of the groups all answers earned the same reward",
+        ),
         ({"policy_grad_norm": 0.0}, "The gradient is 0 since step 1 although rewards differ"),
         (
             {"trainer_skipped_steps": lambda step: float(step > 197)},
@@ -182,8 +200,9 @@ def test_each_thing_that_is_wrong_is_one_sentence(columns: dict[str, Column], fl
             "sample_truncated_fraction": 0.4,
         },
         {"policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},
+        {"reward_equal_fraction": 0.9},
     ],
-    ids=["what is not measured", "below the limits", "a model that learned is sure of itself"],
+    ids=["what is not measured", "below the limits", "a model that learned is sure of itself", "solved"],
 )
 def test_a_healthy_run_has_no_flag(columns: dict[str, Column]) -> None:
     assert judged(**columns).health == ()
@@ -225,11 +244,13 @@ HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
             "average while 63 rollouts were in flight.",
         ),
         (HELD, ["generator.remote=true"], "generation", "Start more workers (`asyncrl work`): 4 of 64 slots"),
-        (HELD, [], "generation", "engines wait for the reward function, 4 of 64"),
-        (GENERATION, [ZERO], "generation", "Buffer.max_staleness=0 has trainer and engines wait"),
-        (GENERATION, ["buffer.look_ahead=1"], "generation", "uffer.look_ahead=1"),
+        (HELD, [], "generation", "4 of 64 slots were busy on average: set task.reward_pool=thread"),
+        (f"{HELD} engine/up=1", [AGENT, ZERO], "generation", "Raise generator.workers (now 1): the"),
+        (HELD, ["task.reward_pool=thread"], "generation", "raise task.reward_workers (now 4)."),
+        (GENERATION, [ZERO], "generation", " buffer.max_staleness=0 has trainer and engines wait"),
+        (GENERATION, ["buffer.look_ahead=1"], "generation", " buffer.look_ahead=1"),
         (f"{PUBLISHING} weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
-        (PUBLISHING, ["weight_sync.interrupt=wait"], "publishing", "eight_sync.interrupt=wait drains"),
+        (PUBLISHING, ["weight_sync.interrupt=wait"], "publishing", " weight_sync.interrupt=wait drains"),
         (STRAGGLERS, [TWO, WAIT], "stragglers", "or raise buffer.max_staleness (now 2) to 4"),
         (STRAGGLERS, [TWO, WAIT], "stragglers", "on_overdue=wait cost 10.0 s (50.0%)"),
         (
@@ -238,13 +259,22 @@ HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
             "turns",
             "Handovers of the devices set the pace: 50% of the time.",
         ),
-        ("train_s=0.82 wait_generation_s=0.18", [], "balanced", "More speed needs both"),
+        (
+            "train_s=0.82 wait_generation_s=0.18",
+            [],
+            "balanced",
+            "More speed needs both a faster trainer and more generation.",
+        ),
         (
             "train_s=0.3 wait_generation_s=0.1",
             [],
             "other",
             "Work between steps set the pace: 60% of the time.",
         ),
+        ("train_s=0.9", [], "training", "Only a faster trainer would help (trainer.threads"),
+        ("train_s=0.57", [], "training", "A faster trainer would help (trainer.threads"),
+        ("train_s=0.57", [], "training", "; the controller took 0.43 s a step for batches, the journal and"),
+        ("train_s=0.5 wait_generation_s=0.15", [], "balanced", "the controller took 0.35 s a step"),
         ("train_s=0.3 wait_generation_s=0.1", [], "other", "raise trainer.num_groups (now 4)"),
         (MASKED, [], "training", "10.0% of the tokens were masked, 3 groups generated again. A larger"),
         (

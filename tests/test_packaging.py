@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
 import tomllib
+import urllib.request
 import zipfile
 from collections import Counter
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 from gateway_cases import in_loop
 from harness_gateway import WORKER_KEY, open_gateway
+from packaging.requirements import Requirement
 
 from asyncrl.agents import Outcome
 from asyncrl.config.harnesses import HARNESSES
@@ -80,6 +85,22 @@ def test_the_metadata_have_the_licenses_and_a_readme_whose_links_are_absolute(wh
     assert [link for link in links if not link.startswith(("https://", "http://", "#"))] == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(660)
+def test_the_metadata_ask_for_what_pyproject_lists(wheel: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        asked = message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
+    found: dict[str, list[str]] = {}
+    for each in map(Requirement, asked):
+        extra, each.marker = str(each.marker or ""), None
+        found.setdefault(extra, []).append(str(each))
+    listed = {"": project["dependencies"], 'extra == "train"': project["optional-dependencies"]["train"]}
+    for extra, packages in listed.items():
+        assert sorted(found[extra]) == sorted(str(Requirement(each)) for each in packages)
+
+
 @pytest.fixture(scope="module")
 def worker_venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv = tmp_path_factory.mktemp("worker") / "venv"
@@ -121,10 +142,8 @@ def test_the_base_checks_and_reads_runs_where_torch_cannot_be_imported(
 
     has_torch = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
     assert subprocess.run([worker_venv / "bin/python", "-E", "-c", has_torch]).returncode == 1
-    config = QUICKSTART
-    if (ROOT / "asyncrl/templates").is_dir():
-        outcome("init", "quickstart")
-        config = tmp_path / "quickstart.yaml"
+    outcome("init", "quickstart")
+    config = tmp_path / "quickstart.yaml"
     checked = outcome("check", config)
     assert "not looked at: trackers, the model's tokenizer" in checked
     assert "pip install 'asyncrl[train]'" in checked
@@ -141,6 +160,20 @@ def test_the_base_checks_and_reads_runs_where_torch_cannot_be_imported(
     for words in (["status"], ["inspect"], ["inspect", "--samples"], ["report"]):
         outcome(words[0], tmp_path / "run", *words[1:])
     assert (tmp_path / "run/report.html").is_file()
+    (listed,) = json.loads(outcome("runs", tmp_path, "--json"))
+    assert (listed["state"], listed["steps"]) == ("done", 2)
+    watch = [worker_venv / "bin/python", "-E", "-u", "-m", "asyncrl.cli", "watch", tmp_path / "run"]
+    with subprocess.Popen(watch, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = re.match(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+            assert address is not None
+            with urllib.request.urlopen(address[0]) as page:
+                assert page.status == 200
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

@@ -250,9 +250,9 @@ def test_a_group_is_shown_side_by_side_and_special_tokens_are_marked(browser: Ch
     assert "stray" in (badge.get_attribute("class") or ""), "a best sample with special tokens is not fine"
     search = browser.find_element(By.CSS_SELECTOR, "input[data-key=words]")
     search.send_keys("train/4")
-    assert {each.text for each in browser.find_elements(By.CSS_SELECTOR, "#sample-list .at")} <= {
-        f"step {number}" for number in (4, *range(40, 50))
-    }
+    listed = {each.text for each in browser.find_elements(By.CSS_SELECTOR, "#sample-list .at")}
+    assert listed
+    assert listed <= {f"step {number}" for number in (4, *range(40, 50))}
     is_well(browser)
 
 

@@ -28,7 +28,7 @@ from asyncrl.job.check import check_lines, look
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
 from asyncrl.placement import fit, machine, plan
-from asyncrl.trainer.model_folder import find_on_disk
+from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
     def few(current, anchor): return current
@@ -57,6 +57,13 @@ FOLDER = {
     "odd_type/model.safetensors": "",
     "cut/config.json": '{"model_type": "qwen3"}',
     "cut/model.safetensors": "\x40" + 7 * "\0" + "{}",
+    "half/config.json": '{"model_type": "qwen3"}',
+    "half/model-1-of-2.safetensors": "\x02" + 7 * "\0" + "{}",
+    "half/model.safetensors.index.json": '{"weight_map": {"a": "model-1-of-2.safetensors", '
+    '"b": "model-2-of-2.safetensors"}}',
+    "no_map/config.json": '{"model_type": "qwen3"}',
+    "no_map/model.safetensors": "\x02" + 7 * "\0" + "{}",
+    "no_map/model.safetensors.index.json": "{}",
     "mute/config.json": '{"model_type": "qwen3", "vocab_size": 32}',
     "mute/model.safetensors": "\x02" + 7 * "\0" + "{}",
     "no_weights/config.json": '{"model_type": "qwen3"}',
@@ -71,8 +78,11 @@ model.scratch=none model.path=models/typo -> models/typo: there is no such folde
 model.scratch=none model.path=no_weights -> no_weights has no weights
 model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which transformers does not know
 model.scratch=none model.path=cut -> cut/model.safetensors has 10 bytes, and by its header it needs 72 or more
+model.scratch=none model.path=half -> half lacks model-2-of-2.safetensors, which its
+model.scratch=none model.path=no_map -> weight_map cannot be read from model.safetensors.index.json of
 model.scratch=none model.path=mute -> mute has no tokenizer ... copy tokenizer.json
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
+model.scratch.characters=abc generator.python=mine_here:right_agent -> lacks: ' 0
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=ppo_clipp -> algorithm.loss=ppo_clipp is not known ... name one of ppo_clip
 algorithm.loss=mine_here:los -> mine_here has no los ... did you mean loss?
@@ -154,6 +164,8 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
         cli.main()
     said = capsys.readouterr().out
     assert "model.dtype: auto is bfloat16" in said
+    lines = [line for line in said.splitlines() if line]
+    assert len({*lines}) == len(lines), "each line stands once"
     assert re.search(r"^trainer-0 +cuda:0 +48 ", said, re.MULTILINE)
     assert re.search(r"^engine-0 +cuda:1 +16 ", said, re.MULTILINE)
     assert "131.32 GiB free" in said
@@ -224,7 +236,8 @@ def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
     said = capsys.readouterr()
     assert is_said(words, said.out + said.err), said
     assert (ended.value.code or 0) == (2 if "Way out" in said.err else 0)
-    assert re.search(r"model: [\d,]+ parameters \(from the table of known models", said.out)
+    billions = "1.5" if "1.5b" in name else "7.6"
+    assert f"model: about {billions} billion parameters (from the table of known models" in said.out
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("gsm8k-*.yaml")), ids=lambda path: path.stem)
@@ -376,35 +389,61 @@ def nobody_here() -> str:
         return f"http://127.0.0.1:{closed.getsockname()[1]}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
 
 
-def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run(here: Path, monkeypatch: Any) -> None:
-    cached = here / "cache" / "models--who--half"
-    snapshot = cached / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
+def cache(
+    folder: Path, commit: str, monkeypatch: pytest.MonkeyPatch, *, name: str, ref: str = "main"
+) -> None:
+    """Have a copy of the folder as who/NAME in the hub's cache, at a commit that `ref` is."""
+    cached = Path("cache").resolve() / f"models--who--{name}"
+    shutil.copytree(folder, cached / "snapshots" / commit)
     (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0" * 40)
-    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
-    (snapshot / "model.safetensors").touch()
-    download = partial(snapshot_download, cache_dir=here / "cache")
+    (cached / "refs" / ref).write_text(commit)
+    download = partial(snapshot_download, cache_dir=cached.parent)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+
+def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run(here: Path, monkeypatch: Any) -> None:
+    cache(here / "half", "0" * 40, monkeypatch, name="half")
     config = load_config(write_config(here, model={"scratch": None, "path": "who/half"}))
     assert find_on_disk(str(config.model.path)) is None
     assert "model: who/half is fetched from the hub" in look(config).lines[-1]
 
 
+def test_a_truncated_file_in_the_cache_of_the_hub_is_refused(here: Path, monkeypatch: Any) -> None:
+    """By the run, too: the hub's client fetches no file that is there."""
+    cache(here / "cut", "0" * 40, monkeypatch, name="cut")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for find in (find_on_disk, find_model):
+        with pytest.raises(ConfigError, match="has 10 bytes, and by its header it needs 72") as refusal:
+            find("who/cut")
+        assert re.match(r"remove /\S+/model\.safetensors, and", refusal.value.way_out)
+
+
+def test_a_shard_that_is_lacking_after_the_download_is_refused(here: Path, monkeypatch: Any) -> None:
+    cache(here / "half", "0" * 40, monkeypatch, name="half")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"model\.path=who/half lacks model-2-of-2\.safetensors"):
+        find_model("who/half")
+
+
 def test_the_commit_of_a_revision_is_shown(
     here: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached, commit = here / "cache" / "models--who--whole", "1" * 40
-    shutil.copytree(tiny_model_dir, cached / "snapshots" / commit)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "v1").write_text(commit)
-    download = partial(snapshot_download, cache_dir=here / "cache")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    commit = "1" * 40
+    cache(tiny_model_dir, commit, monkeypatch, name="whole", ref="v1")
     model = {"scratch": None, "path": "who/whole", "revision": "v1"}
     lines = look(load_config(write_config(here, model=model))).lines
     assert any(line.startswith(f"model: who/whole@v1 is commit {commit}") for line in lines), lines
     lines = look(load_config(write_config(here, model=model | {"revision": "v2"}))).lines
     assert lines[-1].startswith("model: who/whole@v2 is fetched from the hub")
+
+
+@pytest.mark.parametrize("line", ["", "generator.python=mine_here:right_agent"])
+def test_every_row_must_be_written_in_the_alphabet_of_the_model(here: Path, line: str) -> None:
+    rows = [{"prompt": "aZ" if number == 150 else "abc", "answer": "a"} for number in range(200)]
+    (here / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = load_config(write_config(here, task={**FILES, "shuffle": False}), settings_of(line))
+    with pytest.raises(ConfigError, match=r"prompts of the task have characters .* lacks: 'Z'"):
+        look(config)
 
 
 def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed_on(here: Path) -> None:

@@ -140,8 +140,11 @@ def test_a_run_that_is_done_is_gone_on_with_by_the_command_that_it_says(
     other = make_config(tmp_path / "other", trainer={"schedule": schedule, "learning_rate": 0.1})
     with pytest.raises(ConfigError, match="was started with other settings"):
         find_resume(run_dir, other, "auto")
-    with pytest.raises(ConfigError, match="is done, after trainer.num_steps=12") as caught:
+    with pytest.raises(ConfigError, match="is done, after 12 steps") as caught:
         find_resume(run_dir, config, "auto")
+    shorter = make_config(tmp_path / "shorter", trainer={"schedule": schedule, "num_steps": 3})
+    with pytest.raises(ConfigError, match="is done, after 12 steps(.|\n)*trainer.num_steps=24"):
+        find_resume(run_dir, shorter, "auto", ["trainer.num_steps"])
 
     def only_looks(config: RunConfig, run_dir: Path, *, resume: Any, allow_change: Any, **_: str) -> int:
         found(run_dir, config, resume, *allow_change)

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world, until
@@ -21,7 +21,7 @@ from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RoomError
 from asyncrl.job import harnessing
-from asyncrl.job.harnessing import UserKey, try_rollouts
+from asyncrl.job.harnessing import GOODBYE_S, Harnessing, UserKey, try_rollouts
 from asyncrl.job.serve import open_folder
 from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import Rollout
@@ -346,3 +346,28 @@ def test_the_worker_key_of_a_local_run_stands_in_no_file_and_that_of_a_remote_on
     assert first == again == json.loads(written.read_text())["worker_key"]
     monkeypatch.setenv(WORKER_KEY_ENV, "chosen")
     assert key(remote=True) == "chosen"
+
+
+# ---- the end of the workers
+
+
+@pytest.mark.parametrize(
+    ("is_over", "is_remote", "leaves_s", "waited_s"),
+    [(True, True, 3.0, 3.0), (True, True, 99.0, GOODBYE_S), (False, True, 3.0, 0.0), (True, False, 3.0, 0.0)],
+    ids=["they leave", "one stays", "stopped", "its own"],
+)
+@virtual
+async def test_a_run_that_is_over_waits_for_its_workers_elsewhere(
+    is_over: bool, is_remote: bool, leaves_s: float, waited_s: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    queue = RolloutQueue(worker_key="", model="", lease_timeout_s=60.0, task_seed=lambda work: 0)
+    queue._items.seen(("w", "its instance"), 0.0)
+    loop.call_later(leaves_s, queue.worker_gone_nowait, "w", "it left")
+    queue.is_over = is_over
+    parts: Any = SimpleNamespace(
+        queue=queue, workers=() if is_remote else (AsyncMock(),), gateway=AsyncMock()
+    )
+    await Harnessing.aclose(parts)
+    assert loop.time() == pytest.approx(waited_s)
+    parts.gateway.aclose.assert_awaited_once()

@@ -94,18 +94,28 @@ def test_ranks_and_engines_of_three_hosts_do_what_those_of_one_do_bit_for_bit(
     ("has_rank", "losses", "head_dies"),
     [
         pytest.param(
-            False, [("raylet", 1)], False, id="engines alone, its wire slow and lossy, its raylet is killed"
+            False,
+            [("raylet", 1)],
+            False,
+            id="engines alone, its wire slow and lossy, its raylet is killed",
+            marks=pytest.mark.long,
         ),
         pytest.param(
-            False, [("all", 1)], False, id="engines alone, all of it is killed", marks=pytest.mark.faults
+            False, [("all", 1)], False, id="engines alone, all of it is killed", marks=pytest.mark.long
         ),
-        pytest.param(True, [("wire", 2)], False, id="a rank and the teacher too, cut off for good"),
+        pytest.param(
+            True,
+            [("wire", 2)],
+            False,
+            id="a rank and the teacher too, cut off for good",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             True,
             [("wire", 2), ("raylet", 2)],
             True,
             id="then the raylet of the next, then the head",
-            marks=pytest.mark.faults,
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -244,6 +254,7 @@ def test_a_slow_wire_takes_its_time_and_loses_its_share_of_the_frames_each_way()
     assert answered / asked == pytest.approx(1 - loss, abs=0.06)
 
 
+@pytest.mark.long
 def test_a_slow_wire_that_loses_frames_and_is_cut_now_and_then_changes_nothing(
     tmp_path: Path, on_one_host: tuple[Path, Path]
 ) -> None:
@@ -265,7 +276,7 @@ def test_a_slow_wire_that_loses_frames_and_is_cut_now_and_then_changes_nothing(
     assert differences(here, run_dir, of_metrics=False) == []
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_rays_autoscaler_starts_the_nodes_that_a_run_lacks_and_ends_them_after_it(tmp_path: Path) -> None:
     config = fuzz_config(
         tmp_path,
@@ -311,7 +322,7 @@ def test_rays_autoscaler_starts_the_nodes_that_a_run_lacks_and_ends_them_after_i
     assert violations(read_evidence(run_dir), promise_of(config)) == []
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_run_that_is_scaled_takes_nodes_from_rays_autoscaler_and_gives_them_back(tmp_path: Path) -> None:
     config = fuzz_config(
         tmp_path,

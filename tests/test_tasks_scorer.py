@@ -48,6 +48,13 @@ class Stop(BaseException):
     """What a test framework, trio or code that a model wrote may raise."""
 
 
+class UnspeakableError(Exception):
+    """Its text cannot be made, and the attempt raises what is no Exception."""
+
+    def __str__(self) -> str:
+        raise GeneratorExit
+
+
 def raiser(error: BaseException) -> Any:
     def score(*_: Any) -> float:
         raise error
@@ -68,6 +75,7 @@ RAISES: list[tuple[Any, str]] = [
     (lambda *_: sys.exit(3), "SystemExit: 3"),
     (lambda *_: next(iter(())), "StopIteration"),  # which asyncio futures do not take
     (awaits_what_another_cancels, "CancelledError"),
+    (raiser(UnspeakableError()), "UnspeakableError: its __str__ raised GeneratorExit"),
     *((made(Stop("enough")), "Stop: enough") for made in (raiser, async_raiser)),
     *((made(KeyboardInterrupt()), "KeyboardInterrupt") for made in (raiser, async_raiser)),
     (raiser(GeneratorExit()), "GeneratorExit"),
@@ -252,7 +260,7 @@ async def test_processes_survive_whatever_the_reward_function_does(rewards: Path
 
 
 def kill_reward_processes() -> None:
-    """Kill the idle processes. A process that has just answered still holds pebble's lock, and would keep it."""
+    """Kill the processes once they idle: one that has just answered may hold pebble's lock."""
     for process in multiprocessing.active_children():
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
             time.sleep(0.01)

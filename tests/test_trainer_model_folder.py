@@ -93,14 +93,14 @@ def test_only_touched_files_are_reread(tmp_path: Path, model: Path, monkeypatch:
 
 @pytest.mark.parametrize("given", [None, "v1"])
 def test_the_commit_of_the_hub_is_kept(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
     asked: list[str | None] = []
 
     def snapshot_download(hub_id: str, *, revision: str | None = None, **_: Any) -> str:
         asked.append(revision)
         folder = tmp_path / "hub" / "snapshots" / (revision or f"commit{len(asked)}")
-        return str(shutil.copytree(model, folder, dirs_exist_ok=True))
+        return str(shutil.copytree(tiny_model_dir, folder, dirs_exist_ok=True))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     config = load_config(

@@ -59,6 +59,7 @@ def held_step(group: Group, version: int, meanwhile: Callable[[], None]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
 def test_two_hosts_learn_what_one_does_go_on_in_other_places_and_end_when_the_wire_is_cut(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

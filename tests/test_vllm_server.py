@@ -241,9 +241,13 @@ class TestItsEnd:
     @pytest.mark.parametrize(
         ("args", "cause"),
         [
-            ({"max-num-batch-tokens": 1}, "max_num_batch_tokens, and vllm has no argument"),
+            pytest.param(
+                {"max-num-batch-tokens": 1},
+                "max_num_batch_tokens, and vllm has no argument",
+                marks=pytest.mark.long,
+            ),
             ({"kv-cache-memory-bytes": 2**44}, "memory"),
-            ({}, "safetensor|header"),
+            pytest.param({}, "safetensor|header", marks=pytest.mark.long),
         ],
     )
     def test_a_start_that_fails_names_the_cause_and_a_way_out(

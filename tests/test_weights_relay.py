@@ -528,6 +528,7 @@ def test_the_trainers_link_carries_a_file_once_to_three_hosts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("needs_hosts")
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_hosts_after_one_that_is_lost_on_the_way_get_the_file_from_the_one_before_it(how: str) -> None:

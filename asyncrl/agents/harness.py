@@ -22,7 +22,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTim
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.work import MAX_OUTCOME_BYTES, WorkItem
-from asyncrl.user_code import UserCalls, is_for_us, load_function
+from asyncrl.user_code import UserCalls, is_for_us, load_function, words_of
 from asyncrl.waits import TimeLimit
 
 if TYPE_CHECKING:
@@ -242,7 +242,8 @@ def as_outcome(value: object) -> Outcome:
 def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
     """Fit for JSON, whatever a harness has put into its exception."""
     rule, way_out = "", "the worker's log has the traceback."
-    what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}: {error}"
+    what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}"
+    what += f": {words_of(error)}"
     if isinstance(error, AsyncrlError):
         what, rule, way_out = error.what, error.rule, error.way_out
     words = [text[:_MAX_WORDS].encode("utf-8", errors="replace").decode() for text in (what, rule, way_out)]

@@ -232,7 +232,8 @@ class ObserveConfig(FrozenConfig):
     failed_samples_per_step: int = Field(default=3, ge=0, le=100)
     """Failed rollouts that are written there, too, at most so many between two steps (0 = none)."""
     console_samples_every: Literal["auto"] | PositiveInt | None = "auto"
-    """Steps between two samples on the console (auto = after steps 1 and 10, then every 100; none = none)."""
+    """Steps between two samples on the console (auto = one every 20 s, after a minute every 5 minutes; none =
+    none)."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Who may look into the run directory: the config, the logs and every conversation lie there."""
     heartbeat_s: float = Field(default=60.0, gt=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.observe.trackers.tracker_names import check_trackers
-from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
+from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.nodes import Node
 from asyncrl.placement.plan import make_plan, nodes_of
@@ -51,13 +52,14 @@ from asyncrl.rollouts.recording import (
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.serving import die_with_parent, fail, secret_of
+from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, make_feed
-from asyncrl.tasks.task import PromptTask
+from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
-"""Number of prompts that are tokenized, from the first on."""
+"""Number of prompts that are tokenized, from the first on. Of rows all characters are looked at."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 RUN_COPY = "replay.jsonl"
 """Copy in the run directory of the recording that the run began with."""
@@ -99,7 +101,8 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     yield from (f"note: {note}" for note in found.notes)
     plan, share_words = settle_share(make_plan(config, where), config)
     yield plan_text(plan, config)
-    yield from filter(None, [share_words, *start_words(plan, config)])
+    if share_words:
+        yield share_words
     refuse_what_cannot_fit(plan, config)
 
 
@@ -210,6 +213,12 @@ def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
         if tokenizer is None:
             where = "is fetched from the hub when the run starts; not looked at: that needs the network"
             lines.append(f"model: {config.model.source} {where}")
+    if config.model.scratch is not None:
+        characters = config.model.scratch.characters
+        asked_of_evals = itertools.chain.from_iterable(prompts for _, prompts in evals.values())
+        every = itertools.chain(prompts, _prompts_of_rows(config, tasks))
+        _refuse_outside_alphabet("task", every, characters)
+        _refuse_outside_alphabet("eval task", asked_of_evals, characters)
     if tokenizer is not None:
         if (hub := hub_source(Path(tokenizer.model_path))) is not None:
             lines.append(f"model: {config.model.source} is commit {hub[1]} of {hub[0]}, as far as fetched")
@@ -260,9 +269,22 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
 
 def _first_prompts(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Sequence[Prompt]:
     """Those that the run begins with. Raises ConfigError if one cannot be made."""
-    feed = make_feed(config, tasks)
+    return list(_drawn(make_feed(config, tasks), min(NUM_PROMPTS, sum(map(len, tasks.values())))))
+
+
+def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator[Prompt]:
+    """All prompts of the tasks that are made from rows. Raises ConfigError if one cannot be made."""
+    for name, task in tasks.items():
+        if isinstance(task, RowTask):
+            system = config.tasks[name].system_prompt
+            feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=system, label=name)
+            yield from _drawn(feed, len(task))
+
+
+def _drawn(feed: Feed, num: int) -> Iterator[Prompt]:
     try:
-        return [feed.next_nowait() for _ in range(min(NUM_PROMPTS, sum(map(len, tasks.values()))))]
+        for _ in range(num):
+            yield feed.next_nowait()
     except TaskError as error:
         raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
 
@@ -298,28 +320,27 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
     )
 
 
-def _refuse_outside_alphabet(name: str, prompts: Sequence[Prompt], config: RunConfig) -> None:
-    """Raise ConfigError if a model from scratch lacks a character of a prompt."""
-    if config.model.scratch is None:
-        return
-    used = {
-        character for prompt in prompts for message in prompt.messages for character in message["content"]
-    }
-    if unknown := "".join(sorted(used - set(config.model.scratch.characters))):
-        raise ConfigError(
-            f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
-            rule="each of them would be the same token, <unk>",
-            way_out="add them to model.scratch.characters, or change the prompts.",
-        )
+def _refuse_outside_alphabet(kind: str, prompts: Iterable[Prompt], characters: str) -> None:
+    """Raise ConfigError if the characters of a model from scratch lack one of a prompt, agents' included."""
+    used: dict[str, set[str]] = {}
+    for prompt in prompts:
+        used.setdefault(prompt.task, set()).update(*(message["content"] for message in prompt.messages))
+    for task, found in used.items():
+        if unknown := "".join(sorted(found - set(characters))):
+            name = f"{kind} {task}".rstrip()
+            raise ConfigError(
+                f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
+                rule="each of them would be the same token, <unk>",
+                way_out="add them to model.scratch.characters, or change the prompts.",
+            )
 
 
 def _check_prompts(
     name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
 ) -> list[str]:
-    """The number of prompts that are too long, as text, if there are any. Raises ConfigError if all are, if
-    the chat template refuses one, or if the model's alphabet lacks a character of one.
+    """The number of prompts that are too long, as text, if there are any. Raises ConfigError if all are, or
+    if the chat template refuses one.
     """
-    _refuse_outside_alphabet(name, prompts, config)
     limit = config.rollout.max_prompt_tokens
     with _refusing(config, f"a prompt of the {name}"):
         lengths = [len(tokenizer.encode_chat(prompt.messages)) for prompt in prompts]

@@ -5,6 +5,7 @@ tried, by a user or on some prompts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -44,9 +45,14 @@ from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
+from asyncrl.waits import TimeLimit, waiting
 
 NO_WORKER_S = 30.0
 """Seconds without a worker after which the run reports it."""
+GOODBYE_S = 5.0
+"""Most seconds that the gateway of a run that is done waits for workers elsewhere to leave. One whose slots
+are all busy asks for work, and hears of the end, once its next sign of life has freed them.
+"""
 TASK_SEED_TURN = -1
 """Takes the place of the turn number in the seed that a harness gets for its own draws."""
 
@@ -135,6 +141,7 @@ class Harnessing:
 
     Life: made, with the port taken and nothing started; RUN_DIR/gateway.json says where it is, and to workers
         elsewhere their key -> start -> aclose.
+    Waits: aclose() waits for workers elsewhere to leave a run that is over, GOODBYE_S at most.
     """
 
     def __init__(
@@ -204,6 +211,10 @@ class Harnessing:
     async def aclose(self) -> None:
         """No more work is given out, the workers end, every session ends."""
         await self.queue.aclose()
+        if self.queue.is_over and not self.workers:
+            with contextlib.suppress(TimeoutError), waiting("their goodbye", on="workers elsewhere"):
+                async with TimeLimit(GOODBYE_S):
+                    await self.queue.wait_no_workers()
         for worker in self.workers:
             await worker.aclose()
         await self.gateway.aclose()

@@ -223,9 +223,9 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
     if summary.get("state") == "done" and (steps is None or steps >= num_steps):
         is_free = _is_free("trainer.num_steps", config, run_dir)
         allowed = () if is_free else ("--allow-change", "trainer.num_steps")
-        command = run_again(run_dir, f"trainer.num_steps={2 * num_steps}", *allowed)
+        command = run_again(run_dir, f"trainer.num_steps={2 * (steps or num_steps)}", *allowed)
         raise ConfigError(
-            f"the run in {run_dir} is done, after trainer.num_steps={num_steps}",
+            f"the run in {run_dir} is done, after {steps or num_steps} steps",
             way_out=f"go on for more steps with `{command}`, or choose another --run-dir.",
         )
 

@@ -111,7 +111,9 @@ class Journal:
         cancelled the batch may be taken all the same.
         """
         decide = partial(decisions.batch_taken, batch=batch)
-        return await self._durable(decide, f"batch {batch.version} to be durable in the journal")
+        return await self._durable(
+            decide, f"the batch of step {batch.version + 1} to be durable in the journal"
+        )
 
     async def flush(self) -> None:
         """Return when all that was queued is durable. Raises JournalError if it cannot be."""

@@ -46,6 +46,8 @@ Kind = Literal["auto", "live", "plain", "none"]
 _RECENT = slice(-20, None)
 LINE_EVERY_S, LATER_LINE_EVERY_S, LATER_S = 5.0, 10.0, 60.0
 """Least seconds between two plain lines: at first, and once the run is LATER_S old."""
+SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S = 20.0, 300.0
+"""Least seconds between two samples, likewise, unless the user sets a number of steps."""
 MAX_SAMPLE_CHARS = 300
 """Of each stretch of a sample."""
 
@@ -78,11 +80,13 @@ class Console:
         is_seen = self._rich.file.isatty() or is_in_notebook()
         self.kind: Kind = ("live" if is_seen else "plain") if kind == "auto" else kind
         self._run_name, self._num_steps, self._max_staleness = run_name, num_steps, max_staleness
-        self._samples_every, self._has_failed = samples_every, False
+        self._samples_every, self._has_failed, self._sample_at_s = samples_every, False, -math.inf
         self._steps, self._activity, self._started_s = Steps(), "starting", time.monotonic()
         self._health_of, self._health = health, (0, tuple[str, ...]())
         """With the number of steps that it is of."""
         self._line_at_s, self._num_unshown = -math.inf, 0
+        self._of_tasks = dict[str, list[float]]()
+        """Rewards of each task in the steps that are not shown yet."""
         self._live: Live | NotebookLive | None = None
 
     def start(self) -> None:
@@ -103,6 +107,8 @@ class Console:
         """The metrics of one optimizer step."""
         self._steps.add(metrics)
         self._num_unshown += 1
+        for name in filter(is_of_task, metrics):
+            self._of_tasks.setdefault(name, []).append(metrics[name])
         now_s = time.monotonic()
         every_s = LINE_EVERY_S if now_s - self._started_s < LATER_S else LATER_LINE_EVERY_S
         if now_s - self._line_at_s >= every_s or metrics["step"] >= self._num_steps:
@@ -111,10 +117,10 @@ class Console:
     def _show_line(self, now_s: float) -> None:
         """Print a plain line on the steps since the last line."""
         if self.kind == "plain" and self._num_unshown:
-            text = plain_line(
-                self._steps, self._num_unshown, num_steps=self._num_steps, max_staleness=self._max_staleness
-            )
-            self.say(text)
+            of_tasks = tasks_text({name: fmean(rewards) for name, rewards in self._of_tasks.items()})
+            numbers = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
+            self.say(plain_line(self._steps, self._num_unshown, **numbers, of_tasks=of_tasks))
+            self._of_tasks.clear()
         self._line_at_s, self._num_unshown = now_s, 0
 
     def show_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
@@ -132,9 +138,14 @@ class Console:
                 self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
 
     def _is_sample_due(self, step: int) -> bool:
-        if self._samples_every == "auto":
-            return step in (1, 10) or step % 100 == 0
-        return self._samples_every is not None and step % self._samples_every == 0
+        if self._samples_every != "auto":
+            return self._samples_every is not None and step % self._samples_every == 0
+        now_s = time.monotonic()
+        every_s = SAMPLE_EVERY_S if now_s - self._started_s < LATER_S else LATER_SAMPLE_EVERY_S
+        if now_s - self._sample_at_s < every_s:
+            return False
+        self._sample_at_s = now_s
+        return True
 
     def show_activity(self, text: str) -> None:
         """What the run does right now ("waiting for stragglers"); shown by the live panel alone."""
@@ -204,14 +215,13 @@ class Console:
         return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s{mfu}"
 
 
-def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) -> str:
+def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int, of_tasks: str = "") -> str:
     """The newest `num` steps on one line: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)
     0.41 s/step  train 71% wait 24%  1 min 58 s left`.
     """
     part, last = slice(-num, None), steps.last
     parts = [f"step {int(last['step']):>{len(str(num_steps))}}/{num_steps}"]
     if (reward := steps.mean("reward/mean", part)) is not None:
-        of_tasks = tasks_text(last)
         parts.append(f"reward {reward:.3f}" + (of_tasks and f" ({of_tasks})"))
     if (age := steps.mean("sample/staleness_mean", part)) is not None:
         largest = max(steps.values("sample/staleness_max", part), default=age)
@@ -261,8 +271,12 @@ def answers_text(steps: Steps) -> str:
 
 def tasks_text(metrics: Mapping[str, float]) -> str:
     """The reward of each task in a step, where the run has several: `sums 0.413, words 0.250`; else ''."""
-    of = "reward/mean/"
-    return ", ".join(f"{n.removeprefix(of)} {num:.3f}" for n, num in metrics.items() if n.startswith(of))
+    return ", ".join(f"{n.split('/', 2)[2]} {num:.3f}" for n, num in metrics.items() if is_of_task(n))
+
+
+def is_of_task(name: str) -> bool:
+    """Whether the metric is the mean reward of one of several tasks."""
+    return name.startswith("reward/mean/")
 
 
 def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:

@@ -28,10 +28,11 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     model, revision = config.model.path, config.model.revision
     fetch = f"hf download {model} config.json{f' --revision {revision}' if revision else ''}"
     unknown = f"not on disk yet, so its memory is not known; `{fetch}` is enough for that"
-    table = (
-        " (from the table of known models; config.json is not on disk)" if plan.shape.is_from_table else ""
-    )
-    lines = [f"model: {f'{num:,} parameters{table}' if num else unknown}", ""]
+    size = f"{num:,} parameters" if num else unknown
+    if plan.shape.is_from_table:  # which leaves norms out
+        about = f"about {num / 1e9:.2g} billion parameters"
+        size = f"{about} (from the table of known models; config.json is not on disk)"
+    lines = [f"model: {size}", ""]
     lines += _table(plan)
     lines += ["", f"mode: {transport_text(config, plan.placement)}"]
     if config.eval is not None:

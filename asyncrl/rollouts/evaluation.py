@@ -382,8 +382,9 @@ class Evaluation:
                 if manifest is not None:
                     await self._load(manifest)
                 stats.state, is_loaded = "sampling", True
+                engines = "the rollout engines" if self._target is None else "engine-eval"
                 samples = f"the samples of policy_version {version}"
-                with waiting(samples, on="engine-eval, the reward function"):
+                with waiting(samples, on=f"{engines}, the reward function"):
                     result = await one.evaluator.evaluate(version)
         except TimeoutError:
             if not limit.expired():

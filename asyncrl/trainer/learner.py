@@ -344,7 +344,7 @@ class Learner:
             rule = f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and each engine's"
             raise self._refused_saved(batch, fault, rule, f"{GAP_ADVICE}; or raise the limit.")
         if fault := gap_fault(gaps, GAP_WARNING):
-            log.warning("batch %d: %s; %s", batch.header.version, fault, GAP_ADVICE)
+            log.warning("step %d: %s; %s", batch.header.version + 1, fault, GAP_ADVICE)
         return gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
@@ -379,6 +379,6 @@ class Learner:
 
 
 def _name(batch: BatchNumbers) -> str:
-    """`batch 7 (groups 40, 41)`: the prompts in question, for `asyncrl inspect --group`."""
+    """`step 8 (groups 40, 41)`: the prompts in question, for `asyncrl inspect --group`."""
     ids = dict.fromkeys(entry.group_id for entry in batch.header.trajectories)
-    return f"batch {batch.header.version} (groups {', '.join(map(str, ids))})"
+    return f"step {batch.header.version + 1} (groups {', '.join(map(str, ids))})"

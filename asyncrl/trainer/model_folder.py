@@ -98,6 +98,7 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
         _refuse_incomplete(folder, path)
     except (OSError, ValueError, ConfigError):  # not there, or not all of it
         return None
+    _refuse_truncated(folder)
     return folder if any(folder.glob("tokenizer*")) else None
 
 
@@ -172,6 +173,7 @@ def _find_given(name: str, key: str, revision: str | None) -> Path | None:
             rule = "a revision is a branch, tag or commit of a hub id; a folder is taken as it is"
             raise ConfigError(what, rule=rule, way_out=f"remove {revised}, or give the hub id as {key}.")
         _refuse_incomplete(path, f"{key}={name}")
+        _refuse_truncated(path)
         return path.resolve()
     owner, is_id = name.partition("/")[0], re.fullmatch(r"[\w.-]+/[\w.-]+", name)
     if is_id and owner not in (".", "..", "models") and not Path(owner).is_dir():
@@ -187,34 +189,41 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
     if not path.is_file() or not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
         lacks = "weights (*.safetensors)" if path.is_file() else "config.json"
         raise ConfigError(f"{name} has no {lacks}", rule=rule, way_out="give such a folder, or a hub id.")
+    key, index, missing = "model_type", folder / "model.safetensors.index.json", list[str]()
     try:
-        model_type = json.loads(path.read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"model_type cannot be read from config.json of {name}: {type(error).__name__}: {error}"
+        model_type = json.loads(path.read_text(encoding="utf-8"))[key]
+        if index.is_file():
+            path, key = index, "weight_map"
+            named = {*json.loads(path.read_text(encoding="utf-8"))[key].values()}
+            missing = sorted(file for file in named if not (folder / file).is_file())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{key} cannot be read from {path.name} of {name}: {type(error).__name__}: {error}"
         raise ConfigError(what, rule=rule, way_out="restore that file.") from error
     check_model_type(model_type, f"config.json of {name}")
-    for weights in folder.glob("*.safetensors"):
-        _refuse_truncated(weights)
+    if missing:
+        what = f"{name} lacks {', '.join(missing)}, which its {index.name} names"
+        raise ConfigError(what, rule=rule, way_out="copy or fetch what is missing.")
 
 
-def _refuse_truncated(path: Path) -> None:
-    """Compare the file's size with its header. 8 bytes have the length of a JSON text, which
-    the tensors follow (huggingface.co/docs/safetensors).
+def _refuse_truncated(folder: Path) -> None:
+    """Compare the size of each safetensors file with its header. 8 bytes have the length of a JSON text,
+    which the tensors follow (huggingface.co/docs/safetensors).
     """
-    size, whole = path.stat().st_size, 8
-    try:
-        with path.open("rb") as file:
-            whole += int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(whole - 8)) if whole <= size else {}
-        whole += max(
-            (entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"), default=0
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"the header of {path} cannot be read: {type(error).__name__}: {error!s:.100}"
-        raise ConfigError(what, rule=SAFETENSORS, way_out="copy or fetch that file again.") from error
-    if size < whole:
-        what = f"{path} has {size} bytes, and by its header it needs {whole} or more"
-        raise ConfigError(what, rule=SAFETENSORS, way_out="copy or fetch that file again.")
+    for path in folder.glob("*.safetensors"):
+        size, whole = path.stat().st_size, 8
+        way_out = f"remove {path.resolve()}, and copy or fetch it again."  # the hub's cache would keep it
+        try:
+            with path.open("rb") as file:
+                whole += int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(whole - 8)) if whole <= size else {}
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
+            whole += max(ends, default=0)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = f"the header of {path} cannot be read: {type(error).__name__}: {error!s:.100}"
+            raise ConfigError(what, rule=SAFETENSORS, way_out=way_out) from error
+        if size < whole:
+            what = f"{path} has {size} bytes, and by its header it needs {whole} or more"
+            raise ConfigError(what, rule=SAFETENSORS, way_out=way_out)
 
 
 def _download(hub_id: str, revision: str | None, key: str) -> Path:
@@ -222,12 +231,15 @@ def _download(hub_id: str, revision: str | None, key: str) -> Path:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are all OSErrors or ValueErrors
         at = f" at {revision}" if revision else ""
         what = f"{key}={hub_id}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
         way_out = "check the spelling and the network, or give the path of a local folder."
         raise ConfigError(what, way_out=way_out) from error
+    _refuse_incomplete(folder, f"{key}={hub_id}")
+    _refuse_truncated(folder)
+    return folder
 
 
 class PinnedFile(BaseModel, frozen=True, extra="forbid"):

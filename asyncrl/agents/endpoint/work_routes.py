@@ -46,7 +46,7 @@ class RolloutQueue:
     Life: made inside the loop -> routes() mounted -> aclose().
     Waits: run sleeps until its work has ended: until a result, or until its worker has been silent for
         lease_timeout_s in which our own loop ran. A poll of /work/take sleeps until there is work,
-        MAX_WAIT_S at most.
+        MAX_WAIT_S at most. wait_no_workers sleeps until the last worker has left or is dropped.
     Invariant: each run() ends once, by its worker's one accepted result or by a RolloutFailure; see
         WorkItems.
     """
@@ -132,6 +132,11 @@ class RolloutQueue:
         self._wake()
         if self._silence is not None:
             self._silence.cancel()
+
+    async def wait_no_workers(self) -> None:
+        """Wait until `harness/workers` is 0. After aclose no worker is dropped for its silence."""
+        while self._items.workers:
+            await self._changed.wait()
 
     # ---- routes
 

@@ -217,9 +217,9 @@ class Forecast:
         if changes:
             first += f"; the present one: {result_words(now)}"
         told = [f"{first}."]
-        if changes:
-            told.append(f"Reason: {_gain(then, now)}.")
         name, fastest = max(self.candidates, key=lambda row: speed_of(row[1]))
+        if changes:
+            told.append(f"Reason: {_gain(then, now, fastest)}.")
         if name == chosen:
             told.append(
                 f"On this machine nothing is faster, and nothing within {CLOSE:.0%} has younger data."
@@ -238,14 +238,24 @@ class Forecast:
         return told
 
 
-def _gain(then: SimulationResult, now: SimulationResult) -> str:
-    """The advantage of one result over another, for people."""
-    faster = speed_of(then) / speed_of(now) - 1
-    speed = f"{abs(faster):.1%} {'faster' if faster > 0 else 'slower'} without the masked tokens"
-    if faster > CLOSE:
-        return f"it is {speed}"
-    age = f"its data is {then.age_mean:.2f} versions old on average, not {now.age_mean:.2f}"
-    return f"{age}, and it is {speed}, which counts as equal (within {CLOSE:.0%} of the best)"
+def _gain(then: SimulationResult, now: SimulationResult, fastest: SimulationResult) -> str:
+    """Why one result is chosen over the present one, for people."""
+    faster = then.batches_per_s / now.batches_per_s - 1
+    speed = f"it is {abs(faster):.1%} {'faster' if faster > 0 else 'slower'}"
+    if abs(faster) <= CLOSE:
+        speed = f"it is as fast (within {CLOSE:.0%})"
+    shares = [_masked(result) or "none" for result in (now, then)]
+    masked = f"{shares[0]} of the present run's tokens are masked, {shares[1]} would be"
+    masked = masked if shares[0] != shares[1] else ""
+    if speed_of(then) > speed_of(now) * (1 + CLOSE):
+        told = [speed, masked] if faster > CLOSE else [masked, speed]
+    elif then.age_mean < now.age_mean:
+        age = f"its data is {then.age_mean:.2f} versions old on average, not {now.age_mean:.2f}"
+        told = [age, speed, masked]
+    else:
+        behind = 1 - speed_of(now) / speed_of(fastest)
+        told = [f"the present one is {behind:.1%} slower than the fastest", masked]
+    return "; ".join(filter(None, told))
 
 
 def speed_of(result: SimulationResult) -> float:
@@ -255,8 +265,12 @@ def speed_of(result: SimulationResult) -> float:
 
 def result_words(result: SimulationResult) -> str:
     """`3.45 steps/s, mean age 2.10, 0.3% masked`."""
-    masked = f", {result.masked_fraction:.1%} masked" if result.masked_fraction > 0.0005 else ""
+    masked = f", {share} masked" if (share := _masked(result)) else ""
     return f"{rate_text(result.batches_per_s)} steps/s, mean age {result.age_mean:.2f}{masked}"
+
+
+def _masked(result: SimulationResult) -> str:
+    return f"{result.masked_fraction:.1%}" if result.masked_fraction > 0.0005 else ""
 
 
 def rate_text(value: float) -> str:

@@ -30,6 +30,7 @@ KINDS = {
     "pause": "an engine does not decode, for it swaps weights",
     "checkpoint": "a checkpoint is written",
     "evaluation": "weights are evaluated",
+    "held for an evaluation": "new weights wait until the engines have ended an evaluation",
     "start": "processes start and load the model",
     "down": "a process was lost, until a new one was where it had been",
     "gone": "nothing ran: the run had been killed or interrupted",
@@ -37,7 +38,9 @@ KINDS = {
 }
 """What a span can be, and what that means."""
 _FIRST, _LAST = ("trainer", "weight sync"), ("handovers", "checkpoints", "evaluations", "start", "restarts")
-_OF_VERSION = {"export", "prepare", "chunks", "commit", "pause", "checkpoint", "evaluation"}
+_OF_VERSION = frozenset(
+    "export, prepare, chunks, commit, pause, checkpoint, evaluation, held for an evaluation".split(", ")
+)
 _BUSY = {"trainer", "weight sync", "handovers"}
 """Lanes that get spans with every step; so do those of engines."""
 

@@ -123,20 +123,23 @@ def _gradient(steps: Steps, config: RunConfig) -> Iterator[Finding]:
     means, stds = steps.values("reward/mean"), steps.values("reward/std")
     is_constant = bool(stds) and max(stds) == 0 and len(set(means)) == 1
     equal = steps.mean("reward/equal_fraction", part) or 0.0
+    reward = reward_of(steps)
+    has_risen = reward is not None and reward.has_risen
+    entropies, gradients = steps.values("policy/entropy"), steps.values("policy/grad_norm", part)
+    has_gradient = not gradients or max(gradients) > 0
+    last = set(entropies[part])
+    if not has_gradient and not has_risen and len(last) == 1 and entropies[0] not in last:
+        clause = f"the model is probably destroyed by trainer.learning_rate={learning_rate:g}"
+        clause += f" (entropy stays at exactly {entropies[-1]:.3g})"
+        yield Finding(clause, "start again with a lower one", is_certain=True)
     if is_constant:
         clause = f"every answer earned {means[0]:.3g}, so no answer was better than another"
         advice = "read `asyncrl inspect RUN_DIR --samples` and check the reward function on a right answer"
         yield Finding(clause, advice, is_certain=True)
-    elif equal >= _MANY:
+    elif equal >= _MANY and not has_risen:
         clause = f"in {equal:.0%} of the groups all answers earned the same reward"
         yield Finding(clause, "such groups teach nothing; use prompts that are neither too hard nor too easy")
-    gradients = steps.values("policy/grad_norm", part)
-    if gradients and max(gradients) == 0 and not is_constant and equal < 1:
-        entropies = steps.values("policy/entropy", part)
-        if len(entropies) > 1 and min(entropies) == max(entropies):
-            clause = f"the model is probably destroyed by trainer.learning_rate={learning_rate:g}"
-            clause += f" (entropy stays at exactly {entropies[0]:.3g})"
-            yield Finding(clause, "start again with a lower one", is_certain=True)
+    if not has_gradient and not is_constant and equal < 1:
         clause = f"the gradient is 0 since step {_first_without_gradient(steps)} although rewards differ"
         yield Finding(clause, "no step since then has changed the weights", is_certain=True)
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
@@ -231,3 +234,5 @@ def learning_of(reward: Reward | None, steps: Steps) -> Iterator[str]:
     part = recent(len(steps))
     words = (f"{name} {fmean(row[:5]):{form}} to {fmean(row[part]):{form}}" for name, row, form in changes)
     yield f"From start to end: {', '.join(words)}."
+    if reward.has_risen and (equal := steps.mean("reward/equal_fraction", part) or 0.0) >= _MANY:
+        yield f"In {equal:.0%} of the groups all answers now earn the same: other prompts would teach more."

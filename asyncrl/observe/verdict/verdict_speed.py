@@ -21,6 +21,8 @@ BUSY_WAIT_SHARE, BALANCED_WAIT_SHARE = 0.10, 0.25
 """Below the first share of waiting training set the pace, below the second neither side waited much."""
 _FULL, _IDLE = 0.9, 0.5
 """Shares of slots from which on they count as full, and below which as idle."""
+_MUCH_OTHER = 0.25
+"""Share of the controller's own work from which the advice names it beside a slower part."""
 
 
 def is_short(steps: Steps) -> bool:
@@ -47,8 +49,9 @@ def speed_of(steps: Steps, config: RunConfig, shares: TimeShares, bottleneck: st
         yield f"Too short to judge speed: {needed} are needed."
     else:
         yield _pace(bottleneck, shares)
-        advice = _advice(bottleneck, steps, config)
-        yield f"{advice[0].upper()}{advice[1:]}."
+        advice = _advice(bottleneck, steps, config, shares)
+        is_setting = "." in advice.split()[0]  # a setting begins with a small letter
+        yield advice + "." if is_setting else f"{advice[0].upper()}{advice[1:]}."
     yield from _losses(steps, config)
 
 
@@ -63,9 +66,11 @@ def _pace(bottleneck: str, shares: TimeShares) -> str:
     }.get(bottleneck, f"{bottleneck.capitalize()} set the pace: {waited}.")
 
 
-def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
+def _advice(bottleneck: str, steps: Steps, config: RunConfig, shares: TimeShares) -> str:
     """Name the setting that would change the speed, with its value."""
     bound, ahead = config.buffer.max_staleness, config.buffer.look_ahead
+    if bottleneck == "generation" and (advice := _outside_advice(steps, config)):
+        return advice
     if bottleneck in ("generation", "publishing"):
         if bound == 0:
             return "buffer.max_staleness=0 has trainer and engines wait for each other; 1 or more does not"
@@ -85,35 +90,55 @@ def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
             return f"raise buffer.max_staleness (now {bound}): a push takes {push_s:.2g} s on average"
         case "training":
             where = f"trainer.threads={config.trainer.threads}, placement.trainer={config.placement.trainer}"
-            return f"only a faster trainer would help ({where})"
+            faster = f"a faster trainer would help ({where})"
+            return (
+                f"{faster}; {_other_advice(steps, config)}"
+                if shares.other >= _MUCH_OTHER
+                else f"only {faster}"
+            )
         case "turns":
             return f"raise trainer.num_groups (now {num_groups}): longer turns cost fewer handovers"
         case "balanced":
-            return "more speed needs both a faster trainer and more generation"
+            both = "more speed needs both a faster trainer and more generation"
+            return f"{both}; {_other_advice(steps, config)}" if shares.other >= _MUCH_OTHER else both
+    return _other_advice(steps, config)
+
+
+def _other_advice(steps: Steps, config: RunConfig) -> str:
+    """Advise on the controller's own work between steps."""
     other_s = TimeShares.of(steps.total).other * (steps.mean("perf/step_s") or 0.0)
     return (
         f"the controller took {other_s:.2g} s a step for batches, the journal and samples: raise "
-        f"trainer.num_groups (now {num_groups}) to pay that less often"
+        f"trainer.num_groups (now {config.trainer.num_groups}) to pay that less often"
     )
+
+
+def _outside_advice(steps: Steps, config: RunConfig) -> str | None:
+    """Advise if the engines idle because rollouts in flight wait for the agent or the reward function."""
+    slots = (steps.mean("engine/up") or config.rollout.max_engines) * config.rollout.slots
+    held, busy = steps.mean("rollout/inflight") or 0.0, steps.mean("engine/busy_slots")
+    if busy is None or busy >= _IDLE * slots or held <= 2 * busy:
+        return None
+    used = f"{busy:.0f} of {slots:.0f} slots were busy on average"
+    if config.generator.remote:
+        return f"start more workers (`asyncrl work`): {used}, while {held:.0f} rollouts were in flight"
+    if config.generator.is_harness:
+        workers = f"raise generator.workers (now {config.generator.workers})"
+        return f"{workers}: the engines wait for the agent, {used} while {held:.0f} rollouts were in flight"
+    task = next(iter(config.tasks.values()))
+    change = f"raise task.reward_workers (now {task.reward_workers})"
+    if task.reward_pool == "inline":
+        change = "set task.reward_pool=thread (now inline, one call at a time)"
+    return f"the engines wait for the reward function, {used}: {change}"
 
 
 def _generation_advice(steps: Steps, config: RunConfig) -> str:
     """Use busy slots as the engines see them: a rollout in flight may wait for its agent."""
     slots, num = config.rollout.slots, config.rollout.max_engines
     engines = steps.mean("engine/up") or num
-    held, busy = steps.mean("rollout/inflight") or 0.0, steps.mean("engine/busy_slots")
+    busy = steps.mean("engine/busy_slots")
     used = f"{busy or 0.0:.0f} of {engines * slots:.0f} slots were busy on average"
     if busy is not None and busy < _IDLE * engines * slots:
-        if held > 2 * busy and config.generator.remote:
-            return f"start more workers (`asyncrl work`): {used}, while {held:.0f} rollouts were in flight"
-        if held > 2 * busy and config.generator.is_harness:
-            workers = f"raise generator.workers (now {config.generator.workers})"
-            return (
-                f"{workers}: the engines wait for the agent, {used} while {held:.0f} rollouts were in flight"
-            )
-        if held > 2 * busy:
-            workers = f"task.reward_workers (now {next(iter(config.tasks.values())).reward_workers})"
-            return f"the engines wait for the reward function, {used}: raise {workers}"
         more = f"buffer.max_staleness (now {config.buffer.max_staleness})"
         return f"raise {more} so that more rollouts start early: {used}"
     more = f"rollout.num_engines (now {engines:.3g})"
