@@ -66,14 +66,18 @@ TEMPLATES = {
         (f"asyncrl check {GSM8K}", f"asyncrl run {GSM8K}"),
     ),
     "agent": Template(
-        "a small model learns to call a tool on a CPU in four minutes",
+        "a small model learns to call a tool on a CPU in six minutes",
         lambda: _copies("agent.yaml", "lookup.py"),
         ("pip install 'asyncrl[harness]'", "asyncrl run agent.yaml"),
     ),
     "tutorial": Template(
         "the tutorial's own task and agent",
         _tutorial,
-        ("asyncrl run my_task.yaml --run-dir runs/task", "asyncrl run my_agent.yaml --run-dir runs/agent"),
+        (
+            "asyncrl run my_task.yaml --run-dir runs/task",
+            "pip install 'asyncrl[harness]'",
+            "asyncrl run my_agent.yaml --run-dir runs/agent",
+        ),
     ),
 }
 
