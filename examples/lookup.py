@@ -1,7 +1,7 @@
 """An agent with one tool, a directory: the smallest one that a model with random weights learns, call by call
 and answer by answer.
 
-    asyncrl run configs/agent.yaml       # some six minutes on two cores
+    asyncrl run configs/agent.yaml       # some five minutes on two cores
 
 An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of
 training but its reward. examples/calculator.py is the same for a pretrained model.

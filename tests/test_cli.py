@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from asyncrl.cli import app
 
 ROOT = Path(__file__).parent.parent
 NO_TORCH = """
@@ -67,6 +70,19 @@ def test_a_command_says_and_returns_what_it_should_where_torch_cannot_be_importe
     said = answer.stderr if answer.returncode else answer.stdout
     assert all(words in said for words in says.split(" ... ")), said
     assert "Traceback" not in answer.stderr
+
+
+def test_the_page_says_which_commands_need_no_extra() -> None:
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    row, of_train = (
+        re.search(rf"^\| {extra} \| (.*)$", page, re.MULTILINE) for extra in ("none, or `worker`", "`train`")
+    )
+    assert row is not None
+    assert of_train is not None
+    listed = set(re.findall(r"`(\w+)`", row[1].partition(";")[0]))
+    assert listed.isdisjoint(rest := set(re.findall(r"`(\w+)`", of_train[1])))
+    assert listed | rest == {*typer.main.get_command(app).commands}  # type: ignore[attr-defined]
+    assert rest == {"run", "export", "serve"}, "what trains, samples or exports"
 
 
 def asyncrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -66,7 +66,7 @@ TEMPLATES = {
         (f"asyncrl check {GSM8K}", f"asyncrl run {GSM8K}"),
     ),
     "agent": Template(
-        "a small model learns to call a tool on a CPU in six minutes",
+        "a small model learns to call a tool on a CPU in five minutes",
         lambda: _copies("agent.yaml", "lookup.py"),
         ("pip install 'asyncrl[harness]'", "asyncrl run agent.yaml"),
     ),
