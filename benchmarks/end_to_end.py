@@ -1,7 +1,7 @@
 """A whole run of asyncrl against what a user would pick instead: TRL's GRPOTrainer, and a plain synchronous
 loop.
 
-    python benchmarks/end_to_end.py [--seeds 0 1 2] [--rates 5e-4 1.5e-3 3e-3] [--systems asyncrl trl ...]
+    python benchmarks/end_to_end.py [--seeds 0 1 2] [--rates 1.5e-3 3e-3 6e-3] [--systems asyncrl trl ...]
     [--steps 400] [--skip-shape] [--work runs/end_to_end] [--plot] [--write]
 
 The task is the quickstart's own: configs/quickstart.yaml, its model, prompts, reward, batch and steps, for
@@ -24,7 +24,7 @@ process: imports, model, engines.
 SmolLM2-135M's shape (configs/smollm2.yaml, random weights, float32) is measured in seconds a step alone.
 
 What a run gave is kept in --work as it ends, and taken from there by the next start with the same command and
-code: an interrupted benchmark goes on. To measure anew, remove that folder. All of it takes some 20 minutes
+code: an interrupted benchmark goes on. To measure anew, remove that folder. All of it takes some 30 minutes
 on 2 quiet cores. --plot draws reward against steps and seconds into docs/results/end_to_end.{png,csv,md}.
 
 Last line: `ratio: X` = the least of TRL's over asyncrl's seconds to 0.7, to 0.8, and asyncrl's over TRL's
@@ -218,7 +218,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", default=["5e-4", "1.5e-3", "3e-3"], help="learning rates")
+    parser.add_argument("--rates", nargs="+", default=["1.5e-3", "3e-3", "6e-3"], help="learning rates")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of a run")
     parser.add_argument("--skip-shape", action="store_true", help="leave SmolLM2-135M's shape out")
