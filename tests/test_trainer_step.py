@@ -92,13 +92,13 @@ def test_a_step_without_a_finite_gradient_is_skipped_saved_and_counted_and_the_t
         metrics = step.train(header, arrays)
         assert metrics["trainer/skipped_steps"] == 1
         assert np.isnan([metrics["policy/loss"], metrics["policy/grad_norm"]]).all()
-        assert f"batch {version} (groups 10, 11): step skipped, loss" in caplog.text
+        assert f"step {version + 1} (groups 10, 11): step skipped, loss" in caplog.text
         saved = unpack_batch((step.spec.failed_dir / f"step_{version + 1}.safetensors").read_bytes())
         assert saved[0] == header
         assert np.array_equal(saved[1].token_ids, arrays.token_ids)
     lines = step.spec.record_path.read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [None, None]
-    with pytest.raises(Refused, match=r"batch 2 \(groups 10, 11\) gave .* stays 2.*step_3") as caught:
+    with pytest.raises(Refused, match=r"step 3 \(groups 10, 11\) gave .* stays 2.*step_3") as caught:
         step.train(*make_batch(version=2))
     assert "trainer.max_skipped_steps=3" in caught.value.body.rule
     assert step.weights_digest() == before
