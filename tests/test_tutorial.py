@@ -62,18 +62,17 @@ def test_every_command_of_the_tutorial_runs_on_the_files_that_it_shows(tmp_path:
         program, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "ce<|im_end|>\n"
-    held_out = re.findall(r'HELD_OUT = "([a-f ]+)"', block("python", 0))[0].split()
-    every = ["".join(pair) for pair in itertools.product("abcdef", repeat=2)]
-    assert (len(held_out), len(every)) == (9, 36)
-    assert exact_match(tmp_path / "runs/task/final", every) >= 0.9
-    assert exact_match(tmp_path / "runs/task/final", held_out) >= 7 / 9
+    assert done.stdout == "cbf<|im_end|>\n"
+    every = ["".join(letters) for letters in itertools.product("abcdef", repeat=3)]
+    assert "HELD_OUT = WORDS[::5]" in block("python", 0)
+    for words in (every, every[::5]):
+        assert exact_match(tmp_path / "runs/task/final", words) >= 0.9
 
 
 def exact_match(model_path: Path, words: list[str]) -> float:
     """Return the share of `words` that the model answers exactly, special tokens included."""
     right = ["".join(chr(ord(letter) + 1) for letter in word) for word in words]
-    found, end = greedy_answers(model_path, words, max_tokens=4)
+    found, end = greedy_answers(model_path, words, max_tokens=5)
     return fmean(answer == text + end for answer, text in zip(found, right, strict=True))
 
 
