@@ -192,7 +192,7 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
     key, index, missing = "model_type", folder / "model.safetensors.index.json", list[str]()
     try:
         model_type = json.loads(path.read_text(encoding="utf-8"))[key]
-        if index.is_file():
+        if index.is_file() and not (folder / "model.safetensors").is_file():  # which transformers loads first
             path, key = index, "weight_map"
             named = {*json.loads(path.read_text(encoding="utf-8"))[key].values()}
             missing = sorted(file for file in named if not (folder / file).is_file())
