@@ -62,7 +62,7 @@ FOLDER = {
     "half/model.safetensors.index.json": '{"weight_map": {"a": "model-1-of-2.safetensors", '
     '"b": "model-2-of-2.safetensors"}}',
     "no_map/config.json": '{"model_type": "qwen3"}',
-    "no_map/model.safetensors": "\x02" + 7 * "\0" + "{}",
+    "no_map/model-1-of-1.safetensors": "\x02" + 7 * "\0" + "{}",
     "no_map/model.safetensors.index.json": "{}",
     "mute/config.json": '{"model_type": "qwen3", "vocab_size": 32}',
     "mute/model.safetensors": "\x02" + 7 * "\0" + "{}",
