@@ -77,6 +77,11 @@ def _advice(bottleneck: str, steps: Steps, config: RunConfig, shares: TimeShares
         if ahead != "auto" and ahead < bound:
             return f"buffer.look_ahead={ahead} lets few batches start early; set it to auto or up to {bound}"
     num_groups = config.trainer.num_groups
+    other = (
+        f"the controller took {shares.other * (steps.mean('perf/step_s') or 0.0):.2g} s a step for batches, "
+        f"the journal and samples: raise trainer.num_groups (now {num_groups}) to pay that less often"
+    )
+    others = f"; {other}" if shares.other >= _MUCH_OTHER else ""
     match bottleneck:
         case "generation":
             return _generation_advice(steps, config)
@@ -90,27 +95,12 @@ def _advice(bottleneck: str, steps: Steps, config: RunConfig, shares: TimeShares
             return f"raise buffer.max_staleness (now {bound}): a push takes {push_s:.2g} s on average"
         case "training":
             where = f"trainer.threads={config.trainer.threads}, placement.trainer={config.placement.trainer}"
-            faster = f"a faster trainer would help ({where})"
-            return (
-                f"{faster}; {_other_advice(steps, config)}"
-                if shares.other >= _MUCH_OTHER
-                else f"only {faster}"
-            )
+            return f"{'' if others else 'only '}a faster trainer would help ({where}){others}"
         case "turns":
             return f"raise trainer.num_groups (now {num_groups}): longer turns cost fewer handovers"
         case "balanced":
-            both = "more speed needs both a faster trainer and more generation"
-            return f"{both}; {_other_advice(steps, config)}" if shares.other >= _MUCH_OTHER else both
-    return _other_advice(steps, config)
-
-
-def _other_advice(steps: Steps, config: RunConfig) -> str:
-    """Advise on the controller's own work between steps."""
-    other_s = TimeShares.of(steps.total).other * (steps.mean("perf/step_s") or 0.0)
-    return (
-        f"the controller took {other_s:.2g} s a step for batches, the journal and samples: raise "
-        f"trainer.num_groups (now {config.trainer.num_groups}) to pay that less often"
-    )
+            return f"more speed needs both a faster trainer and more generation{others}"
+    return other
 
 
 def _outside_advice(steps: Steps, config: RunConfig) -> str | None:
