@@ -15,6 +15,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
@@ -63,9 +64,16 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
     has_experts = any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters())
     if has_experts and getattr(model.config, "_experts_implementation", None) != GROUPED:
         return "what its layers compute depends on the data (experts)"
+    if has_experts and device.type == "cpu" and not experts_compile_on_cpu():
+        return f"transformers {transformers.__version__} cannot compile experts on a CPU (5.23 can)"
     if device.type == "cuda" and dtype == torch.float32:
         return "packed attention on CUDA has no kernel for float32"
     return why_no_compiler(for_cuda=device.type == "cuda")
+
+
+def experts_compile_on_cpu() -> bool:
+    """Whether transformers has the operator for the gradients of experts: 5.23 does. CUDA needs none."""
+    return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
 
 
 def compile_layers(model: Any) -> None:
