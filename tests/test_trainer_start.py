@@ -260,7 +260,7 @@ def test_a_rank_never_holds_more_than_its_shard_and_one_tensor(tmp_path: Path) -
     spec = make_spec(folder, tmp_path, trainer={"world_size": 8})
     with (
         place_of(3, 8) as ranks,
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled,
     ):
         made = TrainedModel(spec, ranks, needs_reference=False)
     assert made.policy.plan.is_packed

@@ -134,6 +134,7 @@ def test_a_state_is_copied_beside_the_forward_pass_and_no_weight_changes_before_
     assert loaded.weights_digest() == step.weights_digest() != at_save
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*NoCloseWriter")  # torch's file, on Python 3.13
 def test_a_save_that_fails_is_an_error_and_the_next_one_succeeds(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step()
     train(step, 0, 1)

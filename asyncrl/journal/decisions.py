@@ -262,11 +262,11 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
     """
     found = connection.execute(
         "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
-        " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < ?1"
+        " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < :version"
         " OR g.state IN ('failed', 'filtered', 'handed_back')"
-        " AND g.group_id <= (SELECT max(group_id) FROM batch_groups WHERE version = ?1 - 1))"
-        " ORDER BY g.group_id LIMIT ?2",
-        (before_version, _GROUPS_A_STEP),
+        " AND g.group_id <= (SELECT max(group_id) FROM batch_groups WHERE version = :version - 1))"
+        " ORDER BY g.group_id LIMIT :most",
+        {"version": before_version, "most": _GROUPS_A_STEP},
     ).fetchall()
     for table in ("trajectories", "failures", "segments"):
         connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", found)
@@ -305,16 +305,16 @@ def _rollout(
     """The state of its group, whether it has ended, and the attempt that its segment is of; one statement, as
     each one hands the interpreter to the event loop and has to get it back.
     """
-    row = connection.execute(_ROLLOUT, (group_id, sample_index)).fetchone()
+    row = connection.execute(_ROLLOUT, {"group": group_id, "sample": sample_index}).fetchone()
     if row is None:
         raise _never_admitted(group_id)
     return row[0], bool(row[1]), row[2]
 
 
-_OF_IT = "WHERE group_id = ?1 AND sample_index = ?2"
+_OF_IT = "WHERE group_id = :group AND sample_index = :sample"
 _ROLLOUT = (
     f"SELECT state, EXISTS (SELECT 1 FROM trajectories {_OF_IT}) OR EXISTS (SELECT 1 FROM failures {_OF_IT}),"
-    f" (SELECT attempt FROM segments {_OF_IT}) FROM groups WHERE group_id = ?1"
+    f" (SELECT attempt FROM segments {_OF_IT}) FROM groups WHERE group_id = :group"
 )
 
 
