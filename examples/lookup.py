@@ -1,7 +1,7 @@
 """An agent with one tool, a directory: the smallest one that a model with random weights learns, call by call
 and answer by answer.
 
-    asyncrl run configs/agent.yaml       # some five minutes on two cores
+    asyncrl run configs/agent.yaml       # about three minutes on two cores
 
 An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of
 training but its reward. examples/calculator.py is the same for a pretrained model.
@@ -42,8 +42,9 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
     """Ask until the model answers instead of calling the tool.
 
     The reward is the sum of six parts, so that the model can learn one after the other: a call (0.1), the
-    right name in it (0.2), the end of that call (0.1), an answer after one call (0.1), which is one character
-    and ends (0.2) and begins with the right room (0.3).
+    right name in it (0.2), the end of that call (0.1), an answer after one call (0.1), an answer that begins
+    with the right room (0.2), and the right room with nothing after it (0.3). A short answer with a wrong room
+    earns nothing: paid for it, the model soon gives one room to everybody.
     """
     messages: list[Any] = list(task.messages)
     asked: list[str] = []
@@ -66,11 +67,10 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
     is_right_name = asked[:1] == [task.answer["name"]]
     has_ended = is_right_name and reasons[0] == "tool_calls"
     has_answered = is_right_name and len(asked) == 1 and bool(answer)  # a guess is worth nothing
-    is_short = has_answered and len(answer) == 1 and reasons[-1] == "stop"
     is_right_room = has_answered and answer[0] == task.answer["room"]
+    is_exact = is_right_room and len(answer) == 1 and reasons[-1] == "stop"
     reward = 0.1 * bool(asked) + 0.2 * is_right_name + 0.1 * has_ended
-    reward += 0.1 * has_answered + 0.2 * is_short + 0.3 * is_right_room
-    is_exact = is_short and is_right_room
+    reward += 0.1 * has_answered + 0.2 * is_right_room + 0.3 * is_exact
     return Outcome(
         reward, {"tool_calls": len(asked), "right_name": float(is_right_name), "exact": float(is_exact)}
     )

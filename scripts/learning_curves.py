@@ -4,7 +4,8 @@ docs/results/learning.{csv,png,md}.
 python scripts/learning_curves.py [RUNS_DIR] [--seeds 0 1 2] [--only CASE ...] [--out docs/results]
 
 One run after the other, as CASE-seedS in RUNS_DIR; those that are there and done are not made again. Wants
-the extras smollm2 and harness, and the model of examples/smollm2.py. --draw only reads and draws.
+the extras smollm2 and harness, and the model of examples/smollm2.py. Cases left out by --only keep their rows
+of learning.csv. --draw only reads and draws.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
-from objective_report import spread_text
 from run_series import PlannedRun, read_steps, run_all, say, state_of
 
 from asyncrl.config import load_config
@@ -120,6 +120,18 @@ def read_all(planned: Sequence[PlannedRun], root: Path) -> Curves:
     return found
 
 
+def read_csv(path: Path) -> Curves:
+    """What write_csv wrote; empty if there is no such file."""
+    found: dict[str, dict[int, list[Row]]] = {}
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            for line in csv.DictReader(file):
+                case, seed = line.pop("case"), int(line.pop("seed"))
+                row = {name: float(value) for name, value in line.items() if value}
+                found.setdefault(case, {}).setdefault(seed, []).append(row)
+    return found
+
+
 def write_csv(curves: Curves, path: Path) -> None:
     """A row an evaluation."""
     names = ("step", "time_s", "held_out", *COLUMNS)
@@ -209,6 +221,11 @@ def table(curves: Curves) -> str:
     return "\n".join(lines)
 
 
+def spread_text(values: Sequence[float]) -> str:
+    """Mean ± standard deviation over seeds; of one seed its value."""
+    return f"{fmean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+
+
 def report(curves: Curves) -> str:
     """learning.md."""
     seeds = sorted({seed for by_seed in curves.values() for seed in by_seed})
@@ -239,7 +256,8 @@ def main(arguments: list[str] | None = None) -> int:
     planned = plan(options.only, options.seeds, options.runs_dir)
     if not options.draw:
         run_all(planned, options.runs_dir)
-    curves = read_all(planned, options.runs_dir)
+    known = {**read_csv(options.out / "learning.csv"), **read_all(planned, options.runs_dir)}
+    curves = {name: known[name] for name in CASES if name in known}
     options.out.mkdir(parents=True, exist_ok=True)
     write_csv(curves, options.out / "learning.csv")
     draw(curves, options.out / "learning.png")

@@ -61,12 +61,12 @@ def seconds(played: Simulation) -> float:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("sigma", [0.5, pytest.param(1.0, marks=[pytest.mark.slow, pytest.mark.long]), 1.5])
 def test_after_20_steps_auto_is_within_one_of_the_least_look_ahead_that_is_as_fast_as_any_and_stays(
     name: str, sigma: float
 ) -> None:
     machine, values = WORKLOADS[name]
-    cases = [DrawnOnce(sigma=sigma, tool_sigma=sigma, seed=seed, **values) for seed in range(4)]
+    cases = [DrawnOnce(sigma=sigma, tool_sigma=sigma, seed=seed, **values) for seed in range(3)]
     fixed_s = [
         sum(seconds(simulate(machine, workload, "mask", look_ahead)) for workload in cases[:2])
         for look_ahead in range(MAX_STALENESS + 1)

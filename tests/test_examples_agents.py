@@ -91,14 +91,14 @@ def test_the_lookup_agent_rewards_a_call_the_right_name_and_the_right_room() -> 
     goes_on = look_up(said(None, "directory", name="b"), said("4<unk>"))[0].reward
     cut = said("4")
     cut.finish_reason = "length"
-    assert goes_on == look_up(said(None, "directory", name="b"), cut)[0].reward == pytest.approx(0.8)
+    assert goes_on == look_up(said(None, "directory", name="b"), cut)[0].reward == pytest.approx(0.7)
     cut_call = said(None, "directory", name="b")
     cut_call.finish_reason = "length"
     assert look_up(cut_call, said("4"))[0].reward == pytest.approx(0.9)
     call = said(None, "directory", name="b")
     assert look_up(call, call, said("4"))[0].reward == pytest.approx(0.4), "it asks once"
     assert look_up(call, said(""))[0].reward == pytest.approx(0.4)
-    assert look_up(call, said("c"))[0].reward == pytest.approx(0.7)
+    assert look_up(call, said("c"))[0].reward == pytest.approx(0.5), "short, and the wrong room"
     own = find_tool_format("examples.lookup:parse", "")
     assert [json.loads(call.arguments) for call in own.parse("?b1").tool_calls] == [{"name": "b"}]
     assert own.parse("b1").tool_calls == ()

@@ -119,13 +119,12 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBack
     ("trainer", "values", "has_mesh"),
     [
         ({}, {}, False),
-        ({"gradient_checkpointing": True}, {"algorithm": {"kl_coefficient": 0.1}}, False),
         ({"lora": {"rank": 2, "alpha": 4}}, {"algorithm": {"kl_coefficient": 0.1}}, False),
         ({"lora": {"rank": 2, "merge": "step"}}, {"dtype": "bfloat16"}, False),
         ({"gradient_checkpointing": True}, {"algorithm": {"kl_coefficient": 0.1}}, True),
         ({"gradient_checkpointing": True, "lora": {"rank": 2}}, {"dtype": "bfloat16"}, True),
     ],
-    ids=["plain", "checkpointing", "adapters", "merged adapters", "shards", "shards, adapters"],
+    ids=["plain", "adapters", "merged adapters", "shards", "shards, adapters"],
 )
 def test_compiled_layers_learn_the_same_and_are_compiled_once_for_all_lengths(
     compiler: CompileCounterWithBackend,
@@ -157,8 +156,10 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once_for_all_lengths(
 
 @GUARDED
 @pytest.mark.skipif(not experts_compile_on_cpu(), reason="this transformers cannot compile experts on a CPU")
-@pytest.mark.parametrize("has_replay", [False, True], ids=["", "replay"])
-@pytest.mark.parametrize("model_type", STACKED)
+@pytest.mark.parametrize(
+    ("model_type", "has_replay"),
+    [("qwen3_moe", True), ("mixtral", False), ("deepseek_v3", False), ("deepseek_v3", True)],
+)
 @pytest.mark.usefixtures("compiler")
 def test_compiled_experts_learn_the_same_and_have_one_graph_for_all_their_layers(
     tmp_path: Path, model_type: str, has_replay: bool
