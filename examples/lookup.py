@@ -43,8 +43,8 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
 
     The reward is the sum of six parts, so that the model can learn one after the other: a call (0.1), the
     right name in it (0.2), the end of that call (0.1), an answer after one call (0.1), an answer that begins
-    with the right room (0.2), and the right room with nothing after it (0.3). A short answer with a wrong room
-    earns nothing: paid for it, the model soon gives one room to everybody.
+    with the right room (0.2), and the right room with nothing after it (0.3). A short answer with a wrong
+    room earns nothing: paid for it, the model soon gives one room to everybody.
     """
     messages: list[Any] = list(task.messages)
     asked: list[str] = []

@@ -573,7 +573,7 @@ def test_vllm_tells_the_experts_of_each_token_and_replayed_they_close_the_gap(tm
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3_moe", marks=pytest.mark.long), "mixtral"])
 def test_vllm_computes_with_the_experts_that_it_was_pushed(tmp_path: Path, model_type: str) -> None:
     folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | WIDE)
     step = make_step(folder, tmp_path, canary_tokens=160)

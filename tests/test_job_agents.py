@@ -47,7 +47,11 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     config = variant(
         ROOT / "configs" / "agent.yaml",
         folder,
-        generator={"python": "agents_for_test:loses_two_workers", "args": {"marks": str(folder)}, "workers": 1},
+        generator={
+            "python": "agents_for_test:loses_two_workers",
+            "args": {"marks": str(folder)},
+            "workers": 1,
+        },
         gateway={"lease_timeout_s": 6},
         rollout={"slots": 16, "threads": 1, "retries": 8},
         trainer={"num_steps": NUM_STEPS, "num_groups": 2, "threads": 1},

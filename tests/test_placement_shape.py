@@ -89,7 +89,9 @@ def test_layers_that_are_not_compiled_keep_what_the_plan_counts(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked by dynamo
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen2", "llama"))]
+)
 def test_compiled_layers_keep_what_the_plan_counts(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
