@@ -115,9 +115,9 @@ def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout:
     oldest = min((span.version for branch in rollout for span in branch.version_spans), default=None)
     connection.execute(
         "UPDATE groups SET num_rollouts = num_rollouts + 1, num_sampled = num_sampled + ?,"
-        " reward_sum = reward_sum + ?, oldest_version = min(coalesce(oldest_version, ?3), ?3)"
-        " WHERE group_id = ?4",
-        (sum(branch.num_sampled for branch in rollout), float(rollout[0].reward), oldest, group_id),
+        " reward_sum = reward_sum + ?, oldest_version = min(coalesce(oldest_version, ?), ?)"
+        " WHERE group_id = ?",
+        (sum(branch.num_sampled for branch in rollout), float(rollout[0].reward), oldest, oldest, group_id),
     )
     if attempt is not None:
         connection.execute(
