@@ -31,6 +31,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import numpy as np
 import torch
+from engine_replies import ask
 from engine_servers import engine_server, has_vllm
 from random_model import random_qwen3
 from report import options, reported
@@ -39,7 +40,6 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
-from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec

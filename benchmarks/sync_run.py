@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from engine_replies import ask
+
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.harnessing import special_tokens
@@ -35,7 +37,6 @@ from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
-from asyncrl.testing.fakes import ask
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_processes import SECRET, EngineProcess, engine_process
+from fake_engine import FakeEngineServer
 from safetensors.numpy import load_file
 from vllm_process import VllmProcess, vllm_process
 
@@ -24,7 +25,6 @@ from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.http import Caller
 from asyncrl.messages.calls import GenerateRequest
-from asyncrl.testing.fake_engine import FakeEngineServer
 
 SLOTS, VOCAB_SIZE = 4, 50
 LONG = 2500

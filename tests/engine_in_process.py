@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_replies import ask
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
-from asyncrl.testing.fakes import ask
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

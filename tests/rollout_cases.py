@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
+
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
@@ -15,7 +17,6 @@ from asyncrl.messages.records import Batch, Completion, Finished, Group, GroupId
 from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn, make_trajectory
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import Generator, RolloutRunner
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from conformance_checks import CHECKS
+from gateway_conformance import check_server, table
 from jsonschema import Draft202012Validator
 from text_tokenizers import byte_level, save
-
-from asyncrl.testing.conformance_checks import CHECKS
-from asyncrl.testing.gateway_conformance import check_server, table
 
 PERSON: dict[str, Any] = {
     "type": "object",

@@ -10,6 +10,8 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 from buffer_groups import make_buffer
+from fake_engine import FakeEngineServer, FakeRun
+from fake_server import FakeProcess, FakeTrainerServer
 from pydantic import BaseModel
 from rollout_cases import make_producers, single_turn
 
@@ -24,8 +26,6 @@ from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.testing.fake_engine import FakeEngineServer, FakeRun
-from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from count_rule import CountOrder, CountRule
+from fakes import FakeEngine, FakeScorer, MemoryJournal
 from rollout_cases import play_run
 
 from asyncrl.buffer.simulation import Simulation
@@ -20,7 +21,6 @@ from asyncrl.buffer.workload import Lognormal, RolloutPlan, SimulatedMachine, Tu
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
 from asyncrl.tasks import Feed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, MemoryJournal
 
 PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 

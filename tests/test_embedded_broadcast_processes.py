@@ -14,6 +14,7 @@ import pytest
 from broadcast_house import BroadcastHouse
 from engine_in_process import drawn, make_qwen3, publish, running_engine
 from engine_processes import EngineProcess, engine_process
+from engine_replies import ask
 from rank_processes import running
 
 from asyncrl.engines.broadcast import Broadcasts
@@ -27,7 +28,6 @@ from asyncrl.messages.calls import (
     PrepareRequest,
 )
 from asyncrl.sync.push import Push
-from asyncrl.testing.fakes import ask
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = pytest.mark.slow

@@ -21,9 +21,9 @@ from engine_in_process import (
     running_engine,
     stage_file,
 )
+from engine_replies import ask
 
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse
-from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from engine_in_process import drawn, make_qwen3, make_request, make_spec, stage_file, weights_of
+from engine_replies import ask
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from asyncrl.messages.calls import CommitRequest, GenerateResponse, SleepRequest, WakeRequest
-from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import CudaCaptures, LoadedModel

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_in_process import drawn, make_qwen3, make_request, make_spec, stage_file
 from engine_processes import SECRET, EngineProcess, engine_process
+from engine_replies import ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -32,7 +33,6 @@ from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, check_grammar
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.serving import Refused
-from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 

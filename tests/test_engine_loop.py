@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from engine_in_process import answered, drawn, make_qwen3, make_request, make_spec, running_engine, stage_file
+from engine_replies import ask
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
 from asyncrl.messages.calls import CommitRequest
 from asyncrl.messages.frames import Asked
-from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.sequence import moves_after_removal

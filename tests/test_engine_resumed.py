@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_in_process import make_qwen3, make_request, make_spec, stage_file, weights_of
+from engine_replies import Reply, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_sleep import BOTH, chunk_requests
@@ -23,7 +24,6 @@ from asyncrl.messages.calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl.testing.fakes import Reply, ask
 from asyncrl_servers.embedded import admission
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from engine_in_process import make_request
+from engine_replies import ask
 from rollout_cases import virtual
 
 from asyncrl.messages.calls import CommitRequest, PrepareRequest
 from asyncrl.serving import Refused
-from asyncrl.testing.fakes import ask
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged
 

@@ -24,6 +24,7 @@ from engine_in_process import (
     weights_of,
 )
 from engine_processes import SECRET, engine_process
+from engine_replies import ask
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -34,7 +35,6 @@ from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
 from asyncrl.serving import Refused
-from asyncrl.testing.fakes import ask
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

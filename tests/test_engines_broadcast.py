@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngineServer
 from fake_vllm import FakeVllm
 from rollout_cases import virtual
 
@@ -23,7 +24,6 @@ from asyncrl.errors import EngineError, EngineLost, TrainerError, TrainerLost, W
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
 from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse
 from asyncrl.sync.push import Push
-from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked
 
 

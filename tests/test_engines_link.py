@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestServer
 from engine_contract import until
+from fake_engine import FakeEngineServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import virtual
@@ -23,7 +24,6 @@ from asyncrl.errors import EngineLost
 from asyncrl.http import Caller, CallLost
 from asyncrl.messages import frames
 from asyncrl.messages.calls import GenerateRequest
-from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked
 from asyncrl_servers import engine_routes
 from asyncrl_servers.served_engine import Run

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngineServer
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
@@ -18,7 +19,6 @@ from asyncrl.messages import frames
 from asyncrl.messages.base import ErrorBody, Interrupt
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
-from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked
 
 DECODE_S = 0.01

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngineServer
+from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import single_turn
@@ -20,8 +22,6 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import SideBySide
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
-from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeTrainer
 
 PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
 ONCE_S = 3 * 10 * 0.1

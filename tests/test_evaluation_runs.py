@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from fake_engine import FakeEngineServer
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_cases import single_turn, virtual
@@ -22,7 +23,6 @@ from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
-from asyncrl.testing.fake_engine import FakeEngineServer
 
 KEPT_EXPORTS = 2
 """As the trainer worker does: an older file is gone."""

@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 import pytest
+from fakes import FakeEngine, FakeScorer
 from rollout_cases import single_turn, virtual
 
 from asyncrl.errors import EngineError
 from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluation import EvalResult, Evaluator, Sample
 from asyncrl.rollouts.rollout import derive_seed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer
 
 
 def prompt(number: int, text: str = "") -> Prompt:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from engine_in_process import answered, drawn, make_request, publish, running_engine
 from engine_in_process import make_spec as engine_spec
+from engine_replies import ask
 from rank_processes import running
 from safetensors.torch import load_file
 from test_engine_sleep import sleep, wake
@@ -52,7 +53,6 @@ from asyncrl.messages.frames import Asked, Sampled
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
 from asyncrl.rollouts.generators import make_trajectory
 from asyncrl.serving import Refused
-from asyncrl.testing.fakes import ask
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from engine_replies import ask
+from fakes import FakeEngine, FakeScorer
 from rollout_cases import make_producers, single_turn
 from typer.testing import CliRunner
 
@@ -38,7 +40,6 @@ from asyncrl.observe.forecast.forecast_shown import render_forecast
 from asyncrl.observe.forecast.run_timing import Integral, RecordedRollouts, Requests
 from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.rollouts.timed import RolloutTimes, Timed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, ask
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged

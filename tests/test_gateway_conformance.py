@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from conformance_checks import CHECKS
 from gateway_cases import ScriptedEngine, gateway_world, in_loop
+from gateway_conformance import check_server, is_fine, main, table
 
 from asyncrl.messages.records import Completion, SamplingRequest
-from asyncrl.testing.conformance_checks import CHECKS
-from asyncrl.testing.gateway_conformance import check_server, is_fine, main, table
 
 
 class Obedient(ScriptedEngine):

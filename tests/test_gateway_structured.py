@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_in_process import make_qwen3, running_engine
+from engine_replies import Reply
 from gateway_cases import HI, RULES, World, gateway_world, in_loop
 from jsonschema import Draft202012Validator
 from test_engine_grammars import BOMBS, COMPACT, PERSON
@@ -40,7 +41,6 @@ from asyncrl.messages.records import (
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.serving import Refused
-from asyncrl.testing.fakes import Reply
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 

@@ -17,6 +17,7 @@ import yaml
 from conftest import NUM_STEPS
 from crash_fuzz import differences, promise_of
 from engine_in_process import running_engine
+from engine_replies import ask
 from job_runs import read_lines
 from resume_checker import read_evidence, violations
 from sync_run import SyncRun
@@ -29,7 +30,6 @@ from asyncrl.messages.work import answer_text
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.from_config import read_eval_task
-from asyncrl.testing.fakes import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import MemoryJournal
 from job_runs import write_config
 from journal_cases import RUN_ID, admit, with_journal
 from rollout_cases import virtual
@@ -31,7 +32,6 @@ from asyncrl.job.start import end_server
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
-from asyncrl.testing.fakes import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.model_folder import MODEL_PIN
 

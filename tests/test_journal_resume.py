@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import MemoryJournal
 from journal_cases import (
     admit,
     asked,
@@ -31,7 +32,6 @@ from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import batch_story, group_story, read_resume, run_story
 from asyncrl.messages.records import GroupId, Ticket
-from asyncrl.testing.fakes import MemoryJournal
 
 
 def test_a_run_finds_its_batches_ready_groups_running_groups_and_prompts_again(tmp_path: Path) -> None:

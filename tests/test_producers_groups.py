@@ -9,6 +9,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+from fakes import FakeEngine, FakeScorer, FakeSource, MemoryJournal
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import FakeSink, make_producers, one_token, single_turn, virtual
@@ -16,7 +17,6 @@ from rollout_cases import FakeSink, make_producers, one_token, single_turn, virt
 from asyncrl.errors import EngineError, RequestRefused, TaskError
 from asyncrl.messages.records import GroupId, Prompt, Rollout, SamplingRequest
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked
 
 ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes import FakeEngine, FakeScorer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import one_token, virtual
@@ -17,7 +18,6 @@ from test_producers_groups import House
 
 from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Ticket, UnfinishedGroup, VersionSpan
 from asyncrl.rollouts.rollout import derive_seed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "q"},))

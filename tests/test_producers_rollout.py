@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import FakeEngine, FakeScorer
 from journal_cases import admit, make_partial, make_prompt, with_journal
 from rollout_cases import single_turn, virtual
 
@@ -29,7 +30,6 @@ from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 

@@ -9,10 +9,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from fakes import FakeEngine, FakeScorer
 from rollout_cases import PlayedRun, play_run
 
 from asyncrl.messages.records import Prompt, SamplingRequest
-from asyncrl.testing.fakes import FakeEngine, FakeScorer
 
 BATCHES = 6
 

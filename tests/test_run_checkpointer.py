@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from fakes import MemoryJournal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run_restore import Life, lives, save_checkpoint
@@ -22,7 +23,6 @@ from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.job.supervision.supervise_trainer import Checkpointer, recover_trainer
 from asyncrl.messages.records import Batch
-from asyncrl.testing.fakes import MemoryJournal
 
 LOST = TrainerLost("trainer", "no answer")
 NO_SPACE = CheckpointError("the trainer cannot save its state: no space left")

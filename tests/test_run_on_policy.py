@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from buffer_groups import make_buffer
+from fakes import FakeEngine, FakeScorer, MemoryJournal
 from journal_cases import open_journal
 from rollout_cases import make_producers, single_turn
 from test_tasks_feed import Numbers
@@ -23,7 +24,6 @@ from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Prompt, UnfinishedGroup
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import Feed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
 NUM_BATCHES, NUM_GROUPS = 4, 6

@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from buffer_groups import make_buffer
+from fake_server import FakeTrainerServer
 from journal_cases import asked, make_group, make_partial, make_rollout, open_journal, same_group
 from test_trainer_supervision import batch_at, weights_of
 
@@ -29,7 +30,6 @@ from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedG
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import Feed
 from asyncrl.tasks.epochs import Epochs
-from asyncrl.testing.fake_server import FakeTrainerServer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 

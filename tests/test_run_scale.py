@@ -12,6 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngineServer
+from fake_server import FakeProcess
+from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_runs import write_config
@@ -31,9 +34,6 @@ from asyncrl.job.servers.relaying import ElasticNode, RelaySupervisor
 from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
 from asyncrl.observe.recorder import Recorder
 from asyncrl.placement.devices import Placement
-from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fake_server import FakeProcess
-from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
 
 

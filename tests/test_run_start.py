@@ -13,6 +13,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 import torch
+from fake_engine import FakeEngineServer
+from fakes import FakeTrainer
 from placement_cases import make_python
 from rollout_cases import virtual
 
@@ -37,8 +39,6 @@ from asyncrl.placement.machine import CudaDevice, Machine
 from asyncrl.placement.nodes import Needs, Node, Order, look, with_addresses
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.sync.publisher import Publisher
-from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.simulated import SimulatedSpec

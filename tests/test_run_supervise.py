@@ -11,6 +11,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngineServer
+from fake_server import FakeProcess
+from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import virtual
@@ -23,9 +26,6 @@ from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomErr
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.supervision.supervise import until_lost
 from asyncrl.messages.records import Completion, SamplingRequest
-from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fake_server import FakeProcess
-from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from fake_engine import FakeEngineServer
+from fakes import FakeTrainer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +18,6 @@ from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, Weights
 from asyncrl.messages.calls import CommitResponse, ExportResponse
 from asyncrl.messages.records import Batch
 from asyncrl.sync.publisher import Publisher
-from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
 
 EXPORT_S, PREPARE_S = 1.0, 2.0

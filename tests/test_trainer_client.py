@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_server import FakeTrainerServer
 
 from asyncrl.errors import TrainerError
 from asyncrl.messages.calls import pack_batch, unpack_batch
 from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.testing.fake_server import FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient, pack_groups, sampled_by
 

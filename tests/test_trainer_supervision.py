@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_server import FakeProcess, FakeTrainerServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import make_batch
@@ -22,7 +23,6 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import OffloadRequest
 from asyncrl.messages.records import Batch
-from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import FakeEngine
 from rollout_cases import single_turn, virtual
 
 from asyncrl.config import TaskConfig
@@ -22,7 +23,6 @@ from asyncrl.errors import RewardFailure, RolloutFailure, RolloutTimeout, TaskEr
 from asyncrl.messages.records import GroupId, Prompt
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
 from asyncrl.tasks import TaskScorer
-from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 from asyncrl.user_code import GRACE_S, MAX_ABANDONED, UserCalls
 

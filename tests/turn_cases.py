@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngineServer
+from fake_server import FakeProcess, FakeTrainerServer
 from pydantic import BaseModel
 
 from asyncrl.config import SupervisionConfig
@@ -24,8 +26,6 @@ from asyncrl.messages.base import ErrorBody, Moved
 from asyncrl.messages.calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
 from asyncrl.sync.publisher import Publisher
-from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from fake_server import FakeServer
 from pydantic import BaseModel
 
 from asyncrl.http import CallLost
 from asyncrl.messages import calls, frames
 from asyncrl.messages.base import EnginePart, ErrorBody, Moved
-from asyncrl.testing.fake_server import FakeServer
 
 END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl.testing.conformance_client import CheckedServer, Json, NotOfferedError, expect, said_by
+from conformance_client import CheckedServer, Json, NotOfferedError, expect, said_by
 
 Check = Callable[[CheckedServer], Awaitable[None]]
 CHECKS: dict[str, Check] = {}

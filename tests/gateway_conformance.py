@@ -1,6 +1,6 @@
 """Checks a server as clients of OpenAI's and Anthropic's endpoints use it:
 
-    python -m asyncrl.testing.gateway_conformance http://127.0.0.1:8700 KEY
+    python -m gateway_conformance http://127.0.0.1:8700 KEY
 
 It is any server with /v1/chat/completions, /v1/completions, /v1/responses or /v1/messages: a gateway of
 asyncrl (`asyncrl serve gateway` prints its address and a key), vLLM, or a proxy before them. The calls are
@@ -16,9 +16,8 @@ import sys
 from collections.abc import Sequence
 
 import aiohttp
-
-from asyncrl.testing.conformance_checks import CHAT, CHECKS, HI
-from asyncrl.testing.conformance_client import CheckedServer, NotOfferedError, NotOkError, said_by, shortly
+from conformance_checks import CHAT, CHECKS, HI
+from conformance_client import CheckedServer, NotOfferedError, NotOkError, said_by, shortly
 
 _EPILOG = """Each line of the table is one check:
   ok            the server does it
@@ -105,7 +104,7 @@ def is_fine(results: Sequence[Result]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m asyncrl.testing.gateway_conformance",
+        prog="python -m gateway_conformance",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

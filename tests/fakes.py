@@ -7,13 +7,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from itertools import count
 from typing import Any, Literal
 
+from fake_engine import END_TOKEN
+
 from asyncrl.errors import JournalError, RewardFailure
-from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse, TrainResponse
-from asyncrl.messages.frames import Asked, Sampled, joined
+from asyncrl.messages.calls import ExportResponse, TrainResponse
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -24,8 +24,6 @@ from asyncrl.messages.records import (
     Ticket,
     VersionSpan,
 )
-from asyncrl.serving import Refused
-from asyncrl.testing.fake_engine import END_TOKEN
 
 
 class FakeEngine:
@@ -293,43 +291,3 @@ class MemoryJournal:
 
 
 # ---- requests to an engine in this process, without a link: whole answers as futures
-
-
-class Reply(Future[GenerateResponse]):
-    """The listener of one request, and its whole answer once it is over. `rows` is what was told so far.
-
-    Interrupted by a weight update or a sleep it waits for resume(), or ends with what it has if `ends`.
-    """
-
-    def __init__(
-        self, engine: Any, request: GenerateRequest, *, is_streamed: bool = False, ends: bool = True
-    ) -> None:
-        """Raises Refused (400)."""
-        super().__init__()
-        self._engine, self._ends, self.rows = engine, ends, list[Sampled]()
-        self.run = engine.run(Asked(0, request, is_streamed), self)
-
-    def sampled(self, rows: Sequence[Sampled]) -> None:
-        self.rows += rows
-        if rows[-1].then == "interrupted" and self._ends:
-            self.abort()
-        elif rows[-1].then not in ("more", "interrupted"):
-            self.set_result(joined(self.run.request.request_id, self.rows))
-
-    def refused(self, number: int, refusal: Refused) -> None:
-        self.set_exception(refusal)
-
-    def resume(self) -> None:
-        """Go on."""
-        self._engine.resume([self.run])
-
-    def abort(self) -> None:
-        """End with what it has."""
-        self._engine.abort([self.run])
-
-
-def ask(engine: Any, requests: Sequence[GenerateRequest], **how: bool) -> list[Reply]:
-    """Submit these together."""
-    answers = [Reply(engine, request, **how) for request in requests]
-    engine.submit([answer.run for answer in answers])
-    return answers

@@ -1,0 +1,51 @@
+"""Send requests to an embedded engine in this process, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from asyncrl.messages.calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.frames import Asked, Sampled, joined
+from asyncrl.serving import Refused
+
+
+class Reply(Future[GenerateResponse]):
+    """The listener of one request, and its whole answer once it is over. `rows` is what was told so far.
+
+    Interrupted by a weight update or a sleep it waits for resume(), or ends with what it has if `ends`.
+    """
+
+    def __init__(
+        self, engine: Any, request: GenerateRequest, *, is_streamed: bool = False, ends: bool = True
+    ) -> None:
+        """Raises Refused (400)."""
+        super().__init__()
+        self._engine, self._ends, self.rows = engine, ends, list[Sampled]()
+        self.run = engine.run(Asked(0, request, is_streamed), self)
+
+    def sampled(self, rows: Sequence[Sampled]) -> None:
+        self.rows += rows
+        if rows[-1].then == "interrupted" and self._ends:
+            self.abort()
+        elif rows[-1].then not in ("more", "interrupted"):
+            self.set_result(joined(self.run.request.request_id, self.rows))
+
+    def refused(self, number: int, refusal: Refused) -> None:
+        self.set_exception(refusal)
+
+    def resume(self) -> None:
+        """Go on."""
+        self._engine.resume([self.run])
+
+    def abort(self) -> None:
+        """End with what it has."""
+        self._engine.abort([self.run])
+
+
+def ask(engine: Any, requests: Sequence[GenerateRequest], **how: bool) -> list[Reply]:
+    """Submit these together."""
+    answers = [Reply(engine, request, **how) for request in requests]
+    engine.submit([answer.run for answer in answers])
+    return answers
