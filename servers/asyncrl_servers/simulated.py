@@ -1,5 +1,6 @@
-"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: one simulated engine server, a child of the run.
-The endpoints of an engine with a latency model and no model, for load tests and benchmarks. Imports no torch.
+"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: an engine server with a latency model only.
+
+Load tests and benchmarks use it. It imports no torch.
 """
 
 from __future__ import annotations
@@ -9,23 +10,15 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
+from asyncrl.messages import calls
 from asyncrl.messages.base import EnginePart, LatencyModel, Moved
-from asyncrl.messages.calls import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    LoadChunkRequest,
-    PrepareRequest,
-    SleepRequest,
-    WakeRequest,
-)
 from asyncrl.messages.digest import tensor_digest
 from asyncrl.messages.frames import Asked, Sampled, spans_of
 from asyncrl.serving import Refused, die_with_parent
@@ -34,100 +27,99 @@ from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
-Answer = TypeVar("Answer")
 PART_BYTES = 2**20
-"""What it says that each part of its memory takes, when they sleep and wake."""
+"""Reported size of each part of the memory on sleep and wake."""
+EPSILON = 1e-9
 
 
 class SimulatedSpec(LatencyModel, EngineSpec):
     """The spec file of this server."""
 
     vocab_size: int = Field(default=1000, ge=1)
-    """Token ids are drawn from 0..vocab_size-1, each as likely as the other."""
+    """Token ids are drawn uniformly from 0..vocab_size-1."""
 
     def completion_length(self, seed: int) -> int:
-        """Tokens until the end, lognormal with mean mean_tokens; from the seed alone."""
-        if self.sigma == 0.0:
-            return max(1, round(self.mean_tokens))
-        first, second = uniform_draws(np.full(2, seed, dtype=np.uint64), np.array([-1, -2])).tolist()
-        normal = math.sqrt(-2.0 * math.log(1.0 - first)) * math.cos(2.0 * math.pi * second)
-        scale = math.exp(self.sigma * normal - self.sigma * self.sigma / 2)
-        return max(1, round(self.mean_tokens * scale))
+        """Return the completion's length, lognormal with mean `mean_tokens`. It depends on the seed only."""
+        normal = np.random.default_rng(seed).standard_normal() if self.sigma else 0.0
+        return max(1, round(self.mean_tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)))
 
 
 class SimulatedWeights(WeightState):
-    """Reads and verifies weights, then drops them."""
+    """Read and verify weights, then drop them."""
 
-    def read(self, request: PrepareRequest) -> dict[str, Any]:
+    def read(self, request: calls.PrepareRequest) -> dict[str, Any]:
         if request.kind != "weights":
-            what = f"policy_version {request.version} is of adapters: there are no weights to merge them over"
-            way_out = "set weight_sync.transport=shm, or rollout.engine=embedded."
-            raise Refused(400, what, rule="this server takes whole weights alone", way_out=way_out)
+            raise Refused(
+                400,
+                f"policy_version {request.version} contains adapters",
+                rule="the simulated engine accepts whole weights only",
+                way_out="set weight_sync.transport=shm, or rollout.engine=embedded.",
+            )
         check_arrived(request.path, _arrived(request.path), request)
         return {}
 
-    def load(self, request: LoadChunkRequest) -> Arrived:
+    def load(self, request: calls.LoadChunkRequest) -> Arrived:
         return _arrived(request.path)
 
 
 class SimulatedRun(Run):
-    """A run, admitted at `start` with `first` tokens sampled before, and over at `end` = start + length of
-    the step clock.
-    """
+    """A request. It was admitted at clock time `start` with `first` tokens and ends at start + length."""
 
     def __init__(self, asked: Asked, listener: Listener) -> None:
         super().__init__(asked, listener)
-        self.start, self.end, self.length, self.is_stop = 0.0, 0.0, 0, False
-        self.first = self.num_told = 0
+        self.start = 0.0
+        self.length = 0
+        self.is_stop = False
+        self.first = 0
+        self.num_told = 0
         self.is_over = False
 
-    def num_by(self, steps: float) -> int:
-        """Tokens that the step clock has passed, without the one that ends it."""
-        return self.first + max(0, min(int(steps - self.start + 1e-9), self.length - 1))
+    @property
+    def end(self) -> float:
+        return self.start + self.length
+
+    def num_sampled(self, clock: float) -> int:
+        """Return the number of tokens at this clock time, without the final token."""
+        return self.first + max(0, min(int(clock - self.start + EPSILON), self.length - 1))
 
 
 class SimulatedEngine:
-    """Holds any number of requests at the cost of a heap entry each, whatever the number of their tokens.
+    """Hold any number of requests at the cost of one heap entry each.
 
-    All running requests get a token a step, so one clock of steps tells how far each is: it runs at 1 /
-    (decode_step_s + n * per_row_s) and stands still during prefill and swaps. A request ends when the clock
-    reaches its start plus its length; version changes are places on the clock. Tokens are drawn at the end,
-    or once a step if they are streamed.
+    All running requests get one token per step, so one step clock describes their progress. It advances by
+    one every decode_step_s + n * per_row_s seconds and stops during prefill and swaps. A request ends when
+    the clock reaches start + length. Tokens are drawn when a request ends, or per step if it is streamed.
 
-    Life: a run is queued -> running -> over, or aborted from any state; an update or a sleep interrupts what
-        runs, which holds its slot until it is resumed: to the head of the queue.
-    Waits: one timer, for the next end (with a stream running, for the next step); every change of what runs
-        sets it anew. A commit with interrupt=wait waits for the last running request, whose end or abort
-        answers it.
-    Invariant: the clock never runs back, and answers never hold a token that the clock has not passed.
+    Invariant: the clock never goes back, and no answer has a token that the clock has not reached.
     """
 
     def __init__(self, spec: SimulatedSpec) -> None:
-        self.spec, self.weights = spec, SimulatedWeights()
+        self.spec = spec
+        self.weights = SimulatedWeights()
         self._queued: OrderedDict[SimulatedRun, None] = OrderedDict()
         self._running: dict[SimulatedRun, None] = {}
-        self._interrupted: dict[SimulatedRun, None] = {}
         self._streamed: dict[SimulatedRun, None] = {}
+        self._interrupted: dict[SimulatedRun, None] = {}
         self._ends: list[tuple[float, int, SimulatedRun]] = []
-        """A heap; what does not run until then any more is skipped."""
-        self._admitted = count()
-        self._steps, self._updated_s, self._stalled_until_s = 0.0, 0.0, 0.0
+        self._order = count()
+        self._clock = 0.0
+        self._updated_s = 0.0
+        self._stalled_until_s = 0.0
         self._changes: list[tuple[float, int]] = [(0.0, 0)]
-        """(Place on the step clock, policy_version from there on), in order."""
+        """(clock time, policy_version from then on), in order."""
         self._timer: asyncio.TimerHandle | None = None
-        self._committed: asyncio.Future[CommitResponse]
-        self._tokens_generated, self._busy_s = 0, 0.0
+        self._committed: asyncio.Future[calls.CommitResponse]
+        self._num_tokens = 0
+        self._busy_s = 0.0
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a slot."""
         return len(self._queued)
 
-    def health(self) -> EngineHealth:
-        """Counts of this moment."""
+    def health(self) -> calls.EngineHealth:
         self._advance()
-        num_sampled = sum(run.num_by(self._steps) - run.num_told for run in self._running)
-        return EngineHealth(
+        num_untold = sum(run.num_sampled(self._clock) - run.num_told for run in self._running)
+        return calls.EngineHealth(
             name=self.spec.name,
             kind="simulated",
             policy_version=self.weights.version,
@@ -135,28 +127,30 @@ class SimulatedEngine:
             max_length=self.spec.max_length,
             num_running=len(self._running) + len(self._interrupted),
             num_queued=self.num_queued,
-            tokens_generated=self._tokens_generated + num_sampled,
+            tokens_generated=self._num_tokens + num_untold,
             device="none",
             decode_s=self._busy_s,
             asleep=self.weights.asleep,
         )
 
     def run(self, asked: Asked, listener: Listener) -> SimulatedRun:
-        """Stop strings never match: there is no text. Raises Refused (400)."""
+        """Return a request that can run. Stop strings never match. Raises Refused (400)."""
         check_request(asked, self.spec.max_length, self.spec.vocab_size)
         if asked.request.grammar is not None or asked.request.top_logprobs:
-            what = f"request {asked.request.request_id} has a grammar or top_logprobs"
-            rule = "this server draws any token, each as likely as the other"
-            raise Refused(400, what, rule=rule, way_out="set rollout.engine to embedded or vllm.")
+            raise Refused(
+                400,
+                f"request {asked.request.request_id} has a grammar or top_logprobs",
+                rule="the simulated engine draws tokens uniformly",
+                way_out="set rollout.engine to embedded or vllm.",
+            )
         return SimulatedRun(asked, listener)
 
     def submit(self, runs: Sequence[SimulatedRun]) -> None:
-        """Queue them."""
         self._queued.update(dict.fromkeys(runs))
         self._update()
 
     def resume(self, runs: Sequence[SimulatedRun]) -> None:
-        """Those that were interrupted go on, before what is queued."""
+        """Put interrupted requests at the head of the queue."""
         for run in reversed(runs):
             if run in self._interrupted:
                 del self._interrupted[run]
@@ -165,67 +159,66 @@ class SimulatedEngine:
         self._update()
 
     def abort(self, runs: Sequence[SimulatedRun]) -> None:
-        """End them with what they have."""
-        self._update()  # what is over by now has ended by itself
+        self._update()  # requests that are complete end normally
         self._end([(run, "abort") for run in runs if not run.is_over])
         self._update()
 
-    def commit(self, request: CommitRequest) -> asyncio.Future[CommitResponse]:
-        """Serve under the new version after swap_s; the answer comes when decoding can go on. Raises Refused
-        (409).
-        """
+    def commit(self, request: calls.CommitRequest) -> asyncio.Future[calls.CommitResponse]:
+        """Serve the new version; the answer arrives after swap_s. Raises Refused (409)."""
         self._update()
         answer = self.weights.begin_commit(request)
+        committed: asyncio.Future[calls.CommitResponse] = asyncio.get_running_loop().create_future()
         if answer is not None:
             if self._changes[-1][1] != request.version:
-                self._changes.append((self._steps, request.version))
-            committed = _done(answer)
+                self._changes.append((self._clock, request.version))
+            committed.set_result(answer)
         else:
-            committed = self._committed = asyncio.get_running_loop().create_future()
+            self._committed = committed
             if request.interrupt != "wait":
                 self._swap()
         self._update()
         return committed
 
-    def sleep(self, request: SleepRequest) -> asyncio.Future[Moved]:
-        """Interrupt what runs and put these parts to sleep; what is queued stays."""
+    def sleep(self, request: calls.SleepRequest) -> asyncio.Future[Moved]:
+        """Interrupt running requests and put these parts to sleep."""
         self._update()
         self._end([(run, "interrupted") for run in self._running])
         if self.weights.swapping is not None:
             self._swap()
-        freed = set(request.parts) - set(self.weights.asleep)
-        for part in freed:
+        parts = set(request.parts) - set(self.weights.asleep)
+        for part in parts:
             self.weights.set_asleep(part)
-        return self._moved(freed)
+        return self._moved(parts)
 
-    def wake(self, request: WakeRequest) -> asyncio.Future[Moved]:
-        """Wake these parts."""
-        taken = set(request.parts) & set(self.weights.asleep)
-        for part in taken:
+    def wake(self, request: calls.WakeRequest) -> asyncio.Future[Moved]:
+        parts = set(request.parts) & set(self.weights.asleep)
+        for part in parts:
             self.weights.set_awake(part)
-        return self._moved(taken)
+        return self._moved(parts)
 
-    def _moved(self, parts: Collection[EnginePart]) -> asyncio.Future[Moved]:
+    def _moved(self, parts: set[EnginePart]) -> asyncio.Future[Moved]:
         self._update()
-        return _done(Moved(num_bytes=PART_BYTES * len(parts), seconds=0.0))
+        moved: asyncio.Future[Moved] = asyncio.get_running_loop().create_future()
+        moved.set_result(Moved(num_bytes=PART_BYTES * len(parts), seconds=0.0))
+        return moved
 
     def _swap(self) -> None:
         assert self.weights.swapping is not None
-        (request, _), weights = self.weights.swapping, self.weights
-        num_interrupted, pause_s = len(self._running), self.spec.swap_s
+        request = self.weights.swapping[0]
+        num_interrupted = len(self._running)
+        pause_s = self.spec.swap_s
         if request.interrupt == "abort":
             self._end([(run, "interrupted") for run in self._running])
-        if request.interrupt == "keep":
-            for run in self._running:
-                num_tokens = len(run.request.prompt_ids) + run.num_by(self._steps)
-                pause_s += self.spec.prefill_s_per_token * num_tokens
-        weights.settle(request.version, request.digest)
-        self._changes.append((self._steps, request.version))
+        elif request.interrupt == "keep":  # the KV cache is recomputed
+            lengths = [len(run.request.prompt_ids) + run.num_sampled(self._clock) for run in self._running]
+            pause_s += self.spec.prefill_s_per_token * sum(lengths)
+        self.weights.settle(request.version, request.digest)
+        self._changes.append((self._clock, request.version))
         self._stall(pause_s)
-        answer = CommitResponse(
+        answer = calls.CommitResponse(
             version=request.version, digest=request.digest, pause_s=pause_s, num_interrupted=num_interrupted
         )
-        asyncio.get_running_loop().call_later(pause_s, _answer, self._committed, answer)
+        asyncio.get_running_loop().call_later(pause_s, self._committed.set_result, answer)
 
     def _stall(self, seconds: float) -> None:
         self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
@@ -235,127 +228,111 @@ class SimulatedEngine:
         return self.spec.decode_step_s + self.spec.per_row_s * len(self._running)
 
     def _advance(self) -> None:
-        """Bring the step clock to this moment."""
         now_s = asyncio.get_running_loop().time()
         if self._running:
             decoded_s = max(0.0, now_s - max(self._updated_s, self._stalled_until_s))
             self._busy_s += decoded_s
-            self._steps += decoded_s / self._step_s()
+            self._clock += decoded_s / self._step_s()
         self._updated_s = now_s
 
     def _update(self) -> None:
-        """End what is over, admit what fits, and set the timer for the next end."""
+        """End complete requests, admit queued ones, report streams, and set the timer for the next event."""
         self._advance()
-        ended: list[tuple[SimulatedRun, str]] = []
-        while self._ends and (self._ends[0][0] <= self._steps + 1e-9 or not self._is_current(*self._ends[0])):
+        ended = []
+        while self._ends and (
+            self._ends[0][0] <= self._clock + EPSILON or not self._is_current(self._ends[0])
+        ):
             entry = heapq.heappop(self._ends)
-            if self._is_current(*entry):
+            if self._is_current(entry):
                 ended.append((entry[2], "stop" if entry[2].is_stop else "length"))
         self._end(ended)
         if self.weights.swapping is not None and not self._running:
             self._swap()
         may_start = self.weights.swapping is None and self.weights.can_serve
-        slots = self.spec.slots - len(self._interrupted)
-        while may_start and self._queued and len(self._running) < slots:
+        while may_start and self._queued and len(self._running) + len(self._interrupted) < self.spec.slots:
             self._start(self._queued.popitem(last=False)[0])
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._tell([(run, run.num_by(self._steps), "more") for run in self._streamed])
+        self._tell([(run, run.num_sampled(self._clock), "more") for run in self._streamed])
         if self._ends:
-            num_steps = self._ends[0][0] - self._steps
+            num_steps = self._ends[0][0] - self._clock
             wait_s = (min(num_steps, 1.0) if self._streamed else num_steps) * self._step_s()
             at_s = max(self._updated_s, self._stalled_until_s) + wait_s
             self._timer = asyncio.get_running_loop().call_at(at_s, self._update)
 
-    def _is_current(self, end: float, _: int, run: SimulatedRun) -> bool:
-        return run in self._running and run.end == end
+    def _is_current(self, entry: tuple[float, int, SimulatedRun]) -> bool:
+        return entry[2] in self._running and entry[2].end == entry[0]
 
     def _start(self, run: SimulatedRun) -> None:
         request = run.request
         limit = request.max_tokens - run.num_told
         wanted = max(1, self.spec.completion_length(request.seed) - request.num_resumed - run.num_told)
-        run.is_stop, run.length = wanted <= limit, min(wanted, limit)
-        run.first, run.start, run.end = run.num_told, self._steps, self._steps + run.length
+        run.is_stop = wanted <= limit
+        run.length = min(wanted, limit)
+        run.first = run.num_told
+        run.start = self._clock
         self._running[run] = None
         if run.is_streamed:
             self._streamed[run] = None
-        heapq.heappush(self._ends, (run.end, next(self._admitted), run))
+        heapq.heappush(self._ends, (run.end, next(self._order), run))
         self._stall(self.spec.prefill_s_per_token * (len(request.prompt_ids) + run.first))
 
-    def _end(self, ended: Sequence[tuple[SimulatedRun, str]]) -> None:
-        """These do not run any more."""
+    def _end(self, ended: Iterable[tuple[SimulatedRun, str]]) -> None:
         rows = []
         for run, then in ended:
             num_tokens = run.num_told
             if run in self._running:
                 is_whole = then in ("stop", "length")
-                num_tokens = run.first + run.length if is_whole else run.num_by(self._steps)
+                num_tokens = run.first + run.length if is_whole else run.num_sampled(self._clock)
+            rows.append((run, num_tokens, then))
+        for run, _, then in rows:
             for runs in (self._running, self._streamed, self._queued, self._interrupted):
                 runs.pop(run, None)
             if then == "interrupted":
                 self._interrupted[run] = None
             else:
                 run.is_over = True
-            rows.append((run, num_tokens, then))
         self._tell(rows)
 
-    def _tell(self, rows: Sequence[tuple[SimulatedRun, int, str]]) -> None:
-        """What was sampled, up to so many tokens of each."""
+    def _tell(self, rows: Iterable[tuple[SimulatedRun, int, str]]) -> None:
+        """Draw and report the tokens of each request up to the given count."""
         rows = [(run, end, then) for run, end, then in rows if end > run.num_told or then != "more"]
         if not rows:
             return
         sizes = [end - run.num_told for run, end, _ in rows]
         ends = np.cumsum(sizes)
-        # Position of the first token of each, less its place among all that are drawn here.
         shifts = [len(run.request.prompt_ids) + run.num_told for run, _, _ in rows] - (ends - sizes)
         positions = np.arange(ends[-1]) + np.repeat(shifts, sizes)
-        draws = uniform_draws(
-            np.repeat(np.array([run.request.seed for run, _, _ in rows], np.uint64), sizes), positions
-        )
-        token_ids = (draws * self.spec.vocab_size).astype(np.int32)
+        seeds = np.repeat(np.array([run.request.seed for run, _, _ in rows], np.uint64), sizes)
+        token_ids = (uniform_draws(seeds, positions) * self.spec.vocab_size).astype(np.int32)
         logprobs = np.full(len(token_ids), -math.log(self.spec.vocab_size), np.float32)
         told: dict[Listener, list[Sampled]] = {}
         for (run, end, then), size, last in zip(rows, sizes, ends.tolist(), strict=True):
-            here, spans = slice(last - size, last), spans_of(self._marks(run), run.num_told, end)
-            told.setdefault(run.listener, []).append(
-                Sampled(run.number, token_ids[here], logprobs[here], spans, then)
-            )
+            part = slice(last - size, last)
+            spans = spans_of(self._marks(run), run.num_told, end)
+            row = Sampled(run.number, token_ids[part], logprobs[part], spans, then)
+            told.setdefault(run.listener, []).append(row)
             run.num_told = end
-        self._tokens_generated += len(token_ids)
+        self._num_tokens += len(token_ids)
         for listener, sampled in told.items():
             listener.sampled(sampled)
 
     def _marks(self, run: SimulatedRun) -> list[tuple[int, int]]:
-        """(First token, policy_version) of each version since the admission.
-
-        Token k since then is sampled when the clock reaches run.start + k + 1; it belongs to the last version
-        in force before that.
-        """
+        """Return (first token, policy_version) for each version since the request was admitted."""
         since = self._changes[max(0, bisect_left(self._changes, (run.start, -1)) - 1) :]
-        return [(run.first + max(0, int(steps - run.start + 1e-9)), version) for steps, version in since]
+        return [(run.first + max(0, int(clock - run.start + EPSILON)), version) for clock, version in since]
 
 
 def _arrived(path: str) -> Arrived:
-    """What lies in a file. Raises Refused (400)."""
+    """Return the digests and the size of the tensors in a file. Raises Refused (400)."""
     tensors = read_or_refuse(path)
     digests = {name: tensor_digest(name, raw.dtype, raw.shape, raw.data) for name, raw in tensors.items()}
     return digests, sum(len(raw.data) for raw in tensors.values())
 
 
-def _done(result: Answer) -> asyncio.Future[Answer]:
-    answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    answer.set_result(result)
-    return answer
-
-
-def _answer(future: asyncio.Future[Answer], result: Answer) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
 def main() -> None:
-    """Serve until SIGTERM or until the parent is gone."""
+    """Serve until SIGTERM or until the parent exits."""
     die_with_parent()
     spec, fd = read_spec(SimulatedSpec)
     serve_engine(SimulatedEngine(spec), fd)
