@@ -10,7 +10,6 @@ AsyncrlError                what failed with its values, the rule, the way out
 │   │   └── TrainerLost     it died or does not answer: started again and brought up to date
 │   ├── PublishError        weights did not arrive as they were sent
 │   │   └── WeightsLost     the trainer is gone with them: a new one exports anew
-│   ├── ConnectionShortage  this machine has no descriptor or port left to call a server
 │   ├── JournalError        what happened cannot be written down, or the journal is damaged, foreign or in use
 │   └── TaskError           no further prompt can be made, or no rollout can be scored any more
 ├── CallbackError           a function that was given to asyncrl.run raised
@@ -153,12 +152,6 @@ class PublishError(RoomError):
 class WeightsLost(PublishError):  # noqa: N818  a state of the trainer's node; a new trainer exports anew
     """The trainer's node was lost, with the file of the weights, before all nodes had it; or the trainer, as
     it sent them.
-    """
-
-
-class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine
-    """No descriptor, port or memory is left on this machine, for example for a connection to a server. It
-    says nothing about the state of that server.
     """
 
 

@@ -5,30 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
-import logging
-import os
-import random
-import resource
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.base import ErrorBody
-from asyncrl.waits import TimeLimit
 
-log = logging.getLogger("asyncrl.http")
-
-OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-"""Errors of this machine, which say nothing of the server that was to be called."""
-SHORT_S, RETRY_S = 60.0, 0.5
-"""For how long, and how often, a call retries to open a connection after such an error."""
+OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+"""This process or machine has no file descriptor left, which says nothing about the server."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
-Begun = TypeVar("Begun")
 
 
 class CallRefused(Exception):  # noqa: N818  the server is well, it says no
@@ -55,29 +43,6 @@ class CallGarbled(CallLost):
     def __init__(self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b"") -> None:
         self.status, self.text = status, text
         super().__init__(server, path, why)
-
-
-def out_of(what: str, number: int) -> ConnectionShortage:
-    """The error for what failed, with the resource that ran out. It opens no descriptor to find the
-    limits.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    rule, way_out = {
-        errno.EMFILE: (
-            f"this process has all its {soft} descriptors open (RLIMIT_NOFILE; {hard} is the hard limit)",
-            "raise the limit of open files, or lower rollout.slots or gateway.max_connections",
-        ),
-        errno.ENFILE: (
-            "the machine has fs.file-max files open",
-            "raise it, or end the process that holds them",
-        ),
-        errno.EADDRNOTAVAIL: (
-            "no port of net.ipv4.ip_local_port_range is left for this address, or no host has it",
-            "widen that range, lower rollout.slots, or correct the address",
-        ),
-    }.get(number, ("the kernel has no memory for it", "free memory on this machine"))
-    what, way_out = f"{what}: {os.strerror(number)}", f"{way_out}, and go on with this run."
-    return ConnectionShortage("controller", what, rule=rule, way_out=way_out)
 
 
 class FrameSocket:
@@ -110,38 +75,29 @@ class FrameSocket:
 
 
 class Caller:
-    """Calls one server at `url` (http://127.0.0.1:PORT). Opens connections on first use, until aclose().
+    """Call one server at `url` (http://127.0.0.1:PORT). Connections open on first use, until aclose()."""
 
-    `short_s`: for how long it tries to open a connection after an error of OURS. It must be less than the
-    limits of its callers, which would blame the server.
-    """
-
-    def __init__(self, name: str, url: str, secret: str, *, short_s: float = SHORT_S) -> None:
-        self.name, self.url, self._secret, self.short_s = name, url, secret, short_s
+    def __init__(self, name: str, url: str, secret: str) -> None:
+        self.name = name
+        self.url = url
+        self._secret = secret
         self._session: aiohttp.ClientSession | None = None
-        self._warned_s: float | None = None
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        """GET; raises CallRefused, CallLost or ConnectionShortage. `timeout_s` None waits until the server
-        answers or is gone.
-        """
+        """GET. Raises CallRefused or CallLost. `timeout_s` None: wait until the server answers or is gone."""
         return await self._call("GET", path, None, answer, timeout_s)
 
     async def post(self, path: str, body: Body, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        """POST a message (JSON) or bytes (octet-stream); raises CallRefused or CallLost."""
+        """POST a message as JSON, or bytes. Raises CallRefused or CallLost."""
         return await self._call("POST", path, body, answer, timeout_s)
 
     async def _call(
         self, method: str, path: str, body: Body, answer: type[Answer], timeout_s: float | None
     ) -> Answer:
-        short_of: set[int] = set()
         try:
-            async with TimeLimit(timeout_s):
-                async with await self._begin(method, path, body, short_of) as response:
-                    text = await response.read()
+            async with asyncio.timeout(timeout_s), await self._begin(method, path, body) as response:
+                text = await response.read()
         except TimeoutError:
-            if short_of:
-                raise self._shortage(short_of.pop()) from None
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(path, error) from error
@@ -151,12 +107,13 @@ class Caller:
         raise self._refusal(path, response.status, text, answer)
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
-        """POST a message; yields the whole lines of the answer as they come. Raises CallRefused for an error
-        status, CallLost if the answer breaks off. Close it (contextlib.aclosing) to leave before the end:
-        that breaks the connection.
+        """POST a message and yield whole lines of the answer as they arrive.
+
+        Raises CallRefused for an error status, CallLost if the answer breaks off. Close the generator
+        (contextlib.aclosing) to stop early; that closes the connection.
         """
         try:
-            async with await self._begin("POST", path, body, set()) as response:
+            async with await self._begin("POST", path, body) as response:
                 if response.status >= 400:
                     raise self._refusal(path, response.status, await response.read(), ErrorBody)
                 rest = b""
@@ -167,54 +124,25 @@ class Caller:
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(path, error) from error
 
-    async def _begin(self, method: str, path: str, body: Body, short_of: set[int]) -> aiohttp.ClientResponse:
-        """The answer's head."""
-        data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
-        headers = {"content-type": f"application/{'octet-stream' if isinstance(body, bytes) else 'json'}"}
-        request = functools.partial(self._open().request, method, self.url + path, data=data, headers=headers)
-        return await self._connected(request, short_of)
-
     async def connect(self, path: str) -> FrameSocket:
-        """A WebSocket to `path`. Raises CallLost or ConnectionShortage."""
-        begin = functools.partial(self._open().ws_connect, self.url + path, max_msg_size=0)
+        """Open a WebSocket. Raises CallLost."""
         try:
-            return FrameSocket(self.name, path, await self._connected(begin, set()))
+            return FrameSocket(
+                self.name, path, await self._open().ws_connect(self.url + path, max_msg_size=0)
+            )
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(path, error) from error
 
-    async def _connected(self, begin: Callable[[], Awaitable[Begun]], short_of: set[int]) -> Begun:
-        """What `begin` gives. Descriptors and ports come back when other calls end, so it tries for short_s,
-        with what is lacking in `short_of`; then raises ConnectionShortage.
-        """
-        clock, since_s = asyncio.get_running_loop().time, 0.0
-        while True:
-            try:
-                begun = await begin()
-            except aiohttp.ClientConnectorError as error:  # so nothing was sent
-                if error.errno not in OURS:
-                    raise
-                since_s = since_s or clock()
-                if clock() - since_s >= self.short_s:
-                    raise self._shortage(error.errno) from error
-                self._warn_of_shortage(error.errno)
-                short_of.add(error.errno)
-            else:
-                short_of.clear()
-                return begun
-            await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
+    async def _begin(self, method: str, path: str, body: Body) -> aiohttp.ClientResponse:
+        """Return the response once its head has arrived."""
+        data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
+        kind = "octet-stream" if isinstance(body, bytes) else "json"
+        headers = {"content-type": f"application/{kind}"}
+        return await self._open().request(method, self.url + path, data=data, headers=headers)
 
-    def _shortage(self, number: int) -> ConnectionShortage:
-        return out_of(f"cannot open a connection to {self.name}, which may be well", number)
-
-    def _warn_of_shortage(self, number: int) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if self._warned_s is None or now_s - self._warned_s > self.short_s:
-            self._warned_s = now_s
-            log.warning("%s It is tried again for %g s.", self._shortage(number), self.short_s)
-
-    def _lost(self, path: str, error: aiohttp.ClientError | OSError) -> CallLost | ConnectionShortage:
-        if isinstance(error, OSError) and error.errno in OURS:
-            return self._shortage(error.errno)
+    def _lost(self, path: str, error: aiohttp.ClientError | OSError) -> CallLost | OSError:
+        if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+            return OSError(error.errno, error.strerror)
         return CallLost(self.name, path, f"{type(error).__name__}: {error}")
 
     def _refusal(

@@ -26,7 +26,6 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure
-from asyncrl.waits import TimeLimit
 
 
 def find_here() -> str:
@@ -226,7 +225,7 @@ class UserCalls:
 async def _wait_within(timeout_s: float, tasks: set[asyncio.Task[Any]]) -> None:
     """Return when all of them are done, or the loop has run for this many seconds."""
     with contextlib.suppress(TimeoutError):
-        async with TimeLimit(timeout_s):
+        async with asyncio.timeout(timeout_s):
             await asyncio.wait(tasks)
 
 

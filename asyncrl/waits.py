@@ -197,6 +197,21 @@ class TimeLimit:
             self._alarm = None
 
 
+@contextlib.asynccontextmanager
+async def within(
+    timeout_s: float | None, late: Callable[[], Exception] = TimeoutError
+) -> AsyncIterator[asyncio.Timeout]:
+    """Limit a block to timeout_s seconds (None: no limit). Like asyncio.timeout, but it raises `late()`."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            yield limit
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise late() from None
+
+
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
     """The result of `work`, which goes on to its end however often we are cancelled; the last one."""
     doing = asyncio.ensure_future(work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import tempfile
 import weakref
@@ -19,7 +18,6 @@ from rollout_cases import single_turn, virtual
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
@@ -173,25 +171,6 @@ async def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_i
     limit = "is given up: did not end within eval.timeout_s=2.0"
     told = [f"the evaluation of policy_version {version} {limit}" for version in (0, 3)]
     assert [trouble.partition(";")[0] for trouble in house.troubles] == told
-
-
-@virtual
-async def test_an_evaluation_that_this_machine_lacks_a_connection_for_is_abandoned_and_the_next_tried() -> (
-    None
-):
-    house = House(every=3, last=6, at_start=False)
-    post = house.eval_engine.post
-
-    async def short(path: str, body: Any, *args: Any, **keywords: Any) -> Any:
-        if path == "/prepare" and body.version == 3:
-            raise ConnectionShortage("controller", "no descriptor is left")
-        return await post(path, body, *args, **keywords)
-
-    house.eval_engine.post = short  # type: ignore[method-assign]
-    await house.live()
-    (told,) = house.troubles
-    assert house.versions == [6]
-    assert re.search("the evaluation of policy_version 3 is given up: .*no descriptor is left", told)
 
 
 @virtual

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import importlib.util
 import json
@@ -22,7 +21,7 @@ import pytest
 from job_runs import all_gone, children_of, interrupt, wait_for_steps, write_config
 
 from asyncrl import staging
-from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
+from asyncrl.errors import ConfigError, RoomError
 from asyncrl.placement import fork_server
 from asyncrl.placement.fork_server import PRELOADED, ForkServer
 from asyncrl.placement.processes import (
@@ -273,20 +272,6 @@ def test_a_port_in_use_is_named_with_its_owner_and_the_way_out() -> None:
         port = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} for engine-0 cannot be used(.|\n)*any free one"):
             bind_socket("engine-0", port)
-
-
-@pytest.mark.parametrize(
-    ("number", "says"), [(errno.EADDRINUSE, "ip_local_port_range"), (errno.EMFILE, "RLIMIT_NOFILE")]
-)
-def test_a_child_that_this_machine_has_nothing_left_for_is_not_blamed_and_no_port_is(
-    monkeypatch: pytest.MonkeyPatch, module: str, tmp_path: Path, number: int, says: str
-) -> None:
-    def bind(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(socket.socket, "bind", bind)
-    with pytest.raises(ConnectionShortage, match=f"cannot start child.*{says}"):
-        asyncio.run(make_child(module, tmp_path).start())
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

@@ -30,7 +30,7 @@ from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.testing.virtual_time import all_blocked, stand_still
+from asyncrl.testing.virtual_time import all_blocked
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
@@ -259,17 +259,6 @@ def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
     one = derive_seed(0, "p1", 0, 0, attempt=0)
     assert one == derive_seed(0, "p1", 0, 0) == 4802785385995688842, "a run repeats on another machine"
-
-
-@virtual
-async def test_a_controller_that_stood_still_takes_that_time_from_no_rollout() -> None:
-    async def slow() -> Rollout:
-        asyncio.get_running_loop().call_later(3.0, stand_still, 1000.0)
-        await asyncio.sleep(8.0)
-        return await good()
-
-    outcome = await run(RolloutRunner(Scripted(slow), timeout_s=10.0, retries=0))
-    assert not isinstance(outcome, FailedRollout)
 
 
 @virtual

@@ -22,7 +22,7 @@ from turn_cases import DECODE_S, HEARTBEAT_S, START_S, EngineRooms, make_request
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
+from asyncrl.errors import EngineLost, PublishError, RoomError
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.supervision.supervise import until_lost
 from asyncrl.messages.records import Completion, SamplingRequest
@@ -369,29 +369,3 @@ def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_pus
 
 
 # ---- a machine without descriptors
-
-
-async def short(*_: Any, **__: Any) -> Any:
-    await asyncio.sleep(HEARTBEAT_S)
-    raise ConnectionShortage("controller", "cannot open a connection: Too many open files")
-
-
-def test_a_heartbeat_that_cannot_be_sent_says_nothing_of_the_server() -> None:
-    async def story(house: House) -> None:
-        house.fakes[0].get = short  # type: ignore[method-assign]
-        await asyncio.sleep(20 * HEARTBEAT_S)
-        assert house.pool.down == ()
-        house.fakes[0].die()
-        await asyncio.sleep(1.0)
-        assert house.pool.down == ("engine-0",), "a death is still seen"
-
-    live(story)
-
-
-def test_a_call_that_cannot_be_made_ends_the_run_with_what_is_missing_and_no_engine_is_given_up() -> None:
-    async def story(house: House) -> None:
-        for fake in house.fakes:
-            fake.connect = short  # type: ignore[method-assign]
-        await house.ask(make_request())
-
-    assert "controller: cannot open a connection" in str(fails(story))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, WeightsLost
+from asyncrl.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.messages.calls import CommitResponse, ExportResponse
 from asyncrl.messages.records import Batch
 from asyncrl.sync.publisher import Publisher
@@ -250,19 +250,6 @@ def test_weights_that_are_lost_with_the_trainers_node_are_exported_anew_once_for
     with pytest.raises(ExceptionGroup) as caught:
         live(story, 0.5, 0.5, locate=locate)
     assert caught.value.exceptions == (gone,)
-
-
-def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:
-    shortage = ConnectionShortage("controller", "cannot open a connection: Too many open files")
-
-    async def story(house: House) -> None:
-        house.targets[0].prepare = AsyncMock(side_effect=shortage)  # type: ignore[method-assign]
-        house.trainer.step()
-        await asyncio.sleep(10.0)
-
-    with pytest.raises(ExceptionGroup) as caught:
-        live(story, 1.0)
-    assert caught.value.exceptions == (shortage,), "and no loss"
 
 
 def test_an_export_has_a_limit_in_which_the_time_of_a_restart_does_not_count() -> None:

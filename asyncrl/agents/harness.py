@@ -23,7 +23,6 @@ from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.work import MAX_OUTCOME_BYTES, WorkItem
 from asyncrl.user_code import UserCalls, is_for_us, load_function, words_of
-from asyncrl.waits import TimeLimit
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -201,7 +200,7 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
     """What an attempt came to. What goes wrong in a harness is data; ConfigError passes."""
     given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
     task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
-    limit = TimeLimit(item.timeout_s)
+    limit = asyncio.timeout(item.timeout_s)
     try:
         async with limit:
             return as_outcome(await harness.run(task, session))

@@ -31,7 +31,7 @@ from asyncrl.agents.command_processes import hide_memory
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
+from asyncrl.errors import ConfigError, RoomError
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages import work as wire
 from asyncrl.messages.base import WORKER_KEY_ENV, Message
@@ -120,7 +120,7 @@ class Worker:
             raise wrong or several from None
         finally:
             leaving = self._alive_request(is_leaving=True)
-            with contextlib.suppress(CallLost, CallRefused, ConnectionShortage):
+            with contextlib.suppress(CallLost, CallRefused):
                 await self._caller.post("/work/alive", leaving, wire.AliveAnswer, timeout_s=GOODBYE_TIMEOUT_S)
             if self._http is not None:
                 await self._http.aclose()
@@ -206,7 +206,7 @@ class Worker:
         while True:
             try:
                 found = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
-            except (CallRefused, CallLost, ConnectionShortage) as error:
+            except (CallRefused, CallLost) as error:
                 if isinstance(error, CallRefused) and error.status == 410:
                     raise
                 if isinstance(error, CallRefused) and error.status in (401, 422):

@@ -66,7 +66,7 @@ class Link:
         return [one for one in self._open.values() if wanted is None or one.request.request_id in wanted]
 
     async def sample(self, opened: OpenRequest) -> GenerateResponse:
-        """The answer. Raises CallRefused, CallLost, ConnectionShortage or EngineError."""
+        """The answer. Raises CallRefused, CallLost or EngineError."""
         if self._broken is not None:
             raise self._broken
         opened.number = next(self._numbers)

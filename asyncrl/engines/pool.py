@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.segment_check import EmptySegments, RoutedTokens
-from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
+from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, TopLogprobs, VersionSpan
 from asyncrl.waits import waiting
@@ -229,7 +229,7 @@ class EnginePool:
         self, server: EngineClient, request_ids: list[str], timeout_s: float = ABORT_TIMEOUT_S
     ) -> None:
         """A server that gives no answer is lost, and that is seen by the calls that wait for it."""
-        with contextlib.suppress(EngineError, ConnectionShortage):
+        with contextlib.suppress(EngineError):
             await server.abort(request_ids, timeout_s=timeout_s)
 
     def _near(self, request: SamplingRequest) -> int:

@@ -26,7 +26,7 @@ from asyncrl.messages.calls import (
     GenerateResponse,
     LoadChunkRequest,
 )
-from asyncrl.waits import TimeLimit
+from asyncrl.waits import within
 
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 
@@ -269,7 +269,7 @@ class VllmServer:
     async def _within(self, timeout_s: float | None, what: str) -> AsyncIterator[None]:
         """Calls that make the engine lost if they take longer."""
         process, what = self._process, f"({self._caller.url}) {what} within {timeout_s} s"
-        async with TimeLimit(timeout_s, or_raise=lambda: process.lost(what)), process.calls():
+        async with within(timeout_s, lambda: process.lost(what)), process.calls():
             yield
 
     def _leave_meeting_nowait(self) -> None:

@@ -45,7 +45,7 @@ from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
-from asyncrl.waits import TimeLimit, waiting
+from asyncrl.waits import waiting
 
 NO_WORKER_S = 30.0
 """Seconds without a worker after which the run reports it."""
@@ -213,7 +213,7 @@ class Harnessing:
         await self.queue.aclose()
         if self.queue.is_over and not self.workers:
             with contextlib.suppress(TimeoutError), waiting("their goodbye", on="workers elsewhere"):
-                async with TimeLimit(GOODBYE_S):
+                async with asyncio.timeout(GOODBYE_S):
                     await self.queue.wait_no_workers()
         for worker in self.workers:
             await worker.aclose()

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
 from asyncrl.files import write_whole
-from asyncrl.http import OURS, out_of
+from asyncrl.http import OUT_OF_FILES
 from asyncrl.job.start import Server, first_death
 from asyncrl.journal.read import reading
 from asyncrl.observe.console import outliving
@@ -424,8 +424,11 @@ def logging_to(folder: Path) -> Iterator[None]:
 
 
 def refused_by_system(error: OSError, run_dir: Path) -> RoomError:
-    """What the kernel refused the controller, which for most of its calls is a file."""
-    if error.errno in OURS:
-        return out_of("cannot go on", error.errno)
+    """Return the error to show for an OSError of the controller."""
+    if error.errno in OUT_OF_FILES:
+        way_out = (
+            "raise the limit (ulimit -n) or lower rollout.slots and gateway.max_connections, then resume."
+        )
+        return RoomError("controller", f"out of file descriptors: {error}", way_out=way_out)
     what = f"cannot use the run directory {run_dir}: {error}"
     return RoomError("controller", what, way_out="free space on its disk, then start again.")

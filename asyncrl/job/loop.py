@@ -24,7 +24,6 @@ from asyncrl.checkpoints.folder import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import EngineLost
 from asyncrl.files import RunLock, write_whole
-from asyncrl.http import OURS, out_of
 from asyncrl.job.build import Parts, open_parts
 from asyncrl.job.check import RUN_COPY
 from asyncrl.job.life import (
@@ -336,11 +335,5 @@ class Job(Life):
 
     async def _report_status(self, parts: Parts, watchdog: Watchdog) -> None:
         while True:
-            try:
-                self.reporter.status(parts, watchdog.look())
-            except OSError as error:
-                if error.errno not in OURS:
-                    raise
-                text = str(out_of("no status is written for now", error.errno))
-                self.reporter.warn_once("status", text)  # the next one replaces it anyway
+            self.reporter.status(parts, watchdog.look())
             await asyncio.sleep(STATUS_PERIOD_S)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import ConnectionShortage, EngineError, RoomError
+from asyncrl.errors import EngineError, RoomError
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.job.supervision.restarts import Restarts
 from asyncrl.messages.base import RelayHealth
@@ -21,7 +21,6 @@ from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
 from asyncrl.placement.nodes import Process
-from asyncrl.waits import TimeLimit
 
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth | RelayHealth
 STATE_TIMEOUT_S = 5.0
@@ -73,7 +72,7 @@ class Server:
             return ChildState(self.name, process, "asked nothing", is_well=False)
         try:
             health = await self.ask(STATE_TIMEOUT_S)
-        except (CallLost, CallRefused, EngineError, ConnectionShortage) as error:
+        except (CallLost, CallRefused, EngineError) as error:
             return ChildState(self.name, process, failure_text(error), is_well=False)
         numbers = ", ".join(f"{key} {value}" for key, value in health.model_dump().items())
         return ChildState(self.name, process, f"answers: {numbers}", is_well=True)
@@ -173,7 +172,7 @@ async def bring_up(
         return
     limit_s = max(server.start_s for server in engines)
     try:
-        async with TimeLimit(limit_s):
+        async with asyncio.timeout(limit_s):
             clients = [server.engine for server in engines if server.engine is not None]
             await asyncio.gather(*(client.sleep(["kv", "weights"]) for client in clients))
     except TimeoutError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -18,7 +17,6 @@ from pathlib import Path
 import psutil
 
 from asyncrl.errors import ConfigError, RoomError
-from asyncrl.http import OURS, out_of
 from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.placement import fork_server
 from asyncrl.placement.nodes import LOOPBACK, Process
@@ -143,21 +141,13 @@ class ChildProcess:
             return f"process {self.pid} ended with {self.returncode}"
 
     async def start(self) -> None:
-        """Bind the socket and start the process; returns at once (ask its /health to know when it is ready).
-
-        Raises ConnectionShortage where this machine has no descriptor, port or memory left for that.
-        """
+        """Bind the socket and start the process. Does not wait until it is ready."""
         spec_path = self.run_dir / "specs" / f"{self.name}.json"
         for path in (spec_path, self.log_path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            spec_path.write_text(self.spec, encoding="utf-8")
-            with bind_socket(self.name, self.port, self.host) as listener, self.log_path.open("ab") as log:
-                await self._start_on(listener, log.fileno(), spec_path)
-        except OSError as error:
-            if error.errno not in OURS:
-                raise
-            raise out_of(f"cannot start {self.name}", error.errno) from error
+        spec_path.write_text(self.spec, encoding="utf-8")
+        with bind_socket(self.name, self.port, self.host) as listener, self.log_path.open("ab") as log:
+            await self._start_on(listener, log.fileno(), spec_path)
 
     async def _start_on(self, listener: socket.socket, log: int, spec_path: Path) -> None:
         self._log_start = os.fstat(log).st_size
@@ -291,9 +281,7 @@ def bind_socket(owner: str, port: int | None, host: str = LOOPBACK) -> socket.so
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        if port is None and error.errno == errno.EADDRINUSE:  # none of them is free
-            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL)) from error
-        if port is None or error.errno in OURS:
+        if port is None:
             raise
         raise ConfigError(
             f"port {port} for {owner} cannot be used: {error.strerror}",

@@ -15,12 +15,12 @@ from statistics import fmean, pstdev, stdev
 from typing import Literal
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import ConnectionShortage, EngineError, PublishError, RoomError
+from asyncrl.errors import EngineError, PublishError, RoomError
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
 from asyncrl.spans import note_span
-from asyncrl.waits import TimeLimit, waiting
+from asyncrl.waits import waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class Evaluation:
         self._pending: tuple[int, ExportResponse | None, Sequence[HeldOut]] | None = None
         """A version, its weights if they are kept (None: the engines have them), and what is due at it."""
         self._changed = asyncio.Event()
-        self._limit: TimeLimit | None = None
+        self._limit: asyncio.Timeout | None = None
         self._stats = EvaluationStats()
 
     def stats(self) -> EvaluationStats:
@@ -344,7 +344,7 @@ class Evaluation:
         """Start no evaluation any more, and end the one that runs, without a result. Idempotent."""
         self._stats.state = "off"
         if self._limit is not None and not self._limit.expired():
-            self._limit.restart(0.0)
+            self._limit.reschedule(asyncio.get_running_loop().time())
         self._drop()
 
     async def guard(self, watching: Awaitable[None]) -> None:
@@ -374,7 +374,7 @@ class Evaluation:
         """Whether the engine has the weights at its end."""
         clock, stats = asyncio.get_running_loop().time, self._stats
         started_s, is_loaded = clock(), manifest is None
-        self._limit = limit = TimeLimit(one.timeout_s)
+        self._limit = limit = asyncio.timeout(one.timeout_s)
         result: EvalResult | None = None
         why = f"did not end within eval.timeout_s={one.timeout_s}; raise it, or lower eval.num_prompts"
         try:
@@ -389,8 +389,6 @@ class Evaluation:
         except TimeoutError:
             if not limit.expired():
                 raise
-        except ConnectionShortage as error:  # only this evaluation is lost: the engine may be well
-            why = str(error)
         except RoomError as error:
             if self._target is None:
                 raise

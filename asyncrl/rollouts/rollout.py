@@ -14,7 +14,7 @@ from typing import Protocol
 from asyncrl.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Rollout
-from asyncrl.waits import TimeLimit, waiting
+from asyncrl.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -118,24 +118,24 @@ class RolloutClock:
     def __init__(self, timeout_s: float | None) -> None:
         self.left_s = timeout_s
         """What the attempts to come have, or this one if it holds the clock; None for no limit."""
-        self._limit: TimeLimit | None = None
+        self._limit: asyncio.Timeout | None = None
 
-    def start(self) -> TimeLimit:
+    def start(self) -> asyncio.Timeout:
         """The limit of one attempt, to be entered at once."""
-        self._limit = TimeLimit(self.left_s)
+        self._limit = asyncio.timeout(self.left_s)
         return self._limit
 
     def hold(self) -> None:
         """Stand still."""
         if self._limit is not None and not self._limit.expired():
             self._count(self._limit)
-            self._limit.restart(None)
+            self._limit.reschedule(None)
 
     def resume(self) -> None:
         """Run on, if it was held."""
         limit, left_s = self._limit, self.left_s
-        if limit is not None and left_s is not None and limit.left_s is None and not limit.expired():
-            limit.restart(left_s)
+        if limit is not None and left_s is not None and limit.when() is None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     def end(self) -> None:
         """The attempt has ended."""
@@ -143,9 +143,11 @@ class RolloutClock:
             self._count(self._limit)
             self._limit = None
 
-    def _count(self, limit: TimeLimit) -> None:
-        if limit.left_s is not None:
-            self.left_s = 0.0 if limit.expired() else limit.left_s
+    def _count(self, limit: asyncio.Timeout) -> None:
+        when_s = limit.when()
+        if when_s is not None:
+            now_s = asyncio.get_running_loop().time()
+            self.left_s = 0.0 if limit.expired() else max(0.0, when_s - now_s)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError, WeightsLost
+from asyncrl.errors import EngineLost, PublishError, RoomError, WeightsLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import CommitResponse, ExportChunkResponse, ExportResponse
 from asyncrl.spans import SHORTEST_S, note_span
@@ -216,7 +216,7 @@ class Push:
 
         outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)
         for target, outcome in zip(targets, outcomes, strict=True):
-            if isinstance(outcome, RoomError) and not isinstance(outcome, ConnectionShortage | WeightsLost):
+            if isinstance(outcome, RoomError) and not isinstance(outcome, WeightsLost):
                 what = f"{target.name} failed in {doing}: {outcome.fault}"
                 raise self._error(what, outcome.rule, outcome.way_out) from outcome
             if isinstance(outcome, BaseException):  # ours, or the trainer's: nothing is known of the engine

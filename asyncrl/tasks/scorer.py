@@ -12,6 +12,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from asyncrl.messages.records import Prompt
 from asyncrl.tasks.from_config import build_score
 from asyncrl.tasks.task import PromptTask, Score, UserCodeFailed, call, call_async, no_reward, user_code
 from asyncrl.user_code import DaemonThreads, UserCalls
-from asyncrl.waits import Alarm, TimeLimit, waiting
+from asyncrl.waits import waiting, within
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,8 @@ class Scorers:
             await scorer.aclose()
 
 
-def _within(timeout_s: float) -> TimeLimit:
-    return TimeLimit(timeout_s, or_raise=lambda: UserCodeFailed(TOO_SLOW.format(timeout_s)))
+def _within(timeout_s: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+    return within(timeout_s, lambda: UserCodeFailed(TOO_SLOW.format(timeout_s)))
 
 
 class ThreadPool:
@@ -159,7 +160,7 @@ class ThreadPool:
     def __init__(self, score: Score, config: TaskConfig) -> None:
         self._score, self._workers, self._timeout_s = score, config.reward_workers, config.reward_timeout_s
         self._threads, self._free = DaemonThreads(), asyncio.Semaphore(self._workers)
-        self._overdue: set[Alarm] = set()
+        self._overdue: set[asyncio.TimerHandle] = set()
 
     async def run(self, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
         """Raises UserCodeFailed, or TaskError if no worker will be free any more."""
@@ -170,21 +171,21 @@ class ThreadPool:
             what = f"all {self._workers} reward threads have been in one call each for more than {limit}"
             way_out = "set task.reward_pool=process, or correct the reward function."
             raise TaskError("tasks", what, way_out=way_out)
-        alarm = Alarm(2 * self._timeout_s, lambda: self._is_overdue(alarm))
         loop = asyncio.get_running_loop()
+        alarm: asyncio.TimerHandle = loop.call_later(2 * self._timeout_s, lambda: self._is_overdue(alarm))
         called = loop.run_in_executor(self._threads, call, self._score, prompt, completion)
         called.add_done_callback(lambda call: self._is_back(call, alarm))
         async with _within(self._timeout_s):
             return await asyncio.shield(called)
 
-    def _is_back(self, call: asyncio.Future[Any], alarm: Alarm) -> None:
+    def _is_back(self, call: asyncio.Future[Any], alarm: asyncio.TimerHandle) -> None:
         if not call.cancelled():
             call.exception()  # of a call whose rollout has ended nobody else asks, and asyncio would log it
         alarm.cancel()
         self._overdue.discard(alarm)
         self._free.release()
 
-    def _is_overdue(self, alarm: Alarm) -> None:
+    def _is_overdue(self, alarm: asyncio.TimerHandle) -> None:
         self._overdue.add(alarm)
         if len(self._overdue) == self._workers:
             self._free.release()
@@ -221,8 +222,8 @@ class ProcessPool:
     async def run(self, prompt: Prompt, completion: str) -> float:
         """Raises UserCodeFailed, or TaskError if the processes cannot start or build the score function."""
         late = f"did not start within {START_LIMIT_S} s"
-        limit = TimeLimit(self._timeout_s + START_LIMIT_S, or_raise=lambda: self._broken(late))
-        async with self._free, limit:
+        limit_s = self._timeout_s + START_LIMIT_S
+        async with self._free, within(limit_s, lambda: self._broken(late)):
             pool = self._pool
             try:
                 return await self._run(pool, prompt, completion)

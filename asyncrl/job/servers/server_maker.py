@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineClient
-from asyncrl.http import SHORT_S, Caller
+from asyncrl.http import Caller
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers.teaching import KEY
 from asyncrl.job.start import Server
@@ -161,8 +161,7 @@ class ServerMaker:
         }
         node, module = self.placement.beside_node, "asyncrl_servers.embedded"
         child = self._process(TEACHER, module, json.dumps(spec), [device], None, node)
-        short_s = min(SHORT_S, config.teacher.timeout_s / 2)
-        caller, start_s = Caller(TEACHER, "", self.secret, short_s=short_s), self.start_s(folder)
+        caller, start_s = Caller(TEACHER, "", self.secret), self.start_s(folder)
         return Server(child, caller, EngineHealth, start_s)
 
     def start_s(self, folder: Path) -> float:
@@ -216,14 +215,7 @@ class ServerMaker:
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     def _engine_server(self, child: Process, key: str) -> Server:
-        """A call of it waits for a connection of this machine half as long, at most, as the limits around it
-        allow: at their end a rollout or the engine would be blamed.
-        """
-        config = self.config
-        evals_s = [one.timeout_s for one in config.evals.values()]
-        limits = (config.rollout.timeout_s, config.weight_sync.timeout_s, *evals_s)
-        short_s = min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
-        caller, start_s = Caller(child.name, "", key, short_s=short_s), self.start_s(self.model_path)
+        caller, start_s = Caller(child.name, "", key), self.start_s(self.model_path)
         return Server(child, caller, EngineHealth, start_s)
 
     def _process(

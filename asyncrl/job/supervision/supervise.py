@@ -20,7 +20,6 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import (
     AsyncrlError,
-    ConnectionShortage,
     EngineLost,
     JournalError,
     NodeLost,
@@ -47,7 +46,7 @@ cause to name.
 MAX_BACKOFF_S = 30.0
 NODE_PERIOD_S = 5.0
 """How often a node that is gone is looked for, where the run goes on without it."""
-NO_LOSS = (PublishError, ConnectionShortage, JournalError, TrainerError)
+NO_LOSS = (PublishError, JournalError, TrainerError)
 """Errors during a restart that another new process would not fix; it would fix TrainerLost, also a
 TrainerError.
 """
@@ -160,8 +159,6 @@ class Supervisor:
             try:
                 with waiting("its new process", on=self._processes[0].name):
                     await start_all(self._processes)
-            except ConnectionShortage:
-                raise
             except RoomError as error:
                 return error
             finally:
@@ -332,13 +329,9 @@ async def until_lost(
 async def heartbeat(process: Server, limit_s: float) -> None:
     """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within
     `limit_s`.
-
-    A ConnectionShortage of this machine says nothing about the process, so it is ignored here; the calls of
-    the run raise it too, and end the run.
     """
     while True:
-        with contextlib.suppress(ConnectionShortage):
-            await process.check_alive(limit_s)
+        await process.check_alive(limit_s)
         await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
 
