@@ -197,14 +197,11 @@ def work(
     pass_env: Annotated[
         Texts, Option(metavar="NAME", help="Variable of ours that the command gets, too.")
     ] = None,
-    sandbox: Annotated[
-        Text, Option(metavar="KIND", help="auto, bubblewrap or podman, for a command.")
-    ] = None,
+    sandbox: Annotated[Text, Option(metavar="KIND", help="Run a command in a sandbox: bubblewrap.")] = None,
     sandbox_paths: Annotated[
-        Texts, Option("--sandbox-path", metavar="PATH", help="What a command in a sandbox can read, too.")
+        Texts, Option("--sandbox-path", metavar="PATH", help="Path that a command in a sandbox can read.")
     ] = None,
-    sandbox_image: Annotated[Text, Option(metavar="NAME", help="Image for podman.")] = None,
-    max_memory_mb: Annotated[int | None, Option(help="Memory of a command in a sandbox, in MiB.")] = None,
+    max_memory_mb: Annotated[int | None, Option(help="Memory of each process in a sandbox, in MiB.")] = None,
     give_up_after: Annotated[
         float, Option(metavar="SECONDS", help="End if the gateway gives no answer for so long.")
     ] = 1800.0,
@@ -231,7 +228,6 @@ def work(
         sandbox={
             "sandbox": sandbox,
             "sandbox_paths": sandbox_paths,
-            "sandbox_image": sandbox_image,
             "max_memory_mb": max_memory_mb,
         },
         give_up_s=give_up_after,

@@ -35,8 +35,7 @@ from asyncrl.agents.command_processes import (
     start_guard,
 )
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
-from asyncrl.agents.sandbox import check_usage, find_sandbox, is_file
-from asyncrl.agents.sandbox_door import Door, ProcessReadings
+from asyncrl.agents.sandbox import HOME, Forwarder, find_sandbox, is_file
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome
@@ -50,8 +49,6 @@ OWN_PREFIX = "ASYNCRL_"
 """Prefix of asyncrl's own variables: MARK_ENV, keys and secrets. A command gets none of them."""
 STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 2**16
-_WATCH_S = 1.0
-"""Between two looks at what a sandbox uses."""
 
 
 class CommandHarness:
@@ -78,12 +75,11 @@ class CommandHarness:
         command = config.command or []
         self.command = [str(Path(part).absolute()) if is_file(part) else part for part in command]
         program = shutil.which(self.command[0], path=self._env.get("PATH"))
-        if program is None and config.sandbox_image is None:  # an image has programs of its own
+        if program is None:
             what = f"generator.command: there is no program {command[0]}"
             rule = f"it is looked for in {Path.cwd()} and on PATH={self._env.get('PATH', '')}"
             raise ConfigError(what, rule=rule, way_out="correct the name, or make the file executable.")
-        self.sandbox = find_sandbox(config, [program or "", *self.command])
-        self._readings = ProcessReadings()
+        self.sandbox = find_sandbox(config, [program, *self.command])
         self.max_output_bytes = config.max_output_bytes
         self.token = secrets.token_hex(8)
         """Prefix of the marks of all commands of this harness."""
@@ -102,7 +98,7 @@ class CommandHarness:
         any exit code but 0, too much output, or a last line that is not an outcome.
         """
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
-        door = None if self.sandbox is None else Door(session.base_url)
+        forwarder = None if self.sandbox is None else Forwarder(session.base_url)
         try:
             for name in ("work", "tmp", "shm"):
                 (folder / name).mkdir()
@@ -110,14 +106,14 @@ class CommandHarness:
                 contextlib.closing(OutputPipe("standard output", self.max_output_bytes)) as output,
                 contextlib.closing(OutputPipe("standard error", self.max_output_bytes)) as errors,
             ):
-                code = await self._run(task, session, folder, door, output, errors)
+                code = await self._run(task, session, folder, forwarder, output, errors)
                 if self._is_killed:  # by this process as it ends: that is no result of the rollout
                     raise asyncio.CancelledError
                 text = self._output(code, output, errors)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
         finally:
-            if door is not None:
-                await door.aclose()
+            if forwarder is not None:
+                await forwarder.aclose()
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def kill_all_nowait(self) -> None:
@@ -130,18 +126,19 @@ class CommandHarness:
         task: AnyTask,
         session: Session,
         folder: Path,
-        door: Door | None,
+        forwarder: Forwarder | None,
         output: OutputPipe,
         errors: OutputPipe,
     ) -> int:
         mark = f"{self.token}.{next(self._numbers)}."
-        if door is not None:
-            session = replace(session, base_url=door.inner_url)
+        if forwarder is not None:
+            session = replace(session, base_url=forwarder.inner_url)
         command, environment = self.command, self._environment(session, folder, mark)
         fds = tuple[int, ...]()
-        if door is not None and self.sandbox is not None:
-            fds = (door.their_end.fileno(),)
-            command, environment = self.sandbox.around(command, environment, folder, fds[0], mark)
+        if forwarder is not None and self.sandbox is not None:
+            fds = (forwarder.their_end.fileno(),)
+            command = self.sandbox.around(command, folder, fds[0])
+            environment |= {"HOME": HOME, "TMPDIR": "/tmp"}
         reading_end, writing_end = os.pipe()  # read once: a pipe keeps nothing
         feed, _ = await asyncio.get_running_loop().connect_write_pipe(
             asyncio.BaseProtocol, os.fdopen(writing_end, "wb", buffering=0)
@@ -170,9 +167,9 @@ class CommandHarness:
             self._own_children.add(process.pid)
             for pipe in (output, errors):
                 pipe.read(on_overflow=functools.partial(kill_group_nowait, mark, process.pid))
-            if door is not None:
-                await door.wait_open()
-            return await self._ended(process)
+            if forwarder is not None:
+                await forwarder.wait_open()
+            return await process.wait()
         finally:
             if feed.get_write_buffer_size():  # else all is written, and it is closed
                 feed.abort()
@@ -189,20 +186,9 @@ class CommandHarness:
             MARK_ENV: mark,
         }
 
-    async def _ended(self, process: asyncio.subprocess.Process) -> int:
-        """Its exit code. Raises RolloutFailure once it uses more than its sandbox allows."""
-        while self.sandbox is not None and self.sandbox.is_watched:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_WATCH_S):
-                    return await process.wait()
-            check_usage(self.sandbox, *self._readings.of(process.pid))
-        return await process.wait()
-
     async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:
         group = process.pid if process else None
         try:
-            if self.sandbox is not None:
-                await asyncio.to_thread(self.sandbox.cleanup, mark)
             if survivors := await end_group(mark, group):
                 log.error("processes of command %s survive SIGKILL: %s", self.command[0], survivors)
             if process is not None:

@@ -1,48 +1,45 @@
-"""Sandboxes for the harness `command`: bubblewrap, or a container of podman.
+"""Run a command in bubblewrap: read-only system files, private folders, no network except the gateway.
 
-A command in one sees a read-only system, its own folders, its own processes, and of the network one address:
-the gateway's. The address is a door: the first program in the sandbox listens on the sandbox's own loopback,
-hands that socket to the worker, and becomes the command; what connects there is forwarded to the gateway by
-the worker, and nothing else of the network is in the sandbox.
+The first program in the sandbox listens on the sandbox's loopback and passes that socket to the worker, which
+forwards each connection to the gateway. Nothing else of the network exists in the sandbox.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
+from urllib.parse import urlsplit
 
-from asyncrl.agents.sandbox_door import DOOR_PORT
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
-ROOM, TEMP = "/rollout", "/tmp"
-"""Working folder and temporary folder, as a command in a sandbox sees them."""
-MAX_PROCESSES, MAX_FILES = 1024, 4096
-TRY_S = 60.0
-PLACES = {"HOME": ROOM, "TMPDIR": TEMP}
-PODMAN_ENV = ("PATH", "HOME", "LANG", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "CONTAINERS_CONF")
-"""What podman itself reads."""
+HOME = "/rollout"
+"""Working folder of a command, inside the sandbox."""
+PORT = 8700
+"""Port of the gateway, inside the sandbox."""
+TRIAL = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+TRIAL_S = 60.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SETTINGS = "alternatives ca-certificates group hosts ld.so.cache ld.so.conf ld.so.conf.d localtime".split()
-SETTINGS += ["nsswitch.conf", "passwd", "pki", "ssl"]
-"""What programs need of /etc; the rest of it may hold secrets."""
+ETC = (
+    *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
+    *("localtime", "nsswitch.conf", "passwd", "pki", "ssl"),
+)
+"""Files of /etc that programs need. The rest may contain secrets."""
 
 _FIRST = """
 import os, resource, socket, sys
-door, port, max_bytes, *command = sys.argv[1:]
+channel, port, max_bytes, *command = sys.argv[1:]
 listener = socket.create_server(("127.0.0.1", int(port)), backlog=64)
-with socket.socket(fileno=int(door)) as out:
+with socket.socket(fileno=int(channel)) as out:
     socket.send_fds(out, [b"1"], [listener.fileno()])
 listener.close()
 if int(max_bytes):
@@ -54,199 +51,152 @@ except OSError as error:
 """
 """The first program in a sandbox."""
 
-_AS_FD_3 = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.execvp(sys.argv[2], sys.argv[2:])"
-
 
 @dataclass(frozen=True)
-class Sandbox(ABC):
-    """A way to run a command apart from the rest. `paths` are read-only in it, `max_bytes` is the memory that
-    a command may use (0: no limit). `is_watched`: not all of its limits are kept by the system, so that the
-    harness has to look.
-    """
+class Sandbox:
+    """`paths` are readable in the sandbox. `max_bytes` limits the memory of each process (0: no limit)."""
 
-    name: ClassVar[str]
-    program: ClassVar[str]
-    is_watched: ClassVar[bool]
     paths: tuple[str, ...]
     max_bytes: int = 0
 
-    @abstractmethod
-    def around(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, door: int, mark: str
-    ) -> tuple[list[str], dict[str, str]]:
-        """What to start instead of `command`, and its environment. `folder` has `work`, `tmp` and `shm`;
-        `door` is the file descriptor to hand the listening socket to.
+    def around(self, command: Sequence[str], folder: Path, channel: int) -> list[str]:
+        """Return the command line that runs `command` in the sandbox.
+
+        `folder` contains `work`, `tmp` and `shm`. The listening socket is sent to the file descriptor
+        `channel`.
         """
-
-    @abstractmethod
-    def trial(self) -> list[str]:
-        """A command that fails where it cannot be had."""
-
-    @abstractmethod
-    def cleanup(self, mark: str) -> None:
-        """End what killing the processes of a command does not."""
-
-
-@dataclass(frozen=True)
-class Bubblewrap(Sandbox):
-    """Namespaces of its own for users, processes, the network and all else; the files of the system
-    read-only; everything else of the disk is not there. The kernel limits the memory of each process; that of
-    all together is looked at.
-    """
-
-    name = "bubblewrap"
-    program = "bwrap"
-    is_watched = True
-
-    def around(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, door: int, mark: str
-    ) -> tuple[list[str], dict[str, str]]:
-        binds = {ROOM: folder / "work", TEMP: folder / "tmp", "/dev/shm": folder / "shm"}
-        paths = [sys.base_prefix, sys.prefix, *self.paths]
-        parts = [self.program, *bubblewrap_options(binds, {path: path for path in paths}, ROOM), "--"]
-        first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST, str(door), str(DOOR_PORT)]
-        return [*parts, *first, str(self.max_bytes), *command], {**environment, **PLACES}
-
-    def trial(self) -> list[str]:
-        return [self.program, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
-
-    def cleanup(self, mark: str) -> None:
-        """Nothing: the processes in it end with the first, and that with bwrap."""
+        binds = {HOME: folder / "work", "/tmp": folder / "tmp", "/dev/shm": folder / "shm"}
+        shown = {path: path for path in (sys.base_prefix, sys.prefix, *self.paths)}
+        first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST]
+        numbers = [str(channel), str(PORT), str(self.max_bytes)]
+        return ["bwrap", *bubblewrap_options(binds, shown, HOME), "--", *first, *numbers, *command]
 
 
 def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], folder: str) -> list[str]:
-    """Options of bwrap for the system read-only and no network; by their place in the sandbox: `binds` can be
-    written to, `shown` read. `folder` is the working one.
+    """Return options of bwrap for no network and read-only system files.
+
+    `binds` are writable and `shown` readable, by their path in the sandbox. `folder` is the working folder.
     """
-    parts = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in SYSTEM:
         if Path(path).is_symlink():
-            parts += ["--symlink", str(Path(path).readlink()), path]
+            options += ["--symlink", str(Path(path).readlink()), path]
         elif Path(path).exists():
-            parts += ["--ro-bind", path, path]
-    for name in SETTINGS:
-        parts += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    parts += ["--proc", "/proc", "--dev", "/dev"]
-    for place, bound in binds.items():
-        parts += ["--bind", str(bound), place]
+            options += ["--ro-bind", path, path]
+    for name in ETC:
+        options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    options += ["--proc", "/proc", "--dev", "/dev"]
+    for place, source in binds.items():
+        options += ["--bind", str(source), place]
     seen = list(SYSTEM)
-    for place, source in shown.items():
+    for place, path in shown.items():
         if not any(Path(place).is_relative_to(each) for each in seen):
-            parts += ["--ro-bind", source, place]
+            options += ["--ro-bind", path, place]
             seen.append(place)
-    # its own root and /dev are of memory, which is not to be filled
-    return [*parts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
-
-
-@dataclass(frozen=True)
-class Podman(Sandbox):
-    """A container of `image`, which has a python3, without a network. Where its memory is too small, the
-    kernel kills one of its processes.
-    """
-
-    name = "podman"
-    program = "podman"
-    is_watched = False
-    image: str = ""
-
-    def around(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, door: int, mark: str
-    ) -> tuple[list[str], dict[str, str]]:
-        parts = [self.program, "run", "--rm", "--interactive", "--pull=never", f"--name={_container(mark)}"]
-        parts += ["--network=none", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"]
-        parts += ["--cgroupns=private", f"--pids-limit={MAX_PROCESSES}", f"--ulimit=nofile={MAX_FILES}"]
-        parts += [f"--ulimit=nproc={MAX_PROCESSES}"]
-        if self.max_bytes:
-            parts += [f"--memory={self.max_bytes}", f"--memory-swap={self.max_bytes}"]
-        parts += [f"--volume={folder / 'work'}:{ROOM}", f"--volume={folder / 'tmp'}:{TEMP}"]
-        parts += [f"--volume={path}:{path}:ro" for path in self.paths]
-        ours = {name: os.environ[name] for name in PODMAN_ENV if name in os.environ}
-        given = {name: value for name, value in environment.items() if name not in {*ours, *PLACES}}
-        # the values are podman's own environment: arguments are public
-        parts += [*(f"--env={name}" for name in given), *(f"--env={k}={v}" for k, v in PLACES.items())]
-        parts += [f"--workdir={ROOM}", "--preserve-fds=1", self.image]
-        first = ["python3", "-I", "-S", "-c", _FIRST, "3", str(DOOR_PORT), "0"]
-        whole = [sys.executable, "-I", "-S", "-c", _AS_FD_3, str(door), *parts, *first, *command]
-        return whole, {**given, **ours}
-
-    def trial(self) -> list[str]:
-        return [self.program, "image", "exists", self.image]
-
-    def cleanup(self, mark: str) -> None:
-        """Remove the container, which outlives the podman that started it."""
-        remove = [self.program, "rm", "--force", "--ignore", "--time=0", _container(mark)]
-        try:
-            done = subprocess.run(remove, capture_output=True, text=True, timeout=TRY_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            log.error("%s does not run: %s", shlex.join(remove), error)
-        else:
-            if done.returncode != 0:
-                log.error("%s: %s", shlex.join(remove), done.stderr.strip())
-
-
-def _container(mark: str) -> str:
-    return f"asyncrl-{mark.rstrip('.')}"
+    # its root and /dev are in memory, which a command must not fill
+    return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
 
 
 def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
-    """The sandbox that generator.sandbox asks for, tried out; None for `none`. Files that `command` names are
-    seen in it. Raises ConfigError if it cannot be had: no command is run without it.
+    """Return the sandbox that generator.sandbox asks for, or None. It can read files named in `command`.
+
+    Raises ConfigError if bubblewrap does not work here.
     """
     if config.sandbox == "none":
         return None
-    max_bytes = (config.max_memory_mb or 0) * 2**20
-    files = [part for part in command if part.startswith("/") and is_file(part)]
     for path in config.sandbox_paths:
         if not Path(path).exists():
             raise ConfigError(f"generator.sandbox_paths has {path}, which does not exist")
-    paths = tuple(dict.fromkeys([str(Path(path).absolute()) for path in config.sandbox_paths] + files))
-    found: list[Sandbox] = [
-        Bubblewrap(paths, max_bytes),
-        Podman(paths, max_bytes, config.sandbox_image or ""),
-    ]
-    whys = []
-    for sandbox in found:
-        if config.sandbox in ("auto", sandbox.name):
-            if (why := _why_not(sandbox)) is None:
-                log.info("commands are run in the sandbox %s", sandbox.name)
-                return sandbox
-            whys.append(why)
+    why = f"no program bwrap on PATH={os.environ.get('PATH', '')}"
+    if shutil.which("bwrap") is not None:
+        done = subprocess.run(
+            TRIAL, capture_output=True, text=True, timeout=TRIAL_S, stdin=subprocess.DEVNULL
+        )
+        if done.returncode == 0:
+            paths = [str(Path(path).absolute()) for path in config.sandbox_paths]
+            paths += [part for part in command if part.startswith("/") and is_file(part)]
+            return Sandbox(tuple(dict.fromkeys(paths)), (config.max_memory_mb or 0) * 2**20)
+        why = f"{shlex.join(TRIAL)} failed with code {done.returncode}: {done.stderr.strip()[:300]}"
     raise ConfigError(
-        f"generator.sandbox={config.sandbox}: {'; '.join(whys)}",
-        rule="no command is run without the sandbox that the config asks for",
-        way_out="install bubblewrap (apt-get install bubblewrap), or podman and set generator.sandbox_image; "
-        "or set generator.sandbox=none.",
+        f"generator.sandbox=bubblewrap: {why}",
+        rule="no command runs without the sandbox that the config asks for",
+        way_out="install bubblewrap (apt-get install bubblewrap), or set generator.sandbox=none.",
     )
 
 
 def is_file(text: str) -> bool:
-    """Whether this argument of a command names a file; a whole script is no name."""
+    """Return True if an argument of a command names a file."""
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a whole script, for example
         return False
 
 
-def _why_not(sandbox: Sandbox) -> str | None:
-    """Why it cannot be had here; None if it can."""
-    if isinstance(sandbox, Podman) and not sandbox.image:
-        return "podman needs an image, generator.sandbox_image"
-    if shutil.which(sandbox.program) is None:
-        return f"there is no program {sandbox.program} on PATH={os.environ.get('PATH', '')}"
-    trial = sandbox.trial()
-    try:
-        done = subprocess.run(trial, capture_output=True, text=True, timeout=TRY_S, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{shlex.join(trial)} does not run: {error}"
-    if done.returncode == 0:
-        return None
-    return f"{shlex.join(trial)} ends with code {done.returncode}: {done.stderr.strip()[:300]}"
+class Forwarder:
+    """Forward connections on a socket from inside a sandbox to the gateway, and nowhere else."""
+
+    def __init__(self, base_url: str) -> None:
+        """`base_url`: URL of the gateway."""
+        parts = urlsplit(base_url)
+        is_tls = parts.scheme == "https"
+        self._gateway: dict[str, Any] = {
+            "host": parts.hostname,
+            "port": parts.port or (443 if is_tls else 80),
+        }
+        if is_tls:
+            self._gateway["ssl"] = True
+        self.inner_url = f"http://127.0.0.1:{PORT}{parts.path}"
+        """URL of the gateway for a program in the sandbox."""
+        self._ours, self.their_end = socket.socketpair()
+        self._ours.setblocking(False)
+        self._server: asyncio.Server | None = None
+        self._forwarding: set[asyncio.Task[Any]] = set()
+
+    async def wait_open(self) -> None:
+        """Receive the sandbox's socket and serve it. Returns also if the sandbox ended without a socket."""
+        self.their_end.close()
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._ours, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._ours)
+        _, fds, _, _ = socket.recv_fds(self._ours, 1, 1)
+        if fds:
+            self._server = await asyncio.start_server(self._forward, sock=socket.socket(fileno=fds[0]))
+
+    async def aclose(self) -> None:
+        self.their_end.close()
+        self._ours.close()
+        if self._server is not None:
+            self._server.close()
+        for task in self._forwarding:
+            task.cancel()
+        await asyncio.gather(*self._forwarding, return_exceptions=True)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._forwarding.add(task)
+        ends = [writer]
+        try:
+            answers, far = await asyncio.open_connection(**self._gateway)
+            ends.append(far)
+            await asyncio.gather(_pump(reader, far), _pump(answers, writer))
+        except (OSError, asyncio.CancelledError):
+            pass  # an end is gone, or the rollout has ended
+        finally:
+            self._forwarding.discard(task)
+            for end in ends:
+                end.transport.abort() if end.transport.get_write_buffer_size() else end.close()
 
 
-def check_usage(sandbox: Sandbox, num_processes: int, num_bytes: int) -> None:
-    """Raises RolloutFailure for a command that uses more than it may."""
-    if num_processes > MAX_PROCESSES:
-        raise RolloutFailure(f"the command has {num_processes} processes; {MAX_PROCESSES} is the limit")
-    if sandbox.max_bytes and num_bytes > sandbox.max_bytes:
-        what = f"the command uses {num_bytes / 2**20:.0f} MiB of memory; generator.max_memory_mb is"
-        raise RolloutFailure(f"{what} {sandbox.max_bytes // 2**20}")
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(2**16):
+        writer.write(chunk)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+    else:
+        writer.close()

@@ -76,19 +76,14 @@ class GeneratorConfig(FrozenConfig):
     """Names of environment variables of the run that a command gets, too: a judge's key, say. Their values
     stand in no file of the run.
     """
-    sandbox: Literal["none", "auto", "bubblewrap", "podman"] = "none"
-    """How a command runs: as any program of the worker's user (none), or with no network but the gateway,
-    and no files but the system's, its own, and sandbox_paths. auto: bubblewrap or else podman; where there is
-    neither, the run does not start.
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """How a command runs. none: like any program of the worker's user. bubblewrap: without network except the
+    gateway, and without files except the system's, its own and sandbox_paths.
     """
     sandbox_paths: list[str] = []
-    """Files and folders that a command in a sandbox can read, beside the system's and those that `command`
-    names.
-    """
-    sandbox_image: str | None = None
-    """Image for podman, which is not fetched; it has a python3."""
+    """Files and folders that a command in a sandbox can read, besides the system's and files in `command`."""
     max_memory_mb: PositiveInt | None = None
-    """Memory of a command in a sandbox, in MiB; with more its rollout fails (none = no limit)."""
+    """Memory of each process of a command in a sandbox, in MiB (none = no limit)."""
     outcomes: Outcomes = "returned"
     """Where rewards of a harness count. returned: what the function returns, the last line of the command.
     posted: what the program posts to /v1/outcome, with a key that comes with its task and opens nothing else.
@@ -133,7 +128,6 @@ class GeneratorConfig(FrozenConfig):
             "pass_env": ["command"],
             "sandbox": ["command"],
             "sandbox_paths": ["command"],
-            "sandbox_image": ["command"],
             "max_memory_mb": ["command"],
             "args": ["python", "verifiers"],
             "give_answer": kinds,
@@ -146,9 +140,9 @@ class GeneratorConfig(FrozenConfig):
                     f"generator.{name}={getattr(self, name)} is for {' or '.join(for_kinds[name])}, and the "
                     f"generator is {kind}; remove it"
                 )
-        of_sandbox = self.given("sandbox_paths", "sandbox_image", "max_memory_mb")
+        of_sandbox = self.given("sandbox_paths", "max_memory_mb")
         if self.sandbox == "none" and of_sandbox:
-            raise ValueError(f"generator.{of_sandbox[0]} is of a sandbox, and generator.sandbox is none")
+            raise ValueError(f"generator.{of_sandbox[0]} needs generator.sandbox=bubblewrap")
         if both := sorted(set(self.env) & set(self.pass_env)):
             raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from one of them")
         return self
