@@ -239,7 +239,9 @@ def work(
 def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
-    record: Annotated[File, Option(metavar="FILE", help="Write each rollout here, for task.replay.")] = None,
+    record: Annotated[
+        File, Option(metavar="FILE", help="Append rollouts to this file, as JSON lines.")
+    ] = None,
     rollouts: Annotated[
         int | None,
         Option(metavar="N", min=1, help="Run N rollouts of the config, print what the model said, and end."),

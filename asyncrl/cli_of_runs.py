@@ -192,28 +192,5 @@ def scale(
         raise typer.Exit(130) from None
 
 
-def simulate(
-    source: Annotated[Path, Argument(metavar="CONFIG|RUN_DIR", help="YAML file, or directory of a run.")],
-    overrides: Overrides = None,
-    tokens_per_s: Annotated[Number, Option(min=1e-3, help="Of one engine with all slots busy.")] = None,
-    lengths: Annotated[Text, Option(metavar="MEAN,SIGMA", help="Tokens of a rollout, lognormal.")] = None,
-    tool_s: Annotated[Text, Option(metavar="MEAN,SIGMA", help="Wait for tools and reward.")] = None,
-    train_s: Annotated[Number, Option(min=1e-9, help="Seconds of a training step.")] = None,
-    push_s: Annotated[Number, Option(min=0, help="Seconds of a push of the weights.")] = None,
-    handover_s: Annotated[Number, Option(min=0, help="Seconds of both handovers of a turn.")] = None,
-    devices: Annotated[int | None, Option(min=2, help="Devices of trainer and engines in all.")] = None,
-    plot: Annotated[File, Option(metavar="FILE", help="Also draw it, as PNG.")] = None,
-    as_json: Json = False,
-) -> None:
-    """How fast a run would be and how old its data, under settings around its own, and which to choose; in
-    virtual time. Of RUN_DIR its own lengths, waits and speeds are taken. Starts nothing.
-    """
-    from asyncrl.observe.forecast.forecast_case import Given
-    from asyncrl.observe.forecast.forecast_shown import render_forecast
-
-    given = Given(tokens_per_s, lengths, tool_s, train_s, push_s, handover_s, devices)
-    typer.echo(render_forecast(source, overrides or [], given, as_json=as_json, plot=plot))
-
-
-COMMANDS = (runs, status, inspect, report, watch, export, scale, simulate)
+COMMANDS = (runs, status, inspect, report, watch, export, scale)
 """In the order of the help."""

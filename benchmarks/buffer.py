@@ -8,7 +8,7 @@ in random order with one group in fifty a straggler, and consumed. Second table:
 with more and more of them in flight. Microseconds of the buffer and its driver, median of the repetitions,
 which take turns over the sizes.
 
-Third table: whole runs in virtual time (asyncrl.buffer.simulation), batches of 16 groups of lognormal length
+Third table: whole runs in virtual time (buffer_simulation), batches of 16 groups of lognormal length
 with mean 1 s, a training step of 0.6 s, slots for all. `late`: groups older than max_staleness with a weight
 in the loss. `count`: capacity (max_staleness + version + 1) * 16 - accepted - running, finished groups in
 order of completion, or those that started first. `drop`: a prompt is drawn anew when it comes again, and
@@ -26,14 +26,14 @@ import time
 from statistics import median
 
 import numpy as np
+from buffer_simulation import Simulation
+from buffer_workload import Lognormal, SimulatedMachine, SimulationResult
 from count_rule import CountRule
 from report import options, reported
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, SimulatedMachine, SimulationResult
 from asyncrl.config import BufferConfig
 from asyncrl.config.generation import OnOverdue
 from asyncrl.errors import WouldWait

@@ -56,7 +56,7 @@ def new_seed() -> int:
     return seed
 
 
-def promise_of(config: Path, num_replayed: int = 0) -> Promise:
+def promise_of(config: Path) -> Promise:
     """What the checker has to know of it."""
     read = yaml.safe_load(config.read_text())
     return Promise(
@@ -65,7 +65,6 @@ def promise_of(config: Path, num_replayed: int = 0) -> Promise:
         num_groups=read["trainer"]["num_groups"],
         group_size=read["rollout"]["group_size"],
         max_staleness=read["buffer"]["max_staleness"],
-        num_replayed=num_replayed,
     )
 
 

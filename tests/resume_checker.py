@@ -40,8 +40,6 @@ class Promise:
     group_size: int
     max_staleness: int
     max_hand_backs: int = 3
-    num_replayed: int = 0
-    """Recorded prompts, which come before those of the task."""
 
 
 @dataclass(frozen=True)
@@ -179,11 +177,9 @@ def effective(lines: Sequence[dict[str, Any]]) -> Record:
 
 def draw_of(prompt_id: str, promise: Promise) -> int:
     """Number of the prompt in the seeded order, from 0, epochs one after the other."""
-    if prompt_id.startswith("replay/"):
-        return int(prompt_id.removeprefix("replay/"))
     epoch, index = (int(part) for part in prompt_id.split("/"))
     order = np.random.default_rng([promise.seed, epoch]).permutation(promise.num_prompts).tolist()
-    return promise.num_replayed + epoch * promise.num_prompts + order.index(index)
+    return epoch * promise.num_prompts + order.index(index)
 
 
 def _lost_prompts(evidence: Evidence, promise: Promise) -> Iterator[str]:

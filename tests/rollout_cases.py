@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.messages.records import Batch, Completion, Finished, Group, GroupId, Ticket, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Finished,
+    Group,
+    GroupId,
+    Prompt,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn, make_trajectory
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import Generator, RolloutRunner
@@ -139,3 +150,25 @@ def play_run(
 
     counts = run_virtual(story())
     return PlayedRun(batches, at_s, counts)
+
+
+def make_prompt(number: int, **values: Any) -> Prompt:
+    return Prompt(f"0/{number}", ({"role": "user", "content": f"b {number}"},), **values)
+
+
+def make_branch(
+    spans: Sequence[tuple[int, int]] = ((2, 4),), *, version: int = 0, num_tokens: int = 6, **values: Any
+) -> Trajectory:
+    """Tokens 0, 1, 2, ...; those in `spans` were sampled."""
+    mask = np.zeros(num_tokens, dtype=np.bool_)
+    logprobs = np.zeros(num_tokens, dtype=np.float32)
+    for start, end in spans:
+        mask[start:end] = True
+    logprobs[mask] = -0.1 - np.arange(int(mask.sum()), dtype=np.float32) / 7
+    return Trajectory(
+        **({"sample_index": 0, "reward": 1.0} | values),
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=logprobs,
+        version_spans=tuple(VersionSpan(start, end, version) for start, end in spans),
+    )

@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from buffer_simulation import Simulation
+from buffer_workload import Lognormal, SimulatedMachine
 
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, SimulatedMachine
 from asyncrl.config.generation import OnOverdue
 
 FREE = 10**6

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from buffer_simulation import Simulation
+from buffer_workload import Lognormal, RolloutPlan, SimulatedMachine, TurnPlan
 from count_rule import CountOrder, CountRule
 from fakes import FakeEngine, FakeScorer, MemoryJournal
 from rollout_cases import play_run
 
-from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, RolloutPlan, SimulatedMachine, TurnPlan
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
 from asyncrl.tasks import Feed
@@ -105,12 +104,6 @@ class Always:
 
     def group(self, prompt: int, num_handed_back: int, progress: float) -> list[RolloutPlan]:
         return [self.others.get(prompt, self.plan)]
-
-
-def test_the_example_on_the_staleness_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    exec(compile(example, str(PAGE), "exec"), {})
-    assert "mean age" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("order", ["completion", "oldest_first"])

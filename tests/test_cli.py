@@ -25,7 +25,7 @@ main()
 
 
 LINES = """
---help -> 0: simulate ... serve
+--help -> 0: scale ... serve
 --version -> 0: asyncrl 0.
 run --help -> 0: --resume
 work --help -> 0: ASYNCRL_WORKER_KEY
@@ -36,7 +36,7 @@ keys straggler -> 0: buffer.on_overdue (wait | mask | drop
 keys trainer.lr -> 2: did you mean trainer.learning_rate?
 keys buffer.max_stalenes -> 2: did you mean buffer.max_staleness?
 keys --schema -> 0: "max_staleness": {
--h -> 0: simulate ... --install-completion
+-h -> 0: scale ... --install-completion
 run -h -> 0: --resume
 check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... memory of cpu:
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
@@ -48,7 +48,6 @@ serve engine configs/quickstart.yaml --num-steps 3 -> 2: write trainer.num_steps
 check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots
 status docs --seed 3 -> 2: No such option: --seed
 check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: there is no module no_such ... Way out:
-simulate configs/quickstart.yaml --devices 1 -> 2: --devices
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:
 report docs -> 2: is no run directory ... Way out:

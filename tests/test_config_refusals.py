@@ -38,7 +38,6 @@ generator.give_answer=true -> give_answer=True is for python or command or
 generator.command=[c] generator.env={A: b} generator.pass_env=[A] -> env and pass_env both give A
 generator.python=a:b generator.outcomes=none task.reward=none -> no harness returns a reward
 eval.task.files=[x] -> eval.task.reward is missing
-eval.task.python=a:b eval.task.replay=x -> eval.task.replay is not for evaluations
 task.share=0 -> Input should be greater than 0
 task.name=a.b -> task.name='a.b'
 task.reward_range=[1, 0] -> give the lower number first
@@ -49,7 +48,6 @@ TWO task.c.siz=3 -> task.1.siz in
 TWO task.0.share=2 -> task.share is given for 1 of 2 tasks
 TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, 10000 is the most
 TWO task.c.name=B -> two of `task` are called B; give each task.name of its own
-TWO task.0.replay=x -> task.B.replay is for a run of one task
 TWO task.c.python=none task.c.files=[x] -> task.c.reward is missing
 TWO task.0.filter=equal_rewards rollout.group_size=1 algorithm.advantage=reinforce_pp -> equal_rewards
 eval=[{task: {python: 'a:B'}}, {task: {python: 'c:B'}}] -> two of `eval` are called B

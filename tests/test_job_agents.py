@@ -28,7 +28,6 @@ from job_runs import (
 
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.base import WORKER_KEY_ENV
-from asyncrl.observe.forecast.forecast_case import Given, make_case
 from asyncrl.observe.inspect import render_inspect
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -115,20 +114,6 @@ def test_loss_is_on_what_the_model_sampled_and_never_on_what_the_tool_said(agent
     stretches = [one for sample in samples for one in sample["branches"][0]["stretches"][1:]]
     assert any("<|tool|>" in one["text"] for one in stretches if not one["is_sampled"])
     assert all("tool_calls" in one["metrics"] for one in samples)
-
-
-def test_the_record_of_rollouts_has_each_turn_and_a_forecast_reads_it(agents: Path) -> None:
-    lines = [line for line in read_lines(agents / "rollouts.jsonl") if line["how"] == "done"]
-    with_tool = [line["turns"] for line in lines if len(line["turns"]) > 1]
-    assert with_tool, "no rollout asked the model again after its tool"
-    for line in lines:
-        times = [time for asked, answered, *_ in line["turns"] for time in (asked, answered)]
-        assert [0.0, *times, line["held_s"], line["end_s"]] == sorted(
-            [*times, 0.0, line["held_s"], line["end_s"]]
-        )
-    assert all(then[2] > first[2] + first[3] for first, then, *_ in with_tool), "the tool's answer is in it"
-    case = make_case(agents, [], Given())
-    assert case.play(case.present).age_max <= 4
 
 
 def inspected(run_dir: Path) -> dict[str, Any]:

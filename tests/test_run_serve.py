@@ -14,8 +14,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world, until
-from recorded_cases import SAMPLED_BY, make_branch, make_prompt
-from rollout_cases import virtual
+from rollout_cases import make_branch, make_prompt, virtual
 
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import load_config
@@ -26,7 +25,7 @@ from asyncrl.job.serve import open_folder
 from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import Rollout
 from asyncrl.rollouts.evaluation import Evaluator
-from asyncrl.rollouts.recording import RecordedRollout, RolloutRecorder, read_recording
+from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import RolloutAttempt
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -39,9 +38,9 @@ class Desk:
 
     def __init__(self, world: World, queue: RolloutQueue, path: Path | None) -> None:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
-        self.recorder = RolloutRecorder(world.engine.tokenizer, warn=self.said.append)
+        self.recorder = RolloutRecorder(world.engine.tokenizer)
         if path is not None:
-            self.recorder.open(path, SAMPLED_BY)
+            self.recorder.open(path)
         life: Any = SimpleNamespace(say=self.said.append, on_broken=self.broken.append)
         self.people = UserKey(world.gateway, queue, self.recorder, life)
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
@@ -57,7 +56,7 @@ class Desk:
         return status, json.dumps(answer)
 
 
-def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: Any) -> list[RecordedRollout]:
+def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: Any) -> list[Any]:
     async def live() -> None:
         queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
         async with gateway_world(engine, extra_routes=queue.routes(), **config) as world:
@@ -67,7 +66,11 @@ def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: 
             desk.recorder.close()
 
     asyncio.run(live())
-    return [] if path is None else list(read_recording(path).rollouts)
+    return [] if path is None else [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sampled_in(branch: Any) -> int:
+    return sum(branch["loss_mask"])
 
 
 def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_path: Path) -> None:
@@ -93,11 +96,12 @@ def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_pa
         ]
 
     records = at_desk(story, tmp_path / "r.jsonl", max_calls=2)
-    found = [(record.reward, record.rollout[0].sample_index, len(record.rollout)) for record in records]
+    found = [(record["reward"], record["sample_index"], len(record["branches"])) for record in records]
     assert found == [(0.5, 0, 4), (0.25, 1, 1), (None, 0, 1)]
-    assert records[0].prompt == records[1].prompt != records[2].prompt
-    assert records[0].rollout[0].metrics == {"good": 1.0}
-    assert records[1].rollout[0].credits[0].reward == 0.25
+    assert records[0]["prompt_id"] == records[1]["prompt_id"] != records[2]["prompt_id"]
+    branch = records[1]["branches"][0]
+    assert len(branch["token_ids"]) == len(branch["logprobs"]) == len(branch["loss_mask"])
+    assert sum(end - start for start, end, _ in branch["version_spans"]) == sampled_in(branch)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +124,8 @@ def test_a_persons_key_without_outcomes_keeps_its_newest_conversations_and_what_
 
     num_kept: list[int] = []
     records = at_desk(story, tmp_path / "r.jsonl", **limit)
-    num_tokens = [sum(branch.num_sampled for branch in record.rollout) for record in records]
-    assert [record.reward for record in records] == [None] * (len(records) - 1) + [1.0]
+    num_tokens = [sum(map(sampled_in, record["branches"])) for record in records]
+    assert [record["reward"] for record in records] == [None] * (len(records) - 1) + [1.0]
     assert sum(num_tokens) == 61 * 13, "each token is recorded once"
     assert len(records) == 1 or most < 60
 
@@ -148,9 +152,9 @@ def test_a_call_in_flight_whose_conversation_is_forgotten_is_recorded_with_all_o
         assert (await desk.outcome(reward=1.0))[0] == 200
 
     (record,) = at_desk(story, tmp_path / "r.jsonl", engine=engine)
-    (branch,) = record.rollout
+    (branch,) = record["branches"]
     prompt_ids = list(engine.requests[1].prompt_ids)
-    assert (branch.token_ids[: len(prompt_ids)].tolist(), branch.num_sampled) == (prompt_ids, 13)
+    assert (branch["token_ids"][: len(prompt_ids)], sampled_in(branch)) == (prompt_ids, 13)
 
 
 def test_an_outcome_of_calls_that_set_their_temperature_is_taken_and_not_recorded(tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_an_outcome_of_calls_that_set_their_temperature_is_taken_and_not_recorde
         assert (await desk.outcome(reward=1.0))[0] == 200
 
     (record,) = at_desk(story, tmp_path / "r.jsonl", on_sampling_override="honour")
-    assert (record.reward, record.rollout[0].num_sampled) == (1.0, 13)
+    assert (record["reward"], sampled_in(record["branches"][0])) == (1.0, 13)
 
 
 def test_a_persons_key_samples_four_times_the_answers_of_a_rollout_at_once() -> None:
@@ -196,7 +200,7 @@ def test_a_call_under_way_when_the_outcome_comes_is_in_no_rollout(tmp_path: Path
         assert "an outcome was posted" in cut.result()[1]["error"]["message"]
 
     (record,) = at_desk(story, tmp_path / "r.jsonl", engine)
-    assert record.prompt.messages == ({"role": "user", "content": "Hi"},)
+    assert record["messages"] == [{"role": "user", "content": "Hi"}]
 
 
 def test_a_recording_that_cannot_be_written_ends_the_command(tmp_path: Path) -> None:

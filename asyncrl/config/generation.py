@@ -301,7 +301,7 @@ class EvalConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _its_task_is_only_evaluated(self) -> Self:
-        if given := self.task.given("replay", "name", "share", "sampling", "filter"):
+        if given := self.task.given("name", "share", "sampling", "filter"):
             raise ValueError(
                 f"eval.task.{given[0]} is not for evaluations, which sample the same prompts anew; remove it"
             )

@@ -77,10 +77,6 @@ class TaskConfig(FrozenConfig):
     """Name of a reasoning-gym task; `args` are its own settings, `size` the number of prompts."""
     verifiers: bool = False
     """The tasks of the environment that generator.verifiers names; its rewards are the rewards."""
-    replay: str | None = None
-    """File of recorded rollouts (`asyncrl serve gateway --record`) to be trained on first, as far as the
-    staleness bound lets them.
-    """
     size: int = Field(default=1000, ge=1)
     """Number of prompts that a generated task makes (python, reasoning_gym, and a verifiers environment whose
     tasks have no end).

@@ -290,10 +290,9 @@ class RunConfig(FrozenConfig):
                 "most; give fewer digits, like 7 and 3"
             )
         for name, task in tasks.items() if len(tasks) > 1 else ():
-            if task.replay is not None or task.verifiers:
+            if task.verifiers:
                 raise ValueError(
-                    f"task.{name}.{'verifiers' if task.verifiers else 'replay'} is for a run of one task, "
-                    "and there are several; remove it, or the others"
+                    f"task.{name}.verifiers needs a run with one task; remove it or the other tasks"
                 )
         return self
 

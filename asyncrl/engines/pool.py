@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,8 +24,6 @@ DRAIN_TIMEOUT_S = 30.0
 OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
 OnSpent = Callable[[int], None]
-OnSampled = Callable[[SamplingRequest, int, float], None]
-"""(request, its sampled tokens, when it was asked in seconds since the epoch), once it is answered."""
 
 
 class EnginePool:
@@ -59,8 +56,6 @@ class EnginePool:
         self._busy_s = [0.0] * len(servers)
         self._changed = asyncio.Event()
         self._interrupted = self._tokens = 0
-        self.on_sampled: OnSampled | None = None
-        """Who is told, if anybody asks for it."""
 
     @property
     def load(self) -> dict[str, int]:
@@ -99,7 +94,6 @@ class EnginePool:
         """The same servers, routing and load, with counts of its own: its tokens are not trained on."""
         other = copy.copy(self)
         other._interrupted = other._tokens = 0
-        other.on_sampled = None
         return other
 
     def up_nowait(self, name: str) -> None:
@@ -146,7 +140,7 @@ class EnginePool:
         `on_tokens` gets the tokens of `partial` first: all its calls, joined, are the completion's token_ids.
         `on_spent` gets the number of tokens of each arriving segment, even if the request fails later.
         """
-        join, asked_s = SegmentJoin(request, partial, on_segment), time.time()
+        join = SegmentJoin(request, partial, on_segment)
         if on_tokens is not None and join.token_ids:
             on_tokens(tuple(join.token_ids))
         while not join.is_finished:
@@ -162,8 +156,6 @@ class EnginePool:
                         raise
                     self._on_lost(lost)
         self._interrupted += join.num_interruptions
-        if self.on_sampled is not None:
-            self.on_sampled(request, len(join.token_ids), asked_s)
         return join.completion()
 
     async def _sample_on(

@@ -16,9 +16,8 @@ from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineLost
-from asyncrl.job.check import Found, look, open_replay, read_tasks
+from asyncrl.job.check import Found, look, read_tasks
 from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
-from asyncrl.job.engine_kinds import sampled_by
 from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, special_tokens
 from asyncrl.job.life import Life, run_id
 from asyncrl.job.scale import EngineScale
@@ -36,11 +35,9 @@ from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
 from asyncrl.placement.nodes import with_addresses
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
-from asyncrl.rollouts.generators import Replay, Taught
+from asyncrl.rollouts.generators import Taught
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.recording import refuse_difference
 from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.rollouts.timed import Timed
 from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher, at_once
 from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
@@ -134,24 +131,17 @@ class Parts:
         pinned |= {f"eval/{name}": task for name, (task, _) in held_out.items()}
         digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
         self.data_pin = DataPin(job.run_dir, digests, is_free=may_change)
-        self.replayed = await asyncio.to_thread(open_replay, config, job.run_dir)
-        first = () if self.replayed is None else self.replayed.prompts
-        self.feed = make_feed(config, found.tasks, first=first, on_epoch=self.journal.epoch_nowait)
+        self.feed = make_feed(config, found.tasks, on_epoch=self.journal.epoch_nowait)
         self.scorer = Scorers(found.tasks, config.tasks, seed=config.seed, warn=job.warn)
         job.closes("rewards", self.scorer.aclose)
         return held_out
 
     async def find_model(self, *, may_change: bool) -> Path:
         """`may_change`: the model need not be the one that the run began with."""
-        config, replayed, job = self._config, self.replayed, self._job
+        config, job = self._config, self._job
         job.tell("making the model" if config.model.scratch else "finding the model")
         self.pin = ModelPin(job.run_dir, config.model.source, is_free=may_change)
-        model_path = await make_model_folder(config, job.run_dir, commit=self.pin.revision)
-        if replayed is not None:
-            sampled = await asyncio.to_thread(sampled_by, config, model_path, self._placement)
-            refuse_difference(replayed.path, replayed.sampled_by, sampled)
-            job.say(f"task.replay: {replayed.text}")
-        return model_path
+        return await make_model_folder(config, job.run_dir, commit=self.pin.revision)
 
     async def make_processes(self, model_path: Path) -> None:
         """Trainer and engines, not started yet, and their clients, the trainer's under its supervisor."""
@@ -237,19 +227,12 @@ class Parts:
         if config.generator.is_harness:
             self.harnessing = Harnessing(job, self.engines, self.tokenizer, self.supervision)
         generator = make_generator(config, self.engines, self.tokenizer, self.scorer, self.harnessing)
-        if self.replayed is not None:
-            generator = replay = Replay(
-                generator, self.replayed.rollouts, lambda group: self.producers.start_version(group)
-            )
-            taken = "recorded rollouts were taken in place of sampled ones"
-            job.stack.callback(lambda: job.say(f"task.replay: {replay.num_taken} {taken}"))
         if self.teaching is not None:
             generator = Taught(generator, self.teaching.teacher)
-        timed = Timed(generator, self.engines, job.run_dir)
         self.producers = Producers(
             self.buffer,
             self.feed,
-            RolloutRunner(timed, timeout_s=rollout.timeout_s, retries=rollout.retries),
+            RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
             spawn=job.spawn,
             group_size=rollout.group_size,
             capacity=num_rollouts(config, self.scale.wanted),

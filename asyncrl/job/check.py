@@ -1,5 +1,5 @@
 """Checks a config before any process of the run starts: loads everything that needs no model weights, a
-recording that the run begins with included.
+model included.
 
 `asyncrl check` prints what is found, and a run looks first thing. Each check calls what the run itself calls.
 Torch, and code of the user's that the controller does not run (losses, advantages, agents), are left to a
@@ -17,9 +17,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -32,24 +31,15 @@ from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.errors import ConfigError, TaskError, install_extra, may_lack_train
-from asyncrl.files import write_whole
 from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.base import find_fatal
-from asyncrl.messages.records import Prompt, Rollout
+from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.nodes import Node
 from asyncrl.placement.plan import make_plan, nodes_of
 from asyncrl.placement.plan_text import plan_text
-from asyncrl.rollouts.generators import RECORDED_VERSION
-from asyncrl.rollouts.recording import (
-    RecordedRollout,
-    Recording,
-    SampledBy,
-    read_recording,
-    refuse_difference,
-)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.feed import Feed
@@ -61,8 +51,6 @@ from asyncrl.user_code import load_advantage, load_loss
 NUM_PROMPTS = 100
 """Number of prompts that are tokenized, from the first on. Of rows all characters are looked at."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
-RUN_COPY = "replay.jsonl"
-"""Copy in the run directory of the recording that the run began with."""
 CONFIG = "config"
 """What the config is called in the first line of the child's standard input."""
 FINE = 64
@@ -96,8 +84,6 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     if unseen:
         yield f"not looked at: {', '.join(unseen)}; that needs the extra train: {install_extra('train')}"
     yield from settled
-    if (replayed := open_replay(config, None)) is not None:
-        yield f"replay: {replayed.path}: {replayed.text}"
     yield from (f"note: {note}" for note in found.notes)
     plan, share_words = settle_share(make_plan(config, where), config)
     yield plan_text(plan, config)
@@ -113,77 +99,6 @@ def read_tasks(config: RunConfig, found: Mapping[str, PromptTask]) -> dict[str, 
         known = found.get(name)
         tasks[name] = build_task(settings, config.seed, load_taskset=load) if known is None else known
     return tasks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Replayed:
-    """What a run takes from a recording: prompts in the file's order with ids of their own, and the rollouts
-    of each by sample index.
-
-    `text`: how many there are, and how many were left out, by why.
-    """
-
-    path: Path
-    sampled_by: SampledBy
-    prompts: tuple[Prompt, ...]
-    rollouts: Mapping[str, tuple[Rollout, ...]]
-    text: str
-
-
-def open_replay(config: RunConfig, run_dir: Path | None) -> Replayed | None:
-    """The recording that task.replay names, None if it names none. Raises ConfigError.
-
-    It is copied into the run directory, if there is one, and a run that goes on reads the copy: its prompts
-    keep their places in the order.
-    """
-    replay = next((task.replay for task in config.tasks.values() if task.replay is not None), None)
-    if replay is None:
-        return None
-    given = Path(replay)
-    copy = given if run_dir is None else run_dir / RUN_COPY
-    recording = read_recording(copy if copy.exists() else given)
-    if not copy.exists():
-        write_whole(copy, given.read_text(encoding="utf-8"))
-    return choose(recording, config, given)
-
-
-def choose(recording: Recording, config: RunConfig, path: Path) -> Replayed:
-    """The usable rollouts by prompt, group_size of each at most. Raises ConfigError for another temperature,
-    or if none is usable.
-    """
-    now = replace(recording.sampled_by, temperature=config.rollout.temperature)
-    refuse_difference(path, recording.sampled_by, now)
-    left_out, taken = Counter[str](), dict[str, list[RecordedRollout]]()
-    for record in recording.rollouts:
-        found = taken.get(record.prompt.prompt_id, [])
-        is_full = len(found) == config.rollout.group_size
-        if why := _unusable(record, config) or ("beyond rollout.group_size" if is_full else ""):
-            left_out[why] += 1
-        else:
-            taken[record.prompt.prompt_id] = [*found, record]
-    text = f"{sum(map(len, taken.values()))} recorded rollouts of {len(taken)} prompts; left out: "
-    text += ", ".join(f"{count} {why}" for why, count in left_out.items()) or "none"
-    if not taken:
-        what = f"task.replay={path} has no rollout to train on: {text}"
-        raise ConfigError(what, way_out="record rollouts with a reward, or remove task.replay.")
-    prompts, rollouts = list[Prompt](), dict[str, tuple[Rollout, ...]]()
-    for number, records in enumerate(taken.values()):
-        prompts.append(replace(records[0].prompt, prompt_id=f"replay/{number}"))
-        rollouts[prompts[-1].prompt_id] = tuple(
-            tuple(replace(branch, sample_index=index) for branch in record.rollout)
-            for index, record in enumerate(records)
-        )
-    return Replayed(path, recording.sampled_by, tuple(prompts), rollouts, text)
-
-
-def _unusable(record: RecordedRollout, config: RunConfig) -> str:
-    if record.reward is None:
-        return "without a reward"
-    if {span.version for branch in record.rollout for span in branch.version_spans} != {RECORDED_VERSION}:
-        return f"with tokens of another policy_version than {RECORDED_VERSION}"
-    if max(len(branch.token_ids) for branch in record.rollout) > config.rollout.max_length:
-        return f"longer than max_prompt_tokens + max_tokens = {config.rollout.max_length}"
-    return ""
 
 
 def look(config: RunConfig, unseen: list[str] | None = None) -> Found:

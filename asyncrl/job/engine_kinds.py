@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import xxhash
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.broadcast import Broadcasts
@@ -22,14 +20,12 @@ from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.placement.devices import NO_DEVICE, Placement
+from asyncrl.placement.devices import NO_DEVICE
 from asyncrl.placement.fit import find_python, find_version
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads
-from asyncrl.placement.process_memory import item_bytes
-from asyncrl.rollouts.recording import SampledBy
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files, load_limit_s
+from asyncrl.trainer.model_folder import load_limit_s
 
 if TYPE_CHECKING:
     from asyncrl.job.servers.server_maker import ServerMaker
@@ -233,20 +229,3 @@ KINDS: dict[str, type[Embedded]] = {"embedded": Embedded, "vllm": Vllm, "simulat
 def engine_kind(config: RunConfig) -> Embedded:
     """That of rollout.engine."""
     return KINDS[config.rollout.engine](config)
-
-
-def sampled_by(config: RunConfig, model_path: Path, placement: Placement) -> SampledBy:
-    """What rollouts at policy_version 0 are sampled from. Reads all weights."""
-    dtype = "bfloat16" if item_bytes(config.model.dtype, placement.rollout[0]) == 2 else "float32"
-    weights = _digest(model_path, WEIGHTS) if config.rollout.facts.has_model else "simulated"
-    template = config.model.chat_template and Path(config.model.chat_template).read_text(encoding="utf-8")
-    settings = config.model.chat_template_kwargs
-    more = json.dumps(template) + (json.dumps(settings, sort_keys=True) if settings else "")
-    tokenizer = _digest(model_path, TOKENIZER, more)
-    return SampledBy(weights, dtype, tokenizer, config.rollout.temperature)
-
-
-def _digest(folder: Path, patterns: Sequence[str], more: str = "") -> str:
-    files = hash_files(folder, patterns, {})
-    text = json.dumps([[name, file.xxh3] for name, file in files.items()]) + more
-    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -25,7 +25,6 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import EngineLost
 from asyncrl.files import RunLock, write_whole
 from asyncrl.job.build import Parts, open_parts
-from asyncrl.job.check import RUN_COPY
 from asyncrl.job.life import (
     Interrupts,
     Life,
@@ -109,7 +108,7 @@ def run_job(
             point = find_resume(folder, config, resume, allow_change)
             if is_ours and point is None:  # of a start that failed
                 shutil.rmtree(folder / "model", ignore_errors=True)
-                for made in (MODEL_PIN, DATA_PIN, RUN_COPY):
+                for made in (MODEL_PIN, DATA_PIN):
                     (folder / made).unlink(missing_ok=True)
             run_id(folder)  # before the config: a directory with a config and without an id is not a run's
             if point is None:

@@ -181,10 +181,6 @@ class Reporter(Voice):
         for before in (self._last, *self._evaluations[-1:]):
             self._totals.starts_from(totals_in(before))
         self._journaled = dict(counted)
-        if any(
-            task.replay is not None for task in self.config.tasks.values()
-        ):  # no engine has generated what is in the journal
-            del self._journaled["tokens/generated"]
         self._count_on()
         self._console.say(f"goes on from policy_version {version}")
 

@@ -27,7 +27,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
 from asyncrl.job.build import find_tasks
-from asyncrl.job.engine_kinds import engine_kind, sampled_by
+from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
 from asyncrl.job.life import Life, Voice, logging_to, make_run_dir, new_run_dir, removed_if_refused
 from asyncrl.job.servers.server_maker import ServerMaker
@@ -185,10 +185,9 @@ class GatewayServing(Serving):
         self._prompt_tasks = (await find_tasks(self, is_needed=self._num_rollouts is not None)).tasks
         maker = await self.launch()
         self._tokenizer, engines = maker.tokenizer, maker.engines()
-        self._recorder = RolloutRecorder(self._tokenizer, warn=self.warn)
+        self._recorder = RolloutRecorder(self._tokenizer)
         if path is not None:
-            sampled = await asyncio.to_thread(sampled_by, config, maker.model_path, maker.placement)
-            self._recorder.open(path, sampled, must_be_new=self._num_rollouts is not None)
+            self._recorder.open(path)
         clients = [maker.client(engine) for engine in engines]
         self._pool = EnginePool(clients, slots=config.rollout.slots)
         await self.start(engines)

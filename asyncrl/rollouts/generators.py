@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,6 @@ from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.messages.base import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,
-    GroupId,
     Outcome,
     PartialCompletion,
     Prompt,
@@ -255,36 +253,3 @@ class Taught:
         judged = await self.teacher.judge(rollout)
         attempt.clock.resume()
         return judged
-
-
-RECORDED_VERSION = 0
-"""Recorded rollouts are of the initial weights."""
-
-
-@dataclass(slots=True)
-class Replay:
-    """Recorded rollouts where the staleness bound allows it; `generator` samples the others.
-
-    `recorded`: by prompt_id the rollouts of samples 0, 1, ... `start_version`: of a group that runs.
-    `num_taken`: recorded rollouts that were taken, so far.
-
-    Invariant: no token is older than its group's start_version: a recorded rollout is taken only in a group
-        that was admitted while the recorded version was served, so that the staleness rule holds for it as
-        for any other.
-    """
-
-    generator: Generator
-    recorded: Mapping[str, tuple[Rollout, ...]]
-    start_version: Callable[[GroupId], int | None]
-    num_taken: int = 0
-
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """The recorded rollout, or one that is sampled; raises what the other generator raises."""
-        recorded = self.recorded.get(attempt.prompt.prompt_id, ())
-        is_first_try = attempt.attempt == 0 and attempt.partial is None
-        is_recorded = is_first_try and attempt.sample_index < len(recorded)
-        if not is_recorded or self.start_version(attempt.group_id) != RECORDED_VERSION:
-            return await self.generator.run_attempt(attempt)
-        attempt.stopped_sampling()
-        self.num_taken += 1
-        return recorded[attempt.sample_index]

@@ -188,11 +188,6 @@ class Producers:
             *(prompt for _, prompt in (*self._set_aside, *self._returning)),
         ]
 
-    def start_version(self, group_id: GroupId) -> int | None:
-        """Oldest policy_version that a token of this group may carry; None if it does not run any more."""
-        group = self._groups.get(group_id)
-        return None if group is None else group.ticket.start_version
-
     async def run(self) -> None:
         """Start group after group until cancelled."""
         while True:

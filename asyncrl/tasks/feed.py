@@ -21,11 +21,10 @@ _POSITION = ("num_drawn", "handed_back", "memory")
 class Feed:
     """Where producers take prompts from.
 
-    The first draws are the prompts of `first`, if there are any; the draws after them go through epoch after
-    epoch. Life of a prompt: drawn, then consumed (without a call of the feed, but for observed_nowait) or
-    handed back, and drawn again before any new one, in the old order, with the num_handed_back that it came
-    back with. Invariant: state() and the config say all there is; a feed that has loaded it goes on with the
-    same prompts.
+    A prompt is drawn, then consumed (the feed is not called, except for observed_nowait) or handed back. A
+    prompt that was handed back is drawn again before any new prompt, with its num_handed_back.
+
+    Invariant: state() and the config are complete; a feed that loads a state continues with the same prompts.
     """
 
     def __init__(
@@ -35,16 +34,14 @@ class Feed:
         seed: int,
         shuffle: bool,
         system_prompt: str | None = None,
-        first: Sequence[Prompt] = (),
         name: str | None = None,
         label: str = "",
         epochs: Epochs | None = None,
     ) -> None:
-        """`first`: whole prompts, whose ids are none of the task's (epoch/index). `name`: what errors call
-        the task; `label`: what its prompt ids begin with, where there are several tasks. `epochs`: instead of
-        all prompts each epoch, shuffled by `seed`.
+        """`name`: the task's name in errors. `label`: prefix of its prompt ids, if there are several tasks.
+        `epochs`: default is all prompts in each epoch, shuffled by `seed`.
         """
-        self._begin(name or repr(task), first)
+        self._begin(name or repr(task))
         if len(task) == 0:
             what = f"the task {self._name} has no prompts"
             raise ConfigError(what, way_out="give it data, or task.size >= 1.")
@@ -52,9 +49,8 @@ class Feed:
         self._label, self._prefix = label, f"{label}/" if label else ""
         self._epochs = epochs or Epochs(len(task), seed=seed, shuffle=shuffle)
 
-    def _begin(self, name: str, first: Sequence[Prompt] = ()) -> None:
-        self._name, self._first = name, tuple(first)
-        self._first_draws = {prompt.prompt_id: draw for draw, prompt in enumerate(self._first)}
+    def _begin(self, name: str) -> None:
+        self._name = name
         self.num_drawn = 0
         """Draws so far, repeated ones not counted."""
         self._handed_back: dict[int, int] = {}  # draw -> num_handed_back
@@ -71,16 +67,14 @@ class Feed:
 
     def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
         """The mean reward of a finished group of this prompt, which started at policy_version `version`."""
-        if prompt_id not in self._first_draws:
-            self._epochs.observe_nowait(self._index_of(prompt_id)[1], reward, version)
+        self._epochs.observe_nowait(self._index_of(prompt_id)[1], reward, version)
 
     def make_again(self, prompt_id: str, num_handed_back: int) -> Prompt:
         """A prompt that was drawn before. Raises TaskError if the task cannot make it."""
         return self._make(self._draw_of(prompt_id), num_handed_back)
 
     def _make(self, draw: int, num_handed_back: int) -> Prompt:
-        prompt = self._first[draw] if draw < len(self._first) else self._make_prompt(*self._place(draw))
-        return replace(prompt, num_handed_back=num_handed_back)
+        return replace(self._make_prompt(*self._place(draw)), num_handed_back=num_handed_back)
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
         """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back
@@ -92,9 +86,7 @@ class Feed:
         self._handed_back[draw] = prompt.num_handed_back
 
     def _draw_of(self, prompt_id: str) -> int:
-        if (draw := self._first_draws.get(prompt_id)) is not None:
-            return draw
-        return len(self._first) + self._epochs.draw_of(*self._index_of(prompt_id))
+        return self._epochs.draw_of(*self._index_of(prompt_id))
 
     def _index_of(self, prompt_id: str) -> tuple[int, int]:
         """(epoch, index). Raises ValueError for an id that is none of the task's."""
@@ -107,7 +99,7 @@ class Feed:
         values.
         """
         order = {"num_prompts": len(self._task), "seed": self._seed, "shuffle": self._shuffle}
-        return order | {"num_first": len(self._first)} | self._epochs.order
+        return order | self._epochs.order
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
         """Raise TaskError if a saved order is another one."""
@@ -182,16 +174,13 @@ class Feed:
         self.restore_nowait(state["num_drawn"], state["handed_back"])
 
     def _reach(self, draw: int, version: int | None) -> None:
-        if draw >= len(self._first):
-            self._epochs.reach_nowait(draw - len(self._first), version)
+        self._epochs.reach_nowait(draw, version)
 
     def _place(self, draw: int) -> tuple[int, int]:
         """(epoch, index) of a draw of the task."""
-        return self._epochs.place(draw - len(self._first))
+        return self._epochs.place(draw)
 
     def _prompt_id(self, draw: int) -> str:
-        if draw < len(self._first):
-            return self._first[draw].prompt_id
         return self._prefix + "{}/{}".format(*self._place(draw))
 
     def _make_prompt(self, epoch: int, index: int) -> Prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,12 @@ def make_feed(
     config: RunConfig,
     tasks: Mapping[str, PromptTask],
     *,
-    first: Sequence[Prompt] = (),
     in_order: bool = False,
     on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
 ) -> Feed:
-    """The prompts in the order of the run, those of `first` before all others; `in_order`: not shuffled.
-    `on_epoch` is told of each epoch of a task that is sampled by difficulty, before its first prompt.
+    """Build the prompt source of a run. `in_order`: do not shuffle.
+
+    `on_epoch` is called with each epoch of a task that is sampled by difficulty, before its first prompt.
     """
     feeds = dict[str, Feed]()
     for name, settings in config.tasks.items():
@@ -93,7 +93,6 @@ def make_feed(
             seed=seed,
             shuffle=shuffle,
             system_prompt=settings.system_prompt,
-            first=first,
             name=task_name(settings),
             label=name,
             epochs=epochs,

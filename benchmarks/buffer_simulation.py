@@ -16,9 +16,10 @@ from functools import partial
 from itertools import count
 from statistics import fmean
 
+from buffer_workload import EngineClock, RolloutPlan, SimulatedMachine, SimulationResult, Workload
+
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import EngineClock, RolloutPlan, SimulatedMachine, SimulationResult, Workload
 from asyncrl.messages.records import GroupId
 
 
