@@ -24,7 +24,7 @@ from asyncrl.checkpoints.folder import write_manifest
 from asyncrl.config import load_config, run_config_yaml
 from asyncrl.errors import AsyncrlError, CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.job.exporting import run_export
-from asyncrl.job.exporting.model_card import escaped, origin_of
+from asyncrl.job.exporting.model_card import origin_of
 from asyncrl.job.exporting.run_export import MARK, export_run, find_source
 from asyncrl.trainer.model_folder import ModelPin, hub_source
 from asyncrl.trainer.step import TrainStep
@@ -329,13 +329,12 @@ def test_files_have_the_permissions_of_the_umask(
         assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {modes[1]}
 
 
-def test_a_card_says_what_it_is_in_valid_markdown_without_paths_and_secrets(
+def test_a_card_has_no_paths_and_no_secrets(
     make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, made: MadeRun
 ) -> None:
     values = yaml.safe_load((made.path / "config.yaml").read_text())
-    values["task"] |= {"python": None, "dataset": "openai/gsm8k", "reward": "mine:<img src=x onerror=y>|`"}
+    values["task"] |= {"python": None, "dataset": "openai/gsm8k", "reward": "mine:reward"}
     values["task"] |= {"args": {"api_key": SECRET}}
-    values["algorithm"] |= {"clip_low": 0.11}
     (made.path / "config.yaml").write_text(yaml.safe_dump(values))
     out = made.export(tmp_path / "out", step="2")
     card = (out / "README.md").read_text()
@@ -344,19 +343,11 @@ def test_a_card_says_what_it_is_in_valid_markdown_without_paths_and_secrets(
     assert "asyncrl" in front["tags"]
     assert "base_model" not in front, "it was a folder of this machine"
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
-    for words in (
-        "policy_version 2",
-        "200 tokens trained",
-        "0.50 on average, 1 at most",
-        "0.500 at policy_v",
-    ):
+    for words in ("policy_version 2", "200 trained tokens", "1 observed", "0.500 at policy_version"):
         assert words in card
-    assert "| `algorithm.clip_low` | 0.11 |" in card
-    assert "mine:&lt;img src=x onerror=y&gt;\\|\\`" in card
     written = [path.read_text() for path in out.iterdir() if path.suffix in (".md", ".json")]
     for hidden in (SECRET, str(tmp_path), str(tiny_model_dir.parent), os.environ.get("HOME", "/root")):
         assert not any(hidden in text for text in written)
-    assert escaped("a\n# [x](y) <b> \x1b[0m") == "a \\# \\[x\\](y) &lt;b&gt; \\[0m"
 
 
 @pytest.mark.parametrize(
