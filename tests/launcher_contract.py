@@ -241,7 +241,6 @@ async def play_all(launcher: Launcher, folder: Path) -> Mapping[str, str]:
     told = dict[str, str]()
     for fault in (
         more_than_there_is_is_refused,
-        without_an_autoscaler_no_node_is_waited_for,
         what_others_hold_is_waited_for_and_named,
         what_a_node_does_not_see_is_refused,
         a_node_without_the_engines_package_or_with_another_version_is_refused,
@@ -249,7 +248,7 @@ async def play_all(launcher: Launcher, folder: Path) -> Mapping[str, str]:
         told[fault.__name__] = await outcome(fault(launcher))
     try:
         parts = {0: ["cpu"], 1: ["cpu", "cuda:2", "cuda:3"]}
-        await launcher.hold(parts, {}, {1: True})
+        await launcher.hold(parts, {})
         for number, node in enumerate(launcher.nodes):
             stage = Stage(launcher, node, number, folder / str(number))
             stage.folder.mkdir()
@@ -257,7 +256,6 @@ async def play_all(launcher: Launcher, folder: Path) -> Mapping[str, str]:
                 told[f"{name}/{number}"] = await outcome(story(stage))
         for fault in (
             each_sees_its_devices_alone,
-            an_elastic_node_is_given_back_and_comes_again,
             an_actor_is_lost,
             a_node_is_lost,
         ):
@@ -274,13 +272,6 @@ async def more_than_there_is_is_refused(launcher: Launcher) -> None:
         await launcher.hold({1: ["cpu"] * 4}, {})
     with pytest.raises(ConfigError, match=r"takes 1 GPU of the node \S+, which has 0 for Ray"):
         await launcher.hold({0: ["cuda:0"]}, {})
-
-
-async def without_an_autoscaler_no_node_is_waited_for(launcher: Launcher) -> None:
-    before = launcher.nodes
-    later = [Node("to-come-1", "", before[0].machine)]
-    assert not await asyncio.to_thread(launcher.bring, [["cpu"]], later, LIMIT_S)
-    assert launcher.nodes == before
 
 
 async def what_a_node_does_not_see_is_refused(launcher: Launcher) -> None:
@@ -334,26 +325,6 @@ async def each_sees_its_devices_alone(stage: Stage) -> None:
     for devices, names in ((("cuda:2",), "0"), (("cuda:3", "cuda:2"), "1,0")):
         async with stage.started("seeing", devices=devices) as process:
             assert (await probed(process))["environ"]["CUDA_VISIBLE_DEVICES"] == names
-
-
-async def an_elastic_node_is_given_back_and_comes_again(stage: Stage) -> None:
-    """Others may have it meanwhile, and then there is none."""
-    import ray
-    from ray.util import placement_group, remove_placement_group
-
-    before = [one.address for one in stage.launcher.nodes]
-    for _ in range(2):
-        await stage.launcher.rest(stage.number)
-        other = await asyncio.to_thread(placement_group, [{"CPU": 1, "GPU": 2}])
-        assert await asyncio.to_thread(other.wait, LIMIT_S), ray.available_resources()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ray_launcher, "REPLACE_S", 1.0)
-            with pytest.raises(RoomError, match="is gone: Ray starts no actor of ours there: .* is free"):
-                await stage.launcher.come(stage.number)
-        await asyncio.to_thread(remove_placement_group, other)
-        await stage.launcher.come(stage.number)
-        assert [one.address for one in stage.launcher.nodes] == before
-        await it_serves_at_its_node_and_ends_when_it_is_closed(stage)
 
 
 async def an_actor_is_lost(stage: Stage) -> None:

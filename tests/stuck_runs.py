@@ -98,7 +98,6 @@ class House:
             beside=(),
             supervisors=(),
             supervisors_beside=(),
-            elastic=(),
             buffer=buffer,
             producers=producers,
             engines=pool,

@@ -22,7 +22,6 @@ from rollout_cases import virtual
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.job import loop as job
-from asyncrl.job.check import RUN_COPY
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.life import close_within
 from asyncrl.job.loop import Job
@@ -122,7 +121,6 @@ class House:
             journal=self.journal,
             supervisors=(),
             supervisors_beside=(),
-            elastic=(),
             scale=SimpleNamespace(is_fixed=True),
             feed=SimpleNamespace(order={}),
             buffer=SimpleNamespace(wait_batch=self.batches.get),
@@ -393,7 +391,7 @@ def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
 def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_made_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, left, said = make_config(tmp_path), ("model", MODEL_PIN, RUN_COPY), list[str]()
+    config, left, said = make_config(tmp_path), ("model", MODEL_PIN), list[str]()
     begun, failed, foreign = begun_run(tmp_path, config), tmp_path / "failed", tmp_path / "foreign"
     monkeypatch.setattr(job, "Job", lambda *_, **__: SimpleNamespace(run=nothing, say=said.append))
     for folder, allowed, stays in ((begun, [], 1), (begun, ["model"], 1), (foreign, [], 1), (failed, [], 0)):

@@ -21,11 +21,11 @@ from job_runs import all_gone
 from launcher_contract import LIMIT_S, OTHER, SECRET, STORIES, Stage
 from ray_cluster import FRUGAL, ray_cluster
 
-from asyncrl.errors import ConfigError, RoomError
+from asyncrl.errors import ConfigError
 from asyncrl.placement.launchers import LocalLauncher, opened
 from asyncrl.placement.machine import Machine
 from asyncrl.placement.nodes import Needs, Node, NodeHas, Order, misfit
-from asyncrl.placement.on_ray import ray_groups, ray_launcher
+from asyncrl.placement.on_ray import ray_launcher
 from asyncrl.placement.on_ray.ray_host import Host, RefusedStart, Started, other_versions, start_guard
 from asyncrl.placement.on_ray.ray_launcher import RayLauncher
 
@@ -86,12 +86,10 @@ def test_ray_keeps_the_contract(story: str, number: int, played: dict[str, Any])
     "fault",
     [
         "more_than_there_is_is_refused",
-        "without_an_autoscaler_no_node_is_waited_for",
         "what_a_node_does_not_see_is_refused",
         "a_node_without_the_engines_package_or_with_another_version_is_refused",
         "what_others_hold_is_waited_for_and_named",
         "each_sees_its_devices_alone",
-        "an_elastic_node_is_given_back_and_comes_again",
         "an_actor_is_lost",
         "a_node_is_lost",
         "closing took",
@@ -237,9 +235,7 @@ def test_a_node_that_cannot_run_asyncrl_is_passed_over_and_the_controllers_own_i
         launcher._look(ray)
 
 
-def test_a_node_that_comes_back_is_looked_at_before_anything_starts_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_that_comes_back_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Node("other", "10.0.0.2", Machine((), 8, 2**34, has_bfloat16=False), "1")
     asked = list[tuple[str, str]]()
     answers: list[Node | ConfigError] = [replace(first, id="2"), ConfigError("it has no vllm now")]
@@ -248,131 +244,23 @@ def test_a_node_that_comes_back_is_looked_at_before_anything_starts_there(
         asked.append((found[0]["NodeID"], *needs.files))
         return [answers.pop(0)]
 
-    def is_there(node_id: str) -> bool:
-        found = {"NodeID": node_id, "NodeName": "other", "NodeManagerAddress": "10.0.0.2"}
-        return launcher._is_there(None, 0, [found])
+    def look_again(*node_ids: str) -> None:
+        found = [
+            {"NodeID": one, "NodeName": "other", "NodeManagerAddress": "10.0.0.2", "Alive": True}
+            for one in node_ids
+        ]
+        launcher._look_again(SimpleNamespace(nodes=lambda: found), 0)
 
     monkeypatch.setattr(ray_launcher, "ask_each", ask)
-    launcher, said = RayLauncher(""), list[str]()
-    launcher.say, launcher.nodes, launcher._needs = said.append, (first,), {0: Needs({"/model": ""})}
-    assert is_there("1")
-    assert asked == [], "it was never away"
-    assert is_there("2")
-    assert launcher.nodes[0].id == "2"
-    assert not is_there("3")
-    assert not is_there("3")
-    assert asked == [("2", "/model"), ("3", "/model")], "and each time once"
-    assert said == ["the node other is passed over, nothing of the run can be there: it has no vllm now."]
-    assert not launcher._is_there(None, 0, [])
-
-
-class Cloud:
-    """Stands for Ray, its autoscaler and the clock: which nodes there are from which second to which."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **lives: tuple[int, float]) -> None:
-        self.lives, self.at_s, self.asked = lives, 0, list[list[str]]()
-        monkeypatch.setattr("ray.util.placement_group", self.group)
-        monkeypatch.setattr("ray.util.remove_placement_group", lambda _: None)
-        monkeypatch.setattr("ray.util.placement_group_table", lambda one: {"bundles_to_node_id": [one.on[0]]})
-        monkeypatch.setattr(ray_groups, "time", SimpleNamespace(monotonic=lambda: self.at_s))
-        monkeypatch.setattr(ray_launcher, "ask_each", self.ask_each)
-        machine = Machine((), 8, 2**34, has_bfloat16=False)
-        self.launcher, self.said = RayLauncher(""), list[str]()
-        self.launcher.say = self.said.append
-        self.launcher.nodes = tuple(Node(name, name, machine, name) for name in ("own", "lost"))
-        self.launcher._resources = [{}, {}]
-        self.launcher._places = {0: ("own's", 0), 1: ("lost's", 0)}
-
-    def names(self) -> list[str]:
-        return [name for name, (start, end) in self.lives.items() if start <= self.at_s < end]
-
-    def nodes(self) -> list[dict[str, Any]]:
-        keys = ("NodeID", "NodeName", "NodeManagerAddress")
-        return [
-            {**dict.fromkeys(keys, name), "Alive": True, "Resources": {f"node:{name}": 1.0}}
-            for name in self.names()
-        ]
-
-    def group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
-        pins = [name.removeprefix("node:") for bundle in bundles for name in bundle if "node:" in name]
-        self.asked.append(pins)
-        group, num = SimpleNamespace(on=list[str]()), len(bundles) - len(pins)
-
-        def wait(wait_s: float) -> bool:
-            self.at_s += 1
-            free = [name for name in self.names() if name not in pins]
-            if set(pins) <= {*self.names()} and len(free) >= num:
-                group.on = free[:num]
-            return bool(group.on)
-
-        group.wait = wait
-        return group
-
-    def ask_each(self, ray: Any, nodes: list[dict[str, Any]], *_: Any) -> list[Any]:
-        (name,) = [node["NodeID"] for node in nodes]
-        unfit = ConfigError("it sees nothing", way_out="mount it.")
-        return [unfit if name == "unfit" else Node(name, name, self.launcher.nodes[0].machine, name)]
-
-
-@pytest.mark.extras
-def test_a_node_that_is_passed_over_and_then_ended_is_not_gone_around_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else the next one, on which nothing can be as long as it is, would be ended, too, and so for ever."""
-    cloud = Cloud(monkeypatch, own=(0, 999), unfit=(0, 5), late=(7, 10))
-    cloud.launcher._replace(cloud, 1, {"CPU": 1.0}, cloud.nodes())
-    assert cloud.asked == [["own"], ["own", "unfit"], ["own"]]
-    assert cloud.launcher.nodes[1].name == "late"
-    assert cloud.said[0] == "lost is gone; Ray is asked for a node with 1 CPU"
-    assert cloud.said[-1] == "late (late) takes the place of lost"
-    cloud = Cloud(monkeypatch, own=(0, 999))
-    with pytest.raises(ConnectionError, match="no node at lost any more, and none to take its place"):
-        cloud.launcher._replace(cloud, 1, {"CPU": 1.0}, cloud.nodes())
-
-
-@pytest.mark.extras
-def test_where_a_node_ends_while_others_are_waited_for_what_lacks_is_looked_for_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cloud = Cloud(monkeypatch, own=(0, 999), idle=(0, 4), new=(3, 999))
-    parts = [["cpu"], ["cpu"]]
-    cloud.launcher._wait_for(cloud, parts, 9.0)
-    assert cloud.said == [
-        "waiting for 2 nodes of Ray's autoscaler (1 CPU, 1 CPU), 9 s at most (supervision.node_wait_s)",
-        "the node new (new) has come",
-        "a node that was there is gone: looking anew at what the run lacks",
-    ]
-    assert (cloud.at_s, cloud.launcher._asked) == (4, {})
-    with pytest.raises(RoomError, match="of 2 nodes more that the run needs .* 0 have come within 9 s"):
-        cloud.launcher._wait_for(cloud, parts, 9.0)
-    assert (cloud.at_s, cloud.launcher._asked) == (4 + 10, {})
-
-
-def test_a_node_that_ray_has_found_for_two_places_takes_one() -> None:
-    machine = Machine((), 8, 2**34, has_bfloat16=False)
-    own, *comes = (Node(f"n{at}", f"10.0.0.{at}", machine, f"{at}") for at in range(3))
-    wanted: Any = {number: SimpleNamespace(group=f"group {number}") for number in (1, 2)}
     launcher = RayLauncher("")
-    launcher.nodes = (own, Node("to-come-1", "", machine), Node("to-come-2", "", machine))
-    launcher._resources = [{}, {}, {}]
-    launcher._places, launcher._asked = {0: ("own", 0)}, dict(wanted)
-    assert not launcher._takes(1, own, {})
-    assert launcher._takes(2, comes[0], {"CPU": 8.0})
-    assert not launcher._takes(1, comes[0], {"CPU": 8.0})
-    assert launcher._asked == {1: wanted[1]}, "it is asked for again"
-    assert launcher._takes(1, comes[1], {})
-    assert [node.name for node in launcher.nodes] == ["n0", "n2", "n1"]
-    assert launcher._places == {0: ("own", 0), 1: ("group 1", 0), 2: ("group 2", 0)}
-
-
-@pytest.mark.parametrize(
-    ("types", "is_there"),
-    [({"node_4de1ef"}, False), ({"head"}, True), ({"head", "worker"}, True), (set(), False)],
-)
-def test_an_autoscaler_is_known_by_the_types_of_nodes_that_rays_monitor_tells(
-    types: set[str], is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_groups, "_node_types", lambda ray: types)
-    monkeypatch.setattr(ray_groups, "TRY_S", 1e-3)
-    monkeypatch.setattr(ray_groups, "REPORT_S", 1e-2)
-    assert ray_groups.has_autoscaler(None) == is_there
+    launcher.nodes = (first,)
+    launcher._needs = {0: Needs({"/model": ""})}
+    look_again("1")
+    assert asked == [], "it was never away"
+    look_again("2")
+    assert launcher.nodes[0].id == "2"
+    with pytest.raises(ConnectionError, match="it has no vllm now"):
+        look_again("3")
+    assert asked == [("2", "/model"), ("3", "/model")]
+    with pytest.raises(ConnectionError, match=r"no node at 10\.0\.0\.2"):
+        look_again()

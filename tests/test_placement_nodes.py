@@ -21,7 +21,6 @@ from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.placement.choice import NodeDevice
 from asyncrl.placement.devices import Placement, chunk_devices, place
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
-from asyncrl.placement.launchers import missing_parts
 from asyncrl.placement.nodes import Node, described_nodes
 from asyncrl.placement.plan import make_plan
 from asyncrl.placement.plan_text import plan_text
@@ -149,60 +148,6 @@ def test_what_nodes_do_not_have_is_refused_with_their_numbers_and_what_to_write(
     with pytest.raises(ConfigError) as caught:
         on(num_cuda, *more, f"placement.trainer={trainer}", f"placement.rollout={rollout}")
     assert re.search(words, str(caught.value), re.DOTALL), caught.value
-
-
-@pytest.mark.parametrize(
-    ("num_cuda", "trainer", "rollout", "more", "parts"),
-    [
-        ((0,), "cpu", "{nodes: 2, gpus: 0}", sizes(1, 2), [["cpu"]]),
-        ((0,), "{nodes: 2, gpus: 0}", "{nodes: 3, gpus: 0}", sizes(4, 6), [["cpu"] * 4, ["cpu"] * 2]),
-        ((8,), "{nodes: 2, gpus: 8}", "{nodes: 1, gpus: 4}",
-         sizes(16, 4), [[f"cuda:{at}" for at in range(num)] for num in (8, 4)]),
-        ((0,), "{nodes: 1, gpus: 2}", "cpu", sizes(2), [["cuda:0", "cuda:1"]]),
-        ((0, 0), "cpu", "{nodes: 2, gpus: 0}", sizes(1, 2), []),
-        ((0,), "cpu", "{nodes: all, gpus: 0}", sizes(1, 1), []),
-        ((0,), "cpu", "{nodes: 3, gpus: 0}", sizes(1, 2), []),
-        ((1,), "4", "auto", sizes(1, 1), []),
-    ],
-)  # fmt: skip
-def test_what_nodes_that_are_lacking_would_hold_is_known_before_they_are_there(
-    num_cuda: tuple[int, ...], trainer: str, rollout: str, more: list[str], parts: list[list[str]]
-) -> None:
-    config = load(RAY, *more, f"placement.trainer={trainer}", f"placement.rollout={rollout}")
-    assert missing_parts(config, nodes(*num_cuda), config.rollout.engine_range.first) == (parts, [])
-
-
-@pytest.mark.parametrize(
-    ("num_cuda", "trainer", "rollout", "first", "more", "now", "num_later"),
-    [
-        ((0,), "cpu", "{nodes: 3, gpus: 0}", 1, [], [], 2),
-        ((0,), "cpu", "{nodes: 3, gpus: 0}", 2, [], [["cpu"]], 1),
-        ((0, 0), "cpu", "{nodes: 3, gpus: 0}", 2, [], [], 1),
-        ((0,), "{nodes: 2, gpus: 0}", "{nodes: 3, gpus: 0}", 1, sizes(2), [["cpu"] * 2], 1),
-        ((2,), "{nodes: 1, gpus: 2}", "{nodes: 2, gpus: 2}", 1, sizes(2), [["cuda:0", "cuda:1"]], 1),
-        ((0, 0, 0), "cpu", "{nodes: 3, gpus: 0}", 1, [], [], 0),
-    ],
-)  # fmt: skip
-def test_nodes_of_engines_that_are_not_wanted_yet_come_later(
-    num_cuda: tuple[int, ...],
-    trainer: str,
-    rollout: str,
-    first: int,
-    more: list[str],
-    now: list[list[str]],
-    num_later: int,
-) -> None:
-    num = 4 if any(num_cuda) else 3
-    scaled = f"rollout.num_engines={{min: 1, max: {num}, start: {first}}}"
-    placed = [f"placement.trainer={trainer}", f"placement.rollout={rollout}"]
-    config = load(RAY, *more, *placed, scaled)
-    found, later = missing_parts(config, nodes(*num_cuda), first)
-    assert (found, len(later)) == (now, num_later)
-    assert all(node.is_to_come for node in later)
-    there = [*nodes(*num_cuda), *nodes(*[max(num_cuda)] * len(now))]
-    elastic = place(config, [*there, *later]).elastic(first)
-    assert [elastic[node] for node in range(len(there), len(there) + num_later)] == [False] * num_later
-    assert place(config, [*there, *later]).elastic(num) == dict.fromkeys(elastic, True)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ import asyncio
 import shlex
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngineServer
-from fake_server import FakeProcess
 from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,16 +22,14 @@ from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_
 from asyncrl.config import SupervisionConfig, load_config
 from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import ConfigError, NodeLost, PublishError, RoomError
+from asyncrl.errors import ConfigError, PublishError, RoomError
 from asyncrl.files import RunLock
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.life import Voice
 from asyncrl.job.resume import changed_keys
 from asyncrl.job.scale import WANTED_FILE, EngineScale, first_wanted, read_wanted, scale_run, write_wanted
-from asyncrl.job.servers.relaying import ElasticNode, RelaySupervisor
 from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
 from asyncrl.observe.recorder import Recorder
-from asyncrl.placement.devices import Placement
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -47,65 +43,12 @@ class Told(Voice):
         self.lines.append(text)
 
 
-def placed(num_engines: int, *, has_nodes: bool = False) -> Placement:
-    nodes = tuple(range(num_engines)) if has_nodes else ()
-    return Placement(("cpu",), (("cpu",),) * num_engines, None, "apart", engine_nodes=nodes)
-
-
 def make_config(folder: Path, num_engines: Any, **rollout: Any) -> Any:
     return load_config(write_config(folder, rollout={"num_engines": num_engines, **rollout}))
 
 
-NODE_S = 2.0
-
-
-class Cloud:
-    """Has a node for each that is asked for, after a while; of `lacking` requests it has none."""
-
-    def __init__(self, house: House, there: set[int]) -> None:
-        self.house, self.there, self.lacking = house, there, 0
-        self.nodes = [SimpleNamespace(name=f"node {at}", address=f"10.0.0.{at}") for at in range(3)]
-        self.elastic = list[ElasticNode]()
-        self.relays = list[FakeProcess]()
-
-    async def come(self, node: int) -> None:
-        await asyncio.sleep(NODE_S)
-        if self.lacking:
-            self.lacking -= 1
-            raise NodeLost("launcher", f"the node {node} is not there")
-        self.there.add(node)
-
-    async def rest(self, node: int) -> None:
-        for server in (self.house.fakes[node], self.relays[node].server):
-            assert server.has_ended.is_set(), f"{server.name} is on a node that is given back"
-        self.there.discard(node)
-
-    def make(self, node: int, supervision: Supervision) -> RelaySupervisor:
-        """The relay of a node, and what has the node there and away; its engine starts after it alone."""
-        relay: Any = FakeProcess(FakeEngineServer(f"relay-{node}", decode_s=1.0), start_s=0.5)
-        relay.caller = SimpleNamespace(url="")
-        if node not in self.there:
-            relay.server.die()
-        supervisor, engine = RelaySupervisor([relay], supervision), self.house.processes[node]
-        self.relays.append(relay)
-        start = engine.come_up
-
-        async def come_up() -> None:
-            assert node in self.there, f"{engine.name} starts on no node"
-            assert not relay.server.has_ended.is_set(), f"{engine.name} starts before its relay is up"
-            await start()
-
-        engine.come_up = come_up  # type: ignore[method-assign]
-        if node in self.house.scale.elastic:
-            launcher: Any = self
-            self.elastic.append(ElasticNode(node, self.house.scale, launcher, supervisor, wait_s=60.0))
-        return supervisor
-
-
 class House(EngineRooms):
-    """Engines beside a trainer of their own devices: `start` work at first, the others are parked. With
-    `has_nodes` each is on a node of its own, of which the first stays.
-    """
+    """Engines on devices of their own: `start` work at first, the others are parked."""
 
     fakes: list[FakeEngineServer]
 
@@ -120,9 +63,7 @@ class House(EngineRooms):
         prepare_s: float = 0.0,
         max_restarts: int = 3,
         is_rolling: bool = False,
-        has_nodes: bool = False,
     ) -> None:
-        self.has_nodes = has_nodes
         fakes = [
             FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, prepare_s=prepare_s, swap_s=0.1)
             for index in range(num_engines)
@@ -141,11 +82,6 @@ class House(EngineRooms):
             is_rolling=is_rolling,
         )
         self.announced = [0]
-        if has_nodes:
-            supervision = Supervision(self.supervision, 10.0, self.told.append, self.tell)
-            self.cloud = Cloud(self, set(range(start)))
-            relays = [self.cloud.make(node, supervision) for node in range(num_engines)]
-            self.running += [tasks.create_task(one.run()) for one in (relays[0], *self.cloud.elastic)]
         self.running.append(tasks.create_task(self.publisher.run(), name="publisher"))
         self.running.append(tasks.create_task(self.scale.follow(), name="scale"))
 
@@ -153,10 +89,10 @@ class House(EngineRooms):
         if not hasattr(self, "scale"):
             limits = {"min": 1, "max": len(self.fakes), "start": self.start}
             config, change = make_config(self.folder, limits), self.capacities.append
-            where = placed(len(self.fakes), has_nodes=self.has_nodes)
             first = first_wanted(config, self.folder)
-            how: Any = {"on_change": change, "placement": where, "num_first": first}
-            self.scale = EngineScale(config, self.folder, self.pool, self.voice, **how)
+            self.scale = EngineScale(
+                config, self.folder, self.pool, self.voice, on_change=change, num_first=first
+            )
         return self.scale.supervisor(process, target, self.turns, supervision)
 
     @property
@@ -356,7 +292,6 @@ def test_weights_that_arrive_changed_at_an_engine_that_comes_end_the_run(live: A
     prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
     start=st.integers(1, 3),
     is_rolling=st.booleans(),
-    has_nodes=st.booleans(),
 )
 def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announced(
     folder: Path,
@@ -364,7 +299,6 @@ def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_olde
     prepare_s: float,
     start: int,
     is_rolling: bool,
-    has_nodes: bool,
 ) -> None:
     (folder / WANTED_FILE).unlink(missing_ok=True)
 
@@ -377,8 +311,6 @@ def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_olde
                 house.scale.set_nowait(where + 1)
             elif what in ("die", "freeze"):
                 getattr(fake, what)()
-                if has_nodes:
-                    house.cloud.lacking = number % 3
             elif what == "step":
                 house.trainer.step()
             elif what == "ask":
@@ -393,11 +325,6 @@ def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_olde
         assert house.announced[-1] == house.trainer.policy_version
         assert {fake.policy_version for fake in house.fakes[:num]} == {house.announced[-1]}
         assert (sum(house.pool.load.values()), house.capacities[-1]) == (0, num)
-        if has_nodes:
-            assert house.cloud.there == set(range(num))
-            assert [one.server.has_ended.is_set() for one in house.cloud.relays] == [
-                node >= num for node in range(3)
-            ]
 
     play(
         House,
@@ -407,101 +334,7 @@ def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_olde
         prepare_s=prepare_s,
         max_restarts=1000,
         is_rolling=is_rolling,
-        has_nodes=has_nodes,
     )
-
-
-def test_a_node_is_given_back_once_a_start_that_is_given_up_there_has_ended(live: Any) -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
-        await asyncio.sleep(1.0)
-        slow, end = house.processes[1], house.processes[1].end
-
-        async def end_slowly() -> str:
-            await asyncio.sleep(5.0)
-            return await end()
-
-        house.scale.set_nowait(2)
-        await asyncio.sleep(NODE_S + START_S + 1.0)
-        assert (house.fakes[1].has_ended.is_set(), house.states[1]) == (False, "starting")
-        slow.end = end_slowly  # type: ignore[method-assign]
-        house.scale.set_nowait(1)
-        await asyncio.sleep(2.0)
-        assert house.states[1] == "leaving"
-        await asyncio.sleep(20.0)
-        assert (house.states, house.cloud.there) == (["up", "parked", "parked"], {0})
-
-    live(story, has_nodes=True, prepare_s=3.0)
-
-
-def test_nodes_come_for_engines_and_go_with_them(live: Any) -> None:
-    async def story(house: House) -> None:
-        asked = [house.ask(make_request(f"r{index}", max_tokens=3000, seed=index)) for index in range(6)]
-        assert house.cloud.there == {0}
-        write_wanted(house.folder, 3)
-        await asyncio.sleep(1.5)
-        assert house.states == ["up", "waiting for a node", "waiting for a node"]
-        await asyncio.sleep(NODE_S + 1.0)
-        assert (house.states[1:], house.cloud.there) == (["starting", "starting"], {0, 1, 2})
-        await asyncio.sleep(START_S)
-        assert house.states == ["up", "up", "up"]
-        write_wanted(house.folder, 2)
-        await asyncio.sleep(2.0)
-        assert (house.states, house.cloud.there) == (["up", "up", "parked"], {0, 1})
-        told = [line for line in house.voice.lines if "engine-2" in line or "node 2" in line]
-        assert told == [
-            "looking for a node for engine-2, 60 s at most",
-            "node 2 (10.0.0.2) is there for engine-2",
-            "node 2 is given back",
-        ]
-        assert [len((await one).token_ids) for one in asked] == [3000] * 6
-        assert (house.num_restarts(), house.told) == (0, [])
-
-    live(story, has_nodes=True)
-
-
-def test_a_node_that_does_not_come_ends_no_run_and_one_that_is_not_wanted_any_more_is_not_waited_for(
-    live: Any,
-) -> None:
-    async def story(house: House) -> None:
-        house.cloud.lacking = 99
-        write_wanted(house.folder, 2)
-        await asyncio.sleep(30.0)
-        assert house.states == ["up", "waiting for a node", "parked"]
-        write_wanted(house.folder, 1)
-        await asyncio.sleep(NODE_S + 2.0)
-        assert house.states == ["up", "parked", "parked"]
-        assert house.voice.lines[1:] == [
-            "looking for a node for engine-1, 60 s at most",
-            "asked for 1 engines; 2 were wanted before",
-        ]
-        write_wanted(house.folder, 2)
-        await asyncio.sleep(90.0)
-        assert house.states == ["up", "parked", "parked"]
-        assert house.voice.lines[-1] == (
-            "WARNING: launcher: no node has come for engine-1 within 60 s: the node 1 is not there; "
-            "the run goes on with 1 of the 2 engines that were wanted"
-        )
-        house.cloud.lacking = 1
-        write_wanted(house.folder, 2)
-        await asyncio.sleep(2 * NODE_S + START_S + 10.0)
-        assert (house.states, house.cloud.there) == (["up", "up", "parked"], {0, 1})
-
-    live(story, has_nodes=True, max_restarts=0)
-
-
-def test_a_relay_that_never_comes_up_on_a_new_node_ends_no_run(live: Any) -> None:
-    async def story(house: House) -> None:
-        house.cloud.relays[2].fails_to_start = 99
-        write_wanted(house.folder, 3)
-        await asyncio.sleep(60.0)
-        assert (house.states, house.cloud.there) == (["up", "up", "parked"], {0, 1})
-        *_, gives_up, gives_back = house.voice.lines
-        assert "relay-2" in gives_up
-        assert "goes on with 2 of the 3 engines" in gives_up
-        assert gives_back == "node 2 is given back"
-
-    live(story, has_nodes=True)
 
 
 # ---- what is asked for
@@ -636,12 +469,11 @@ def test_the_command_refuses_what_cannot_be_and_asks_for_nothing(
 
 
 def scale_of(folder: Path, limits: Any, voice: Told, num_first: int) -> EngineScale:
-    """Of as many engines as there may be, each on a node of its own."""
+    """Return the scale of as many engines as the range allows."""
     config = make_config(folder, limits)
     engines = [FakeEngineServer(f"engine-{index}") for index in range(config.rollout.max_engines)]
     pool: Any = type("Pool", (), {"servers": engines})()
-    where = placed(len(engines), has_nodes=True)
-    return EngineScale(config, folder, pool, voice, on_change=print, placement=where, num_first=num_first)
+    return EngineScale(config, folder, pool, voice, on_change=print, num_first=num_first)
 
 
 async def follow(scale: EngineScale) -> None:
@@ -671,12 +503,11 @@ def test_a_run_that_goes_on_begins_with_what_was_asked_for(tmp_path: Path) -> No
 
 
 def test_what_is_asked_for_while_the_run_starts_is_taken_over_when_it_has(tmp_path: Path) -> None:
-    """Until then all goes by the number that the nodes were asked for."""
     limits, voice = {"min": 1, "max": 3}, Told()
     num_first = first_wanted(make_config(tmp_path, limits), tmp_path)
     write_wanted(tmp_path, 3)
     scale = scale_of(tmp_path, limits, voice, num_first)
-    assert (scale.wanted, scale.parked, scale.away) == (1, {"engine-1", "engine-2"}, {1, 2})
+    assert (scale.wanted, scale.parked) == (1, {"engine-1", "engine-2"})
     run_virtual(follow(scale))
-    assert (scale.wanted, scale.away) == (3, {1, 2}), "each is asked for by its ElasticNode"
+    assert scale.wanted == 3
     assert voice.lines == ["asked for 3 engines; 1 were wanted before"]

@@ -220,12 +220,9 @@ class Holding:
 
     def __init__(self) -> None:
         self.held, self.needs = dict[int, list[str]](), dict[int, Needs]()
-        self.elastic = dict[int, bool]()
 
-    async def hold(
-        self, parts: dict[int, list[str]], needs: dict[int, Needs], elastic: dict[int, bool]
-    ) -> None:
-        self.held, self.needs, self.elastic = dict(parts), needs, elastic
+    async def hold(self, parts: dict[int, list[str]], needs: dict[int, Needs]) -> None:
+        self.held, self.needs = dict(parts), needs
 
     async def free_port(self, node: int) -> int:
         return 4000 + node
@@ -241,28 +238,6 @@ TWO_NODES = (
     "rollout.num_engines=2",
     "weight_sync.transport=stream",
 )
-
-
-@pytest.mark.parametrize(
-    ("num_engines", "first", "elastic"),
-    [("2", 2, {}), ("{min: 1, max: 2}", 1, {1: False}), ("{min: 1, max: 2}", 2, {1: True})],
-)
-def test_a_node_with_engines_alone_is_held_while_one_of_them_is_wanted(
-    tmp_path: Path, num_engines: str, first: int, elastic: dict[int, bool]
-) -> None:
-    machine = Machine((), 8, 2**34, has_bfloat16=False)
-    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
-    placed = "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
-    config, holding = (
-        load(TWO_NODES[0], TWO_NODES[-1], placed, f"rollout.num_engines={num_engines}"),
-        Holding(),
-    )
-    launcher: Any = holding
-    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
-    for name in ("config.json", "run.id"):
-        (tmp_path / name).write_text(name)
-    asyncio.run(made.hold(tmp_path / "staging", first))
-    assert (holding.held, holding.elastic) == ({0: ["cpu"] * 2, 1: ["cpu"]}, elastic)
 
 
 def test_what_each_process_takes_is_held_on_its_node_and_ranks_are_told_where_they_meet(

@@ -22,7 +22,7 @@ from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, spe
 from asyncrl.job.life import Life, run_id
 from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers.evaluating import make_evaluation
-from asyncrl.job.servers.relaying import ElasticNode, Relaying, make_relaying
+from asyncrl.job.servers.relaying import Relaying, make_relaying
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.servers.teaching import Teaching, make_teaching
 from asyncrl.job.start import Server, bring_up, end_all, end_server, start_again
@@ -170,17 +170,9 @@ class Parts:
         self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
         """The clients that sample for training: all but that of the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
-        how = {"on_change": self._resize, "placement": self._placement, "num_first": self._num_first}
+        how = {"on_change": self._resize, "num_first": self._num_first}
         self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, **how)
         self.relaying = make_relaying(maker, self.staging_dir, self.supervision)
-        relays = {} if self.relaying is None else self.relaying.supervisors
-        self.elastic = [
-            ElasticNode(
-                node, self.scale, job.launcher, relays.pop(node, None), config.supervision.node_wait_s
-            )
-            for node in self.scale.elastic
-        ]
-        """The nodes that come and go; the others stay to the end."""
         if self._placement.evaluation is not None:
             self.eval_server = maker.eval_engine()
             self.eval_target = maker.client(self.eval_server)

@@ -48,7 +48,7 @@ from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
-from asyncrl.placement.launchers import bring_nodes, opened
+from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
 from asyncrl.rollouts.evaluation import Evaluation
@@ -91,7 +91,6 @@ def run_job(
     with contextlib.ExitStack() as stack:
         launcher = stack.enter_context(opened(config.launcher))
         num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may ask for others meanwhile
-        bring_nodes(config, launcher, num_first)
         config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
         fetch_architectures(config)
         plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
@@ -187,8 +186,6 @@ class Job(Life):
         workers = () if parts.harnessing is None else parts.harnessing.supervisors
         for supervisor in (*parts.supervisors, *parts.supervisors_beside, *workers):
             self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-        for node in parts.elastic:
-            self.spawn(node.run(), name=f"watch {node.name}")
         if parts.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")
 

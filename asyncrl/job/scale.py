@@ -24,7 +24,6 @@ from asyncrl.job.life import Voice, run_again
 from asyncrl.job.start import Server, end_all
 from asyncrl.job.supervision.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
 from asyncrl.observe.status import judge_state, read_config, read_status
-from asyncrl.placement.devices import Placement
 from asyncrl.waits import waiting
 
 logger = logging.getLogger("asyncrl.job.scale")
@@ -44,7 +43,6 @@ class EngineScale:
         devices and ports.
     Waits: wait_wanted and wait_leave sleep until another number is wanted, or an engine has come up, is lost
         or has left.
-        Or until its node is there: `away` are those that have no engine that works (ElasticNode).
     Invariant: an engine that is up leaves only while as many others as are wanted are up (wait_leave). So
         `min` engines are left at least, and requests have somewhere to go.
 
@@ -59,7 +57,6 @@ class EngineScale:
         voice: Voice,
         *,
         on_change: Callable[[int], None],
-        placement: Placement,
         num_first: int,
     ) -> None:
         self.range, self.is_fixed = config.rollout.engine_range, not config.rollout.is_scaled
@@ -69,11 +66,7 @@ class EngineScale:
         self.wanted = num_first
         self._working = {name for name in self._number if self.wants(name)}
         self.parked = self._number.keys() - self._working
-        """Those without a process, and without a start; of a node that is away its relay, too."""
-        self._nodes = {name: placement.engine_node(number) for name, number in self._number.items()}
-        self.elastic = {} if self.is_fixed else placement.elastic(self.wanted)
-        """The nodes that may be away, and whether they were there from the first."""
-        self.away = {node for node, is_there in self.elastic.items() if not is_there}
+        """Engines without a process."""
 
     def supervisor(
         self, process: Server, client: EngineClient, turns: Turns, supervision: Supervision
@@ -95,8 +88,7 @@ class EngineScale:
     def words(self, name: str) -> str:
         """What becomes of an engine that is not simply up or down."""
         if self.wants(name):
-            starting = "waiting for a node" if self._nodes[name] in self.away else "starting"
-            return "" if name in self._working else starting
+            return "" if name in self._working else "starting"
         return "parked" if name in self.parked else "leaving"
 
     async def follow(self) -> None:
@@ -113,10 +105,6 @@ class EngineScale:
         self.wanted = num
         self.changed_nowait()
 
-    def say(self, text: str) -> None:
-        """Tell people."""
-        self._voice.say(text)
-
     def gives_up_nowait(self, name: str, error: AsyncrlError) -> None:
         """An engine does not come up: those before it are wanted, until others are asked for."""
         num, asked = self._number[name], self.wanted
@@ -132,31 +120,10 @@ class EngineScale:
         self.set_nowait(num)
 
     async def wait_wanted(self, name: str) -> None:
-        """Return once this engine is to work, and its node is there: it stays until the engine is parked."""
-        while not self.wants(name) or self._nodes[name] in self.away:
+        """Return once this engine is to work."""
+        while not self.wants(name):
             await self._changed.wait()
         self.parked.discard(name)
-
-    async def wait_node_wanted(self, node: int) -> None:
-        """Return once an engine of this node is to work."""
-        while not self.engines_of(node, is_wanted=True):
-            await self._changed.wait()
-
-    async def wait_node_left(self, node: int) -> None:
-        """Return once all engines of this node are parked, and are to be; none starts there any more then."""
-        while self.engines_of(node, is_wanted=True) or not self.parked.issuperset(self.engines_of(node)):
-            await self._changed.wait()
-        self.away.add(node)
-
-    def engines_of(self, node: int, *, is_wanted: bool = False) -> list[str]:
-        """Those of this node, or those of them that are wanted, in their order."""
-        engines = [name for name in self._number if self._nodes[name] == node]
-        return [name for name in engines if self.wants(name)] if is_wanted else engines
-
-    def node_comes_nowait(self, node: int) -> None:
-        """It is there, and its engines may start."""
-        self.away.discard(node)
-        self.changed_nowait()
 
     async def wait_leave(self, name: str) -> None:
         """Return once this engine is to leave; it gets no new work any more then."""

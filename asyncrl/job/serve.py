@@ -36,7 +36,7 @@ from asyncrl.job.supervision.supervise import Supervision, heartbeat
 from asyncrl.observe.run_numbers import several
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
-from asyncrl.placement.launchers import bring_nodes, opened
+from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.tasks.from_config import make_feed
@@ -85,7 +85,6 @@ def open_folder(
         rollout, num = config.rollout, config.rollout.engine_range.first  # nothing scales what is served
         given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
         config = config.model_copy(update={"rollout": rollout.model_copy(update=given)})
-        bring_nodes(config, launcher, num)
         config, settled = settle(config, launcher.nodes)
         for words in settled:
             Voice().say(words)

@@ -119,15 +119,6 @@ class Placement:
             parts[self.beside_node] += filter(None, (self.evaluation, self.teacher))
         return parts
 
-    def elastic(self, num_engines: int) -> dict[int, bool]:
-        """The nodes that have engines and nothing else, but the first: whether one of them is among the first
-        `num_engines`.
-        """
-        others = {0, *(device.node for device in self.ranks)}
-        others |= {self.beside_node} if self.evaluation or self.teacher else set()
-        nodes = [self.engine_node(number) for number in range(len(self.engines))]
-        return {node: node in nodes[:num_engines] for node in nodes if node not in others}
-
     @property
     def rollout(self) -> tuple[str, ...]:
         """The first device of each engine."""

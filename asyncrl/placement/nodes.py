@@ -22,19 +22,13 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True, slots=True)
 class Node:
     """One machine of the run. `name`: for people. `address`: under which the others reach its servers;
-    servers of a run on one machine listen on loopback alone; "": it is to come. `id`: what its launcher calls
-    it.
+    servers of a run on one machine listen on loopback only. `id`: the launcher's name for it.
     """
 
     name: str
     address: str
     machine: Machine
     id: str = ""
-
-    @property
-    def is_to_come(self) -> bool:
-        """It is not there yet, and taken to be like the first."""
-        return not self.address
 
 
 def address_of(node: int) -> str:
@@ -95,9 +89,6 @@ class Order:
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
     python: Callable[[], Path] | None = None
-
-
-NOTHING: Mapping[int, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,35 +215,13 @@ class Launcher(Protocol):
         """Look at the nodes. Blocks; raises ConfigError."""
         ...
 
-    def bring(self, parts: Sequence[Sequence[str]], later: Sequence[Node], wait_s: float) -> bool:
-        """Have a node started for each of `parts`, what will be there as for hold(), where something starts
-        nodes; else nothing is done, and the answer is False. Blocks until they are among `nodes`, of which
-        those that are to come `later` are the last. Raises RoomError after `wait_s` seconds
-        (supervision.node_wait_s).
-        """
-        ...
+    async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, Needs]) -> None:
+        """Reserve these devices on each node (by its index in `nodes`), one entry per process: `cpu` or
+        `cuda:K`.
 
-    async def hold(
-        self,
-        parts: Mapping[int, Sequence[str]],
-        needs: Mapping[int, Needs],
-        elastic: Mapping[int, bool] = NOTHING,
-    ) -> None:
-        """Reserve, for each node (by its place in `nodes`), these devices: one entry for each
-        process, `cpu` or `cuda:K`. `elastic`: nodes that may rest, and whether each is there from the first.
-        Raises ConfigError for more than there is, and for `needs` that a node does not have, RoomError, with
-        what is missing, where they do not become free in time.
+        Raises ConfigError for more than exists, or for needs that a node does not meet, RoomError if the
+        devices do not become free in time.
         """
-        ...
-
-    async def come(self, node: int) -> None:
-        """Reserve again what an elastic node is to have, on this or any other machine that fits. Raises
-        RoomError (NodeLost) as long as there is none: the next call goes on asking.
-        """
-        ...
-
-    async def rest(self, node: int) -> None:
-        """Give an elastic node back, on which no process is any more, or ask for it no longer."""
         ...
 
     def process(self, node: int, order: Order) -> Process:

@@ -243,8 +243,7 @@ class ServerMaker:
             for node, devices in parts.items()
             if devices
         }
-        elastic = self.placement.elastic(num_engines) if num_engines and self.config.rollout.is_scaled else {}
-        await self.launcher.hold(parts, needs, elastic)
+        await self.launcher.hold(parts, needs)
 
     def _needs(self, node: int, staging_dir: Path | None) -> Needs:
         """What the processes on this node read, of the model one file, and what its engines run under.

@@ -30,7 +30,6 @@ from asyncrl.placement.launchers import child_of, free_port_at
 from asyncrl.placement.machine import CudaDevice, Machine, find_cuda_devices, this_machine
 from asyncrl.placement.nodes import Needs, Node, NodeHas, Order, look, misfit
 from asyncrl.placement.processes import ChildProcess
-from asyncrl.waits import TimeLimit
 
 DESCRIBE_S = 120.0
 """For the first answer of each node: Ray starts a Python there."""
@@ -224,7 +223,7 @@ class Host:
         known = {key: self._children[key] for key in offsets if key in self._children}
         if all(child.returncode is None for child in known.values()):
             with contextlib.suppress(TimeoutError):
-                async with TimeLimit(wait_s):
+                async with asyncio.timeout(wait_s):
                     await self._changed.wait()
         return {key: _news_of(child, offsets[key]) for key, child in known.items()}
 

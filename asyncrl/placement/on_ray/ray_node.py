@@ -19,7 +19,7 @@ from asyncrl.placement.fork_server import ONE_THREAD
 from asyncrl.placement.nodes import Node, Order
 from asyncrl.placement.on_ray.ray_host import News, RefusedStart, Started
 from asyncrl.placement.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, death_of, read_log, tail_of
-from asyncrl.waits import TimeLimit, waiting
+from asyncrl.waits import waiting
 
 logger = logging.getLogger("asyncrl.placement.on_ray.ray_node")
 
@@ -65,13 +65,12 @@ class RayNode:
 
     def gone(self, name: str) -> NodeLost:
         """That this node is lost, as the end of a process on it."""
-        how = "is not there" if self.node.is_to_come else "is gone"
-        return self._away(name, f"{how}: {self._lost}")
+        return self._away(name, f"is gone: {self._lost}")
 
     def _away(self, name: str, how: str) -> NodeLost:
         rule = "all processes there end with it"
-        way_out = "see `ray status`; start Ray there again, or on another node that has as much."
-        where = f"{self.node.name} ({self.node.address})" if self.node.address else self.node.name
+        way_out = "see `ray status`; start Ray there again."
+        where = f"{self.node.name} ({self.node.address})"
         return NodeLost(name, f"the node {where} {how}", rule=rule, way_out=way_out)
 
     async def open(self) -> None:
@@ -133,12 +132,12 @@ class RayNode:
             self._asking = None
         if self._actor is not None:
             with contextlib.suppress(*_lost_errors()):
-                async with TimeLimit(LOST_S):
+                async with asyncio.timeout(LOST_S):
                     await asyncio.to_thread(self._kill, self._actor)
             self._actor = None
 
     async def _within(self, timeout_s: float, method: str, *arguments: Any) -> Any:
-        async with TimeLimit(timeout_s):
+        async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
 
     async def _ask(self) -> None:
@@ -268,7 +267,7 @@ class RayProcess:
             self.left = await self._on.call("end", self.key, timeout_s=END_S)
             if self._pid is not None:
                 with contextlib.suppress(TimeoutError):
-                    async with TimeLimit(DRAIN_S):
+                    async with asyncio.timeout(DRAIN_S):
                         await self.wait()
         self._on.forget_nowait(self)
 
