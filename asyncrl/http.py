@@ -80,7 +80,7 @@ class Caller:
     def __init__(self, name: str, url: str, secret: str) -> None:
         self.name = name
         self.url = url
-        self._secret = secret
+        self.secret = secret
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
@@ -158,7 +158,7 @@ class Caller:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                headers={"Authorization": f"Bearer {self._secret}"},
+                headers={"Authorization": f"Bearer {self.secret}"},
                 timeout=aiohttp.ClientTimeout(total=None),
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
                 trust_env=False,

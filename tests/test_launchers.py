@@ -147,7 +147,7 @@ def test_what_outlives_its_actor_is_ended(
 ) -> None:
     folder = tmp_path / "host"
     folder.mkdir()
-    guard = start_guard(folder, wait_s)
+    guard = start_guard(folder, wait_s=wait_s)
     child = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True)
     assert guard.stdin is not None
     assert child.stdin is not None

@@ -288,7 +288,9 @@ def test_cores_and_memory_are_counted_on_each_node() -> None:
     assert apart["trainer-0"] == apart["trainer-1"] == [(0, 4)], "eight cores, and no engine is there"
     assert [apart[f"engine-{at}"] for at in range(4)] == [[(1, 2)], [(2, 2)], [(1, 2)], [(2, 2)]]
     assert [node for node, _ in apart["staging"]] == [0], "what the trainer writes"
-    assert [apart[f"relay-{at}"] for at in range(3)] == [[(at, 1)] for at in range(3)]
+    assert {name: rows for name, rows in apart.items() if name.startswith("fetched")} == {
+        f"fetched-{at}": [(at, 0)] for at in (1, 2)
+    }
     assert [node for node, _ in apart["checkpoint"]] == [0]
     spread = load(RAY, *sizes(4, 2), "placement={trainer: {nodes: 2}, rollout: {nodes: 2}}")
     spread_plan = make_plan(settle(spread, nodes(0, 0))[0], nodes(0, 0))
@@ -296,7 +298,7 @@ def test_cores_and_memory_are_counted_on_each_node() -> None:
     halves = [spread_plan.peak_bytes(f"n{at}/cpu")["generation"] for at in (0, 1)]
     staged = next(one.memory.total for one in alone.processes if one.name == "staging")
     assert halves[1] - halves[0] == staged, (
-        "a relay keeps two versions, the trainer's node has the file itself"
+        "a node keeps two versions, the trainer's node has the file itself"
     )
     assert sum(halves) == alone.peak_bytes("cpu")["generation"] + 2 * staged
 
@@ -352,18 +354,18 @@ def test_the_plan_is_printed_node_by_node() -> None:
     assert "apart (trainer on n0/cuda:0-1, engines on n1/cuda:0)" in text
 
 
-def test_in_turns_on_cpus_of_several_nodes_chunks_are_files_which_relays_bring() -> None:
+def test_colocated_cpu_nodes_fetch_chunks_as_files() -> None:
     both = [RAY, *TURNS, *sizes(2, 2), "placement.trainer={nodes: 2}"]
     config, _ = settle(load(*both), nodes(0, 0))
     plan = make_plan(config, nodes(0, 0))
     assert chunk_devices(config, plan.placement) == ()
     kept = {one.name: (one.node, one.memory.total) for one in plan.processes if one.side == "staging"}
     size = kept["staging"][1]
-    assert kept == {"staging": (0, size), "relay-0": (0, 0), "relay-1": (1, 2 * size)}
+    assert kept == {"staging": (0, size), "fetched-1": (1, 2 * size)}
     assert "weights go as files in shared memory" in plan_text(plan, config)
 
 
-def test_a_broadcast_to_other_nodes_has_relays_for_the_file_that_is_evaluated_alone() -> None:
+def test_a_broadcast_fetches_only_the_evaluated_file() -> None:
     apart = "placement={trainer: {nodes: 1, gpus: 2}, rollout: {nodes: 1, gpus: 1}}"
     how = [RAY, VLLM, "weight_sync.transport=nccl", *sizes(2, 1), apart]
     kept = {
@@ -375,7 +377,7 @@ def test_a_broadcast_to_other_nodes_has_relays_for_the_file_that_is_evaluated_al
         for evaluates, more in ((False, [EVAL, "eval.engine=rollout"]), (True, [EVAL]))
     }
     assert kept[False] == {"held": 0}
-    assert kept[True] == {"held": 0, "staging": 0, "relay-0": 0, "relay-1": 1}
+    assert kept[True] == {"held": 0, "staging": 0, "fetched-1": 1}
 
 
 def test_an_engine_has_a_quarter_of_the_cores_of_its_own_node() -> None:

@@ -404,7 +404,7 @@ async def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_pro
     urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000/']"]
     (engine,) = maker(tmp_path, VLLM, *urls).engines()
     assert isinstance(engine.child, ForeignProcess)
-    assert engine.caller._secret == "their key"
+    assert engine.caller.secret == "their key"
     engine.ready = AsyncMock()
     await engine.come_up()
     await engine.end()

@@ -78,7 +78,7 @@ def test_ranks_and_engines_of_three_hosts_do_what_those_of_one_do_bit_for_bit(
             assert [line for host in hosts[1:] for line in host.commands() if "asyncrl" in line] == []
             assert min(host.sent_bytes() for host in hosts[1:]) > 0
     assert differences(here, tmp_path / "two", of_metrics=False) == []
-    names = [f"{kind}-{number}" for kind in ("engine", "relay") for number in range(3)]
+    names = [f"engine-{number}" for number in range(3)]
     names += ["trainer-0", "trainer-1"]
     logs = tmp_path / "two" / "logs"
     assert sorted(path.stem for path in logs.glob("*.log")) == ["controller", *names]
@@ -172,7 +172,6 @@ def test_a_run_continues_when_a_host_is_lost_and_comes_back(
             process.send_signal(signal.SIGINT)
             output, _ = process.communicate(timeout=RUN_S)
             assert process.returncode == 130, output
-            assert not has_rank or weights_left_on(hosts[1]) == []
         assert [*(hosts[1].folder / "shm").glob("asyncrl-*")] == []
     log = (run_dir / "logs" / "controller.log").read_text().splitlines()
     later = "starting it again, once the node is there; the run goes on meanwhile"

@@ -40,8 +40,8 @@ class TransportFacts:
     """In turns, engines open the chunks in the trainer's device memory."""
     is_file_shared: bool = False
     """Exports lie in weight_sync.disk_dir, in no memory of this machine."""
-    is_relayed: bool = False
-    """Where engines are on other nodes than the trainer, relays bring its file to their shared memory."""
+    is_fetched: bool = False
+    """Nodes other than the trainer's fetch its file into their shared memory."""
     bound: str = ""
     """Why engines cannot be on other nodes; '': they can."""
 
@@ -49,8 +49,8 @@ class TransportFacts:
 TRANSPORTS: dict[TransportName, TransportFacts] = {
     "shm": TransportFacts(bound="its file is in the shared memory of one machine"),
     "disk": TransportFacts(is_file_shared=True),
-    "stream": TransportFacts(is_relayed=True),
-    "lora": TransportFacts(sends_adapters=True, is_relayed=True),
+    "stream": TransportFacts(is_fetched=True),
+    "lora": TransportFacts(sends_adapters=True, is_fetched=True),
     "nccl": TransportFacts(is_transfer=True, is_one_kept=True),
     "ipc": TransportFacts(
         is_transfer=True, shares_device=True, bound="its handles name memory of one machine's devices"
@@ -121,10 +121,10 @@ class WeightSyncConfig(FrozenConfig):
         return self
 
 
-def has_relays(config: RunConfig, *, has_eval_engine: bool) -> bool:
-    """Whether, on several nodes, files of weights go from node to node. An eval engine reads files too."""
+def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
+    """Return True if, on several nodes, files of weights are fetched by other nodes."""
     facts = config.weight_sync.facts
-    return facts.is_relayed or (facts.is_one_kept and has_eval_engine)
+    return facts.is_fetched or (facts.is_one_kept and has_eval_engine)
 
 
 def choose_transport(
@@ -230,8 +230,8 @@ def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
         return (
             f"{what} go as one file in {sync.disk_dir}, because engines on other machines can read it there"
         )
-    if sync.facts.is_relayed and not sync.facts.sends_adapters:
-        return f"{what} go as one file, from node to node, into the shared memory of each node once"
+    if sync.facts.is_fetched and not sync.facts.sends_adapters:
+        return f"{what} go as one file, which each node fetches once into its shared memory"
     return (
         f"{what} go as one file in shared memory, because engines read it while they go on with the old ones"
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints, ControllerState
+from asyncrl.config.weight_sync import fetches_files
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
@@ -22,7 +23,6 @@ from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, spe
 from asyncrl.job.life import Life, run_id
 from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers.evaluating import make_evaluation
-from asyncrl.job.servers.relaying import Relaying, make_relaying
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.servers.teaching import Teaching, make_teaching
 from asyncrl.job.start import Server, bring_up, end_all, end_server, start_again
@@ -34,11 +34,13 @@ from asyncrl.messages.records import Prompt
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
 from asyncrl.placement.nodes import with_addresses
+from asyncrl.placement.plan import EVAL_ENGINE
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
 from asyncrl.rollouts.generators import Taught
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
+from asyncrl.sync.node_files import NodeFiles
 from asyncrl.sync.publisher import Publisher, at_once
 from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
 from asyncrl.tasks.pinned_data import DataPin
@@ -72,8 +74,8 @@ class Parts:
         """Where a teacher scores what was sampled."""
         self.meeting: Broadcasts | None = None
         """Where engines and trainer form a group, with weight_sync.transport=nccl."""
-        self.relaying: Relaying | None = None
-        """How weights come to the other nodes, where the run is on several."""
+        self.files: NodeFiles | None = None
+        """How other nodes get weights, if the run has several nodes."""
         self.harnessing: Harnessing | None = None
         """Where rollouts are run by harnesses."""
         self.evaluation: Evaluation | None = None
@@ -88,16 +90,14 @@ class Parts:
 
     @property
     def beside(self) -> list[Server]:
-        """Eval engine, teacher and relays, if there are any: nothing is sampled there to be trained on."""
+        """Eval engine and teacher, if there are any: nothing sampled there is trained on."""
         found = (self.eval_server, None if self.teaching is None else self.teaching.server)
-        relays = () if self.relaying is None else self.relaying.servers
-        return [*relays, *(server for server in found if server is not None)]
+        return [server for server in found if server is not None]
 
     @property
     def supervisors_beside(self) -> list[Supervisor]:
-        """Of the teacher and the relays of nodes that stay; the eval engine has none."""
-        taught = [] if self.teaching is None else [self.teaching.supervisor]
-        return [*taught, *([] if self.relaying is None else self.relaying.supervisors.values())]
+        """The teacher's; the eval engine has none."""
+        return [] if self.teaching is None else [self.teaching.supervisor]
 
     async def open_journal(self) -> None:
         """And the folder where weights are staged."""
@@ -172,12 +172,28 @@ class Parts:
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
         how = {"on_change": self._resize, "num_first": self._num_first}
         self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, **how)
-        self.relaying = make_relaying(maker, self.staging_dir, self.supervision)
+        self.files = self._node_files()
         if self._placement.evaluation is not None:
             self.eval_server = maker.eval_engine()
             self.eval_target = maker.client(self.eval_server)
         if config.teacher is not None:
             self.teaching = await make_teaching(maker, self.supervision)
+
+    def _node_files(self) -> NodeFiles | None:
+        """Return None if all nodes read the weights where the trainer writes them."""
+        placement = self._placement
+        has_eval = placement.evaluation is not None
+        if placement.num_nodes == 1 or not fetches_files(self._config, has_eval_engine=has_eval):
+            return None
+        node_of = {f"engine-{at}": placement.engine_node(at) for at in range(len(placement.engines))}
+        node_of[EVAL_ENGINE] = placement.beside_node
+        return NodeFiles(
+            self._job.launcher.fetch,
+            self._ranks[0].caller,
+            node_of,
+            trainer_node=placement.rank_node(0),
+            timeout_s=self._config.weight_sync.timeout_s,
+        )
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
         """Returns when all answer. A run that goes on checks its model before they load it."""
@@ -239,8 +255,10 @@ class Parts:
         supervises the engines, and what makes checkpoints.
         """
         config, job, sync = self._config, self._job, self._config.weight_sync
-        num_steps, spread = config.trainer.num_steps, None if self.relaying is None else self.relaying.spread
-        nodes: dict[str, Any] = {} if spread is None else {"locate": spread.locate, "here": spread.here}
+        num_steps = config.trainer.num_steps
+        nodes: dict[str, Any] = {} if self.files is None else {"locate": self.files.locate}
+        if self.files is not None and self.eval_server is not None:
+            nodes["here"] = partial(self.files.for_evaluation, EVAL_ENGINE)
         self.publisher = Publisher(
             self.trainer,
             self.targets,

@@ -16,13 +16,12 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineError, RoomError
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.job.supervision.restarts import Restarts
-from asyncrl.messages.base import RelayHealth
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
 from asyncrl.placement.nodes import Process
 
-Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth | RelayHealth
+Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
 STATE_TIMEOUT_S = 5.0
 
 
@@ -37,7 +36,7 @@ class Server:
 
     child: Process
     caller: Caller
-    answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth] | type[RelayHealth]
+    answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth]
     start_s: float
     health: Health | None = None
     engine: EngineClient | None = None

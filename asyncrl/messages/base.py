@@ -178,59 +178,13 @@ class SentWeights(Message):
     chunks: list[SentChunk]
 
 
-# Messages of the relays, which bring a file of weights to the shared memory of each node.
+class FileRequest(Message):
+    """Fetch a file of weights from `url` to a node. `key` names its content, `purpose` who reads it."""
 
-
-class WeightSource(Message):
-    """A node that weights may be pulled from: its name, and where its relay answers."""
-
-    node: str
     url: str
-
-
-class FetchRequest(Message):
-    """Have the weights with this digest, which the trainer has written at `path` on its node. `sources`: the
-    nearest node first, the trainer's last. To ask again is to ask how far it is.
-    """
-
-    digest: str = Field(pattern="^[0-9a-f]+$")
-    path: str
-    sources: list[WeightSource] = Field(min_length=1)
-
-
-class FetchResponse(Message):
-    """`path` of the file on this node once all of it is there, '' before. `num_bytes` that are there."""
-
-    path: str
-    num_bytes: int
-
-
-class StoredFile(Message):
-    """A file of weights: all of its bytes, and those of a piece; the last piece is what is left.
-    `written_ns`: when, by the clock of the trainer's node: what is written over is another file.
-    """
-
-    num_bytes: int = Field(ge=0)
-    written_ns: int
-    piece_bytes: int = Field(ge=1)
-
-    @property
-    def num_pieces(self) -> int:
-        """None of an empty file."""
-        return -(-self.num_bytes // self.piece_bytes)
-
-    def piece(self, index: int) -> tuple[int, int]:
-        """Its bytes, [start, end)."""
-        start = index * self.piece_bytes
-        return start, min(start + self.piece_bytes, self.num_bytes)
-
-
-class RelayHealth(Message):
-    """Answer of GET /health of a relay: the files of weights that it has fetched, and their bytes."""
-
-    node: str
-    num_files: int
-    num_bytes: int
+    secret: str
+    key: str
+    purpose: Literal["rollout", "evaluation"] = "rollout"
 
 
 # ---- a teacher is asked for the logprobs of given tokens

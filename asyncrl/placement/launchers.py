@@ -7,6 +7,7 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from asyncrl.messages.base import FileRequest
 from asyncrl.placement.devices import child_environ
 from asyncrl.placement.fit import import_folder
 from asyncrl.placement.machine import find_cuda_devices, this_machine
@@ -56,6 +57,10 @@ class LocalLauncher:
     async def free_port(self, node: int) -> int:
         """One of loopback."""
         return free_port_at(LOOPBACK)
+
+    async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
+        """Not called: all processes of one machine read the same files."""
+        raise NotImplementedError
 
     async def aclose(self) -> None:
         """Nothing was held."""

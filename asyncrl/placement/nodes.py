@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.errors import ConfigError, RoomError
+from asyncrl.messages.base import FileRequest
 from asyncrl.placement.machine import Machine, described_machine
 
 LOOPBACK = "127.0.0.1"
@@ -230,6 +231,10 @@ class Launcher(Protocol):
 
     async def free_port(self, node: int) -> int:
         """A TCP port that nothing on this node listens on now."""
+        ...
+
+    async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
+        """Fetch a file of weights to this node; return its path there. Raises RoomError."""
         ...
 
     async def aclose(self) -> None: ...

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
 from asyncrl.config import RunConfig
-from asyncrl.config.weight_sync import has_relays
+from asyncrl.config.weight_sync import fetches_files
 from asyncrl.placement.choice import NodeDevice
 from asyncrl.placement.devices import NO_DEVICE, Placement, chunk_devices
 from asyncrl.placement.model_shape import ModelShape
 from asyncrl.placement.process_memory import Memory, ProcessPlan, Side, item_bytes, num_trained, start_memory
 
-RELAY_FILES = 2
-"""Versions of weights that a relay keeps on its node: the one that engines read, and the next."""
+FETCHED_FILES = 2
+"""Versions of weights that a node keeps: the one that engines read, and the next one."""
 
 
 def shared_memory(
@@ -29,7 +29,7 @@ def shared_memory(
     is_turns, evaluates = placement.mode == "colocated", placement.evaluation is not None
     beside = {placement.beside_node} if evaluates else set[int]()
     receivers = {device.node for device in placement.engine_devices if device.name != NO_DEVICE}
-    is_relayed = has_relays(config, has_eval_engine=evaluates) and placement.num_nodes > 1
+    is_fetched = fetches_files(config, has_eval_engine=evaluates) and placement.num_nodes > 1
     on_way, note = Memory(weights=size), "weights on their way, in shared memory"
     if is_turns:
         on_way, note = Memory(weights=min(sync.chunk_bytes, size)), "a chunk of weights"
@@ -43,14 +43,12 @@ def shared_memory(
         receivers = set()
     is_file = is_turns or not (sync.facts.is_file_shared or (sync.facts.is_one_kept and not evaluates))
     nodes = receivers if is_turns else receivers | beside | {first.node}
-    for node in sorted({first.node} if is_relayed else nodes) if is_file and not memories else ():
+    for node in sorted({first.node} if is_fetched else nodes) if is_file and not memories else ():
         yield _on(placement, NodeDevice(node, "cpu"), "staging", "staging", on_way, note)
-    for node in sorted({0, first.node, *nodes, *beside}) if is_relayed else ():
-        kept = Memory(weights=RELAY_FILES * on_way.weights) if node in nodes - {first.node} else Memory()
-        kept = Memory() if memories else kept
-        note = f"weights from node to node{', two versions in shared memory' if kept.total else ''}"
-        relay = _on(placement, NodeDevice(node, "cpu"), f"relay-{node}", "staging", kept, note)
-        yield replace(relay, threads=1)
+    for node in sorted(nodes - {first.node}) if is_fetched and not memories else ():
+        kept = Memory(weights=FETCHED_FILES * on_way.weights)
+        note = "two versions of the weights, in shared memory"
+        yield _on(placement, NodeDevice(node, "cpu"), f"fetched-{node}", "staging", kept, note)
     for node in sorted(beside | {first.node}) if evaluates and is_turns else ():
         note = "a version that is evaluated, in shared memory"
         yield _on(placement, NodeDevice(node, "cpu"), "evaluated", "eval", Memory(weights=size), note)

@@ -227,13 +227,14 @@ class Evaluation:
         *,
         on_result: Callable[[EvalResult], None],
         on_trouble: Callable[[str], None],
-        locate: Callable[[str, ExportResponse], Awaitable[ExportResponse]] | None = None,
+        is_fetched: bool = False,
     ) -> None:
-        """`held_out`: in the order in which they follow each other. `target`: the eval engine; None: the
-        rollout engines sample. `locate`: brings weights to the node of the eval engine, where that is another
-        one.
+        """`held_out`: in their order. `target`: the eval engine; None: the rollout engines sample.
+
+        `is_fetched`: published files are on the eval engine's node, kept there by its launcher.
         """
-        self._held_out, self._target, self._folder, self._locate = held_out, target, folder, locate
+        self._held_out, self._target, self._folder = held_out, target, folder
+        self._is_fetched = is_fetched
         self._on_result, self._on_trouble = on_result, on_trouble
         self._pending: tuple[int, ExportResponse | None, Sequence[HeldOut]] | None = None
         """A version, its weights if they are kept (None: the engines have them), and what is due at it."""
@@ -290,6 +291,9 @@ class Evaluation:
             stats.skipped += len(self._pending[2] if self._pending is not None and is_last else due)
             if not is_last:  # else it takes the place of the one that waits
                 return
+        if self._is_fetched:
+            self._keep(version, manifest, due)
+            return
         path = self._folder / f"eval-{version}.safetensors"
         try:
             os.link(manifest.path, path)
@@ -413,13 +417,12 @@ class Evaluation:
         sent = (manifest.version, manifest.digest)
         try:
             with waiting(f"policy_version {manifest.version} in it", on=self._target.name):
-                there = manifest if self._locate is None else await self._locate(self._target.name, manifest)
-                found = (manifest.version, await self._target.prepare(there))
+                found = (manifest.version, await self._target.prepare(manifest))
                 if found == sent:
                     report = await self._target.commit(*sent, "abort")
                     found = (report.version, report.digest)
         finally:
-            _unlink(manifest)
+            self._unlink(manifest)
         if found != sent:
             what = f"{self._target.name} has (policy_version, digest) {found}; the trainer sent {sent}"
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
@@ -433,7 +436,7 @@ class Evaluation:
     def _drop(self) -> None:
         """Evaluate nothing of what waits."""
         if self._pending is not None and self._pending[1] is not None:
-            _unlink(self._pending[1])
+            self._unlink(self._pending[1])
         self._pending = None
         self._wake()
 
@@ -441,6 +444,6 @@ class Evaluation:
         self._changed.set()
         self._changed.clear()
 
-
-def _unlink(kept: ExportResponse) -> None:
-    Path(kept.path).unlink(missing_ok=True)
+    def _unlink(self, kept: ExportResponse) -> None:
+        if not self._is_fetched:
+            Path(kept.path).unlink(missing_ok=True)

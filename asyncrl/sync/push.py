@@ -5,7 +5,7 @@ commit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -24,15 +24,13 @@ _ANNOUNCED = "a version is announced only when every engine serves it, with the 
 
 
 class Locate(Protocol):
-    """Where weights are several nodes' matter: brings them to the node of this engine, and says where they
-    lie there; `live` are all that get them at once (spread.Spread). Raises RoomError.
-    """
+    """Bring weights to an engine's node and return their path there (NodeFiles.locate). Raises RoomError."""
 
-    async def __call__(self, engine: str, sent: Sent, live: Collection[str] = ()) -> Sent: ...
+    async def __call__(self, engine: str, sent: Sent) -> Sent: ...
 
 
-async def in_place(engine: str, sent: Sent, live: Collection[str] = ()) -> Sent:
-    """Locate on one machine: where the trainer has put them."""
+async def in_place(engine: str, sent: Sent) -> Sent:
+    """Locate on one machine: the trainer's file."""
     return sent
 
 
@@ -118,12 +116,11 @@ class Push:
         """Prepare and commit. Raises PublishError with the versions that each engine has now."""
         clock = asyncio.get_running_loop().time
         start = clock()
-        names = [target.name for target in self.live]
 
         async def prepare(target: EngineClient) -> str:
             if manifest.is_held:  # the trainer sends them; a file is for evaluation alone
                 return await target.prepare(manifest)
-            return await target.prepare(await self._locate(target.name, manifest, names))
+            return await target.prepare(await self._locate(target.name, manifest))
 
         digests = await self._on(self.live, "prepare", prepare)
         self._check_digests("loaded", digests, manifest.digest)
@@ -157,10 +154,8 @@ class Push:
         )
 
     async def _load(self, chunk: ExportChunkResponse) -> None:
-        names = [target.name for target in self.live]
-
         async def load(target: EngineClient) -> str:
-            return await target.load_chunk(await self._locate(target.name, chunk, names))
+            return await target.load_chunk(await self._locate(target.name, chunk))
 
         digests = await self._on(self.live, f"load_chunk {chunk.index}", load)
         self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)

@@ -160,6 +160,10 @@ class TrainerService:
 
     # Endpoints. What reads the version runs on the torch thread.
 
+    async def staged(self, request: web.Request) -> web.StreamResponse:
+        """GET /staged/NAME: an exported file, whole or a Range of it. Other nodes fetch weights here."""
+        return web.FileResponse(self._spec.staging_dir / request.match_info["name"])
+
     async def health(self) -> TrainerHealth:
         """Answered at any time."""
         if self._lost is not None:
@@ -327,6 +331,7 @@ def make_service(service: TrainerService, secret: str) -> web.Application:
     add_route(app, "GET", "/health", service.health)
     for name in ENDPOINTS if service.step.ranks.is_first else ():
         add_route(app, "POST", f"/{name}", getattr(service, name))
+    app.router.add_get("/staged/{name}", service.staged)
     return app
 
 

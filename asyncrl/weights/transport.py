@@ -1,14 +1,11 @@
-"""The ways of the weights from the trainer to the engines, by weight_sync.transport: the trainer's end, and
-the table of all.
+"""The trainer's end of each weight_sync.transport.
 
 shm and disk: the trainer writes all weights as one safetensors file into its staging folder, in shared memory
-or in weight_sync.disk_dir, which other machines can read. Engines read, copy and hash it beside generation
-(prepare) and swap to the copy (commit). stream is shm for engines on several nodes: a relay on each brings
-the file to its shared memory (relay.py). In turns an engine that slept has memory for one set of weights:
-they go chunk by chunk (export.py), with ipc through memory that both sides open (ipc.py). The other ways are
-in adapters.py (lora) and nccl.py. What a transport needs of engine, placement and config is in
-asyncrl/config/weight_sync.py, which needs no torch; how vLLM takes what comes, in
-asyncrl/engines/vllm_weights.py.
+or in weight_sync.disk_dir. Engines read, copy and hash it during generation (prepare) and swap to the copy
+(commit). stream: the same, and each other node fetches the file into its shared memory. If the sides share
+devices, an engine that slept has memory for one set of weights: they arrive chunk by chunk (export.py), with
+ipc through memory that both sides map (ipc.py). lora: adapters.py. nccl: nccl.py. Requirements of a transport
+on engine, placement and config are in asyncrl/config/weight_sync.py.
 """
 
 from __future__ import annotations

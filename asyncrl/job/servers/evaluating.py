@@ -75,7 +75,7 @@ def make_evaluation(
         parts.staging_dir,
         on_result=evaluated,
         on_trouble=job.warn,
-        locate=None if parts.relaying is None else parts.relaying.spread.locate,
+        is_fetched=parts.files is not None,
     )
 
 

@@ -24,11 +24,13 @@ from typing import Any
 
 import asyncrl
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError
+from asyncrl.messages.base import FileRequest
 from asyncrl.placement import fork_server
 from asyncrl.placement.devices import child_environ
 from asyncrl.placement.launchers import child_of, free_port_at
 from asyncrl.placement.machine import CudaDevice, Machine, find_cuda_devices, this_machine
 from asyncrl.placement.nodes import Needs, Node, NodeHas, Order, look, misfit
+from asyncrl.placement.on_ray.fetched_files import FetchedFiles
 from asyncrl.placement.processes import ChildProcess
 
 DESCRIBE_S = 120.0
@@ -49,11 +51,12 @@ for group in $groups; do
         sleep 0.1
     done
 done
-rm -rf "$2"
+shift
+rm -rf "$@"
 """
 """Reads the process groups that there are, all of them in each line, until the actor ends, in whatever way;
 then it waits for $1 seconds at most until they have ended, kills what is left, frozen or not, and removes the
-folder $2.
+other folders.
 """
 EVERYWHERE = ("asyncrl", "python", "torch")
 """What has one version on all nodes."""
@@ -92,10 +95,10 @@ class News:
     returncode: int | None
 
 
-def start_guard(folder: Path, wait_s: int = ORPHANS_S) -> subprocess.Popen[bytes]:
+def start_guard(*folders: Path, wait_s: int = ORPHANS_S) -> subprocess.Popen[bytes]:
     """The guard of all processes whose groups are written to its standard input."""
     return subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, "guard", str(wait_s), str(folder)],
+        ["/bin/sh", "-c", _GUARD, "guard", str(wait_s), *map(str, folders)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -171,7 +174,8 @@ class Host:
         """
         self._address, self._numbers = address, numbers
         self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
-        self._guard = start_guard(self._folder)
+        self._files = FetchedFiles()
+        self._guard = start_guard(self._folder, self._files.folder)
         self._children = dict[str, ChildProcess]()
         self._starts = defaultdict[str, asyncio.Lock](asyncio.Lock)
         """Held by a start, and by the end that has to wait for it."""
@@ -264,13 +268,18 @@ class Host:
         """Of this node's address."""
         return free_port_at(self._address)
 
+    async def fetch(self, request: FileRequest) -> str:
+        """Fetch a file of weights into this node's shared memory; return its path."""
+        return await self._files.fetch(request)
+
     async def look(self, needs: Needs) -> NodeHas:
         """What is here of it."""
         return await asyncio.to_thread(look, needs)
 
     async def leave(self) -> None:
-        """Nothing of ours is left on the disk."""
+        """Remove all files."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        await asyncio.to_thread(self._files.close)
         if fork_server.current is not None:
             fork_server.current.close()
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.errors import ConfigError, RoomError, install_extra
+from asyncrl.messages.base import FileRequest
 from asyncrl.placement.nodes import Needs, Node, Order, misfit, with_addresses
 from asyncrl.placement.on_ray.ray_groups import PIN, TRY_S, alive, bundle_of, free_words, in_words, pin_of
 from asyncrl.placement.on_ray.ray_host import DESCRIBE_S, RUNTIME_ENV, Host, ask_each
@@ -213,6 +214,11 @@ class RayLauncher:
         """Of that node's address."""
         port: int = await self._held[node].call("free_port")
         return port
+
+    async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
+        """Have the node's actor fetch a file of weights."""
+        path: str = await self._held[node].call("fetch", request, timeout_s=timeout_s)
+        return path
 
     async def aclose(self) -> None:
         """End the actors and release the placement group."""

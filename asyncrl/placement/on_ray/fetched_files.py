@@ -1,0 +1,84 @@
+"""Download exported weights from the trainer's node, once for all engines of a node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+
+import aiohttp
+
+from asyncrl.messages.base import FileRequest
+from asyncrl.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
+
+NUM_KEPT = 2
+"""Files kept for each purpose: the one that engines read, and the next one."""
+RETRY_S = 0.5
+SILENT_S = 10.0
+"""A trainer that sends nothing for this long is lost."""
+CHUNK_BYTES = 2**22
+
+
+class FetchedFiles:
+    """The files of one node, in its shared memory. Any number of engines may ask for the same file."""
+
+    def __init__(self) -> None:
+        """Raises RoomError if there is no place for them. Blocks."""
+        clear_stale_staging()
+        self.folder = new_staging_dir()
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._kept = defaultdict[str, list[Path]](list)
+
+    async def fetch(self, request: FileRequest) -> str:
+        """Return the local path, after downloading the file if it is not here yet.
+
+        Raises OSError if the file does not fit or the trainer is silent, aiohttp.ClientResponseError if the
+        trainer refuses it.
+        """
+        async with self._locks[request.purpose]:
+            path = self.folder / f"{request.purpose}-{request.key}.safetensors"
+            kept = self._kept[request.purpose]
+            if path not in kept:
+                for old in kept[: len(kept) - NUM_KEPT + 1]:
+                    old.unlink(missing_ok=True)
+                    kept.remove(old)
+                await download(request, path)
+                kept.append(path)
+            return str(path)
+
+    def close(self) -> None:
+        """Remove all files. Blocks."""
+        remove_staging_dir(self.folder)
+
+
+async def download(request: FileRequest, path: Path) -> None:
+    """Download a file, resuming after broken connections with Range requests.
+
+    Raises ConnectionError if nothing has arrived for SILENT_S.
+    """
+    clock = asyncio.get_running_loop().time
+    part = path.with_suffix(".part")
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S)
+    tag = ""
+    heard_s = clock()
+    with part.open("wb") as file:
+        async with aiohttp.ClientSession(raise_for_status=True, timeout=limits) as session:
+            while True:
+                headers = {"Authorization": f"Bearer {request.secret}", "Accept-Encoding": "identity"}
+                if file.tell():
+                    headers |= {"Range": f"bytes={file.tell()}-", "If-Range": tag}
+                try:
+                    async with session.get(request.url, headers=headers) as answer:
+                        tag = answer.headers["ETag"]
+                        if answer.status == 200:  # from the start: the first try, or the file has changed
+                            file.seek(0)
+                            file.truncate()
+                        async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
+                            await asyncio.to_thread(file.write, chunk)
+                            heard_s = clock()
+                    break
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                    if clock() - heard_s > SILENT_S:
+                        raise ConnectionError(f"{request.url} is silent: {error}") from error
+                    await asyncio.sleep(RETRY_S)
+    part.rename(path)

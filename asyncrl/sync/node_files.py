@@ -1,0 +1,72 @@
+"""transport: stream. Before an engine loads weights, its node fetches the file from the trainer's node."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from asyncrl.errors import EngineLost, NodeLost, RoomError, WeightsLost
+from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.base import FileRequest
+from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainerHealth
+
+Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
+Fetch = Callable[[int, FileRequest, float], Awaitable[str]]
+"""Fetch a file to a node, in at most so many seconds; return its path there. Raises RoomError."""
+Purpose = Literal["rollout", "evaluation"]
+PING_S = 5.0
+
+
+class NodeFiles:
+    """Where the nodes of a run have the exported weights."""
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        trainer: Caller,
+        node_of: Mapping[str, int],
+        *,
+        trainer_node: int,
+        timeout_s: float,
+    ) -> None:
+        """`trainer` calls rank 0, which serves its staging folder. `node_of`: the node of each engine."""
+        self._fetch = fetch
+        self._trainer = trainer
+        self._node_of = node_of
+        self._trainer_node = trainer_node
+        self._timeout_s = timeout_s
+
+    async def locate(self, engine: str, sent: Sent) -> Sent:
+        """Return `sent` with the path of the file on the engine's node.
+
+        Raises EngineLost if the node is lost, WeightsLost if the trainer is lost with the file, RoomError if
+        the node cannot take it.
+        """
+        node = self._node_of[engine]
+        if not sent.path or node == self._trainer_node:
+            return sent
+        return await self._on_node(node, engine, sent, "rollout")
+
+    async def for_evaluation(self, engine: str, sent: ExportResponse) -> ExportResponse:
+        """Keep a file on the eval engine's node, apart from those of the rollout engines."""
+        return await self._on_node(self._node_of[engine], engine, sent, "evaluation")
+
+    async def _on_node(self, node: int, engine: str, sent: Sent, purpose: Purpose) -> Sent:
+        url = f"{self._trainer.url}/staged/{Path(sent.path).name}"
+        request = FileRequest(url=url, secret=self._trainer.secret, key=sent.digest, purpose=purpose)
+        try:
+            path = await self._fetch(node, request, self._timeout_s)
+        except NodeLost as error:
+            raise EngineLost(engine, error.fault, rule=error.rule, way_out=error.way_out) from error
+        except RoomError as error:
+            kind = RoomError if await self._trainer_answers() else WeightsLost
+            raise kind(engine, error.fault, rule=error.rule, way_out=error.way_out) from error
+        return sent.model_copy(update={"path": path})
+
+    async def _trainer_answers(self) -> bool:
+        try:
+            await self._trainer.get("/health", TrainerHealth, timeout_s=PING_S)
+        except (CallLost, CallRefused):
+            return False
+        return True
