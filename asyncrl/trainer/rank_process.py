@@ -162,7 +162,7 @@ class TrainerService:
 
     async def staged(self, request: web.Request) -> web.StreamResponse:
         """GET /staged/NAME: an exported file, whole or a Range of it. Other nodes fetch weights here."""
-        return web.FileResponse(self._spec.staging_dir / request.match_info["name"])
+        return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
     async def health(self) -> TrainerHealth:
         """Answered at any time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from http import HTTPStatus
 from pathlib import Path
 
 import aiohttp
@@ -32,8 +33,7 @@ class FetchedFiles:
     async def fetch(self, request: FileRequest) -> str:
         """Return the local path, after downloading the file if it is not here yet.
 
-        Raises OSError if the file does not fit or the trainer is silent, aiohttp.ClientResponseError if the
-        trainer refuses it.
+        Raises OSError if the file does not fit, or the trainer is silent or refuses it.
         """
         async with self._locks[request.purpose]:
             path = self.folder / f"{request.purpose}-{request.key}.safetensors"
@@ -42,7 +42,10 @@ class FetchedFiles:
                 for old in kept[: len(kept) - NUM_KEPT + 1]:
                     old.unlink(missing_ok=True)
                     kept.remove(old)
-                await download(request, path)
+                try:
+                    await download(request, path)
+                except aiohttp.ClientResponseError as error:
+                    raise OSError(f"{request.url} answered {error.status} {error.message}") from error
                 kept.append(path)
             return str(path)
 
@@ -66,17 +69,19 @@ async def download(request: FileRequest, path: Path) -> None:
             while True:
                 headers = {"Authorization": f"Bearer {request.secret}", "Accept-Encoding": "identity"}
                 if file.tell():
-                    headers |= {"Range": f"bytes={file.tell()}-", "If-Range": tag}
+                    headers |= {"Range": f"bytes={file.tell()}-", "If-Match": tag}
                 try:
                     async with session.get(request.url, headers=headers) as answer:
                         tag = answer.headers["ETag"]
-                        if answer.status == 200:  # from the start: the first try, or the file has changed
-                            file.seek(0)
-                            file.truncate()
                         async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
                             await asyncio.to_thread(file.write, chunk)
                             heard_s = clock()
                     break
+                except aiohttp.ClientResponseError as error:
+                    if error.status != HTTPStatus.PRECONDITION_FAILED:
+                        raise
+                    file.seek(0)  # the file has changed since the first part arrived
+                    file.truncate()
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                     if clock() - heard_s > SILENT_S:
                         raise ConnectionError(f"{request.url} is silent: {error}") from error

@@ -1,0 +1,218 @@
+"""A node downloads each exported file once, whatever happens to the connection."""
+# ruff: noqa: ASYNC240  small files of a test
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from asyncrl.errors import EngineLost, NodeLost, RoomError, WeightsLost
+from asyncrl.http import Caller
+from asyncrl.messages.base import FileRequest
+from asyncrl.messages.calls import ExportResponse
+from asyncrl.placement.on_ray import fetched_files
+from asyncrl.placement.on_ray.fetched_files import NUM_KEPT, FetchedFiles
+from asyncrl.sync.node_files import NodeFiles
+
+SECRET = "a secret of this run"
+SIZE = 3_000_001
+
+
+class TrainerNode:
+    """Serves one folder as the trainer does. Each of the first `breaks` downloads ends after a third."""
+
+    def __init__(self, folder: Path, *, breaks: int = 0) -> None:
+        self.folder, self.breaks, self.ranges = folder, breaks, list[str | None]()
+        self.between: Callable[[], object] = lambda: None
+        self.hangs = False
+        self.url = ""
+
+    async def staged(self, request: web.Request) -> web.StreamResponse:
+        if request.headers["Authorization"] != f"Bearer {SECRET}":
+            raise web.HTTPUnauthorized
+        if self.hangs:
+            await asyncio.Event().wait()
+        self.ranges.append(request.headers.get("Range"))
+        path = self.folder / request.match_info["name"]
+        if len(self.ranges) > self.breaks:
+            return web.FileResponse(path)
+        answer, state = web.StreamResponse(status=206 if self.ranges[-1] else 200), path.stat()
+        answer.content_length, answer.etag = state.st_size, f"{state.st_mtime_ns:x}-{state.st_size:x}"  # type: ignore[assignment]
+        await answer.prepare(request)
+        start = int(self.ranges[-1].removeprefix("bytes=").removesuffix("-")) if self.ranges[-1] else 0
+        await answer.write(path.read_bytes()[start : start + SIZE // 3])
+        self.between()
+        assert request.transport is not None
+        await asyncio.sleep(0.05)
+        request.transport.close()
+        return answer
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        app = web.Application()
+        app.router.add_get("/staged/{name}", self.staged)
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await runner.setup()
+        listener = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listener).start()
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+    def request(self, name: str, purpose: str = "rollout", *, secret: str = SECRET) -> FileRequest:
+        return FileRequest.model_validate(
+            {"url": f"{self.url}/staged/{name}", "secret": secret, "key": name, "purpose": purpose}
+        )
+
+
+def with_files(
+    folder: Path, story: Callable[[TrainerNode, FetchedFiles], Awaitable[None]], *, breaks: int = 0
+) -> TrainerNode:
+    folder.mkdir(exist_ok=True)
+    trainer, files = TrainerNode(folder, breaks=breaks), FetchedFiles()
+
+    async def run() -> None:
+        async with trainer.serving():
+            await story(trainer, files)
+
+    try:
+        asyncio.run(run())
+    finally:
+        files.close()
+    assert not files.folder.exists()
+    return trainer
+
+
+def test_all_engines_of_a_node_share_one_download_and_old_files_go(tmp_path: Path) -> None:
+    async def story(trainer: TrainerNode, files: FetchedFiles) -> None:
+        kept = list[str]()
+        for version in range(4):
+            name = f"v{version}"
+            (trainer.folder / name).write_bytes(os.urandom(1000))
+            paths = await asyncio.gather(*(files.fetch(trainer.request(name)) for _ in range(5)))
+            assert {Path(path).read_bytes() for path in paths} == {(trainer.folder / name).read_bytes()}
+            kept.append(paths[0])
+        held = await files.fetch(trainer.request("v0", "evaluation"))
+        assert [Path(path).exists() for path in kept] == [False] * (4 - NUM_KEPT) + [True] * NUM_KEPT
+        assert {str(path) for path in files.folder.glob("*.*")} == {*kept[-NUM_KEPT:], held}
+
+    assert len(with_files(tmp_path / "staged", story).ranges) == 5
+
+
+def test_a_broken_download_continues_where_it_stopped(tmp_path: Path) -> None:
+    async def story(trainer: TrainerNode, files: FetchedFiles) -> None:
+        (trainer.folder / "v1").write_bytes(os.urandom(SIZE))
+        path = Path(await files.fetch(trainer.request("v1")))
+        assert path.read_bytes() == (trainer.folder / "v1").read_bytes()
+
+    third = SIZE // 3
+    assert with_files(tmp_path / "staged", story, breaks=2).ranges == [
+        None,
+        f"bytes={third}-",
+        f"bytes={2 * third}-",
+    ]
+
+
+def test_a_file_that_changed_meanwhile_starts_over(tmp_path: Path) -> None:
+    async def story(trainer: TrainerNode, files: FetchedFiles) -> None:
+        file = trainer.folder / "v1"
+        file.write_bytes(os.urandom(SIZE))
+        trainer.between = lambda: file.write_bytes(os.urandom(SIZE - 7))
+        path = Path(await files.fetch(trainer.request("v1")))
+        assert path.read_bytes() == file.read_bytes()
+
+    assert len(with_files(tmp_path / "staged", story, breaks=1).ranges) == 3
+
+
+def test_a_refusal_and_silence_are_errors_that_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetched_files, "SILENT_S", 0.5)
+
+    async def story(trainer: TrainerNode, files: FetchedFiles) -> None:
+        (trainer.folder / "v1").write_bytes(b"weights")
+        with pytest.raises(OSError, match="/staged/v2 answered 404"):
+            await files.fetch(trainer.request("v2"))
+        with pytest.raises(OSError, match="/staged/v1 answered 401"):
+            await files.fetch(trainer.request("v1", secret="wrong"))
+        trainer.hangs = True
+        with pytest.raises(ConnectionError, match="is silent"):
+            await files.fetch(trainer.request("v1"))
+        trainer.hangs = False
+        assert Path(await files.fetch(trainer.request("v1"))).read_bytes() == b"weights"
+
+    with_files(tmp_path / "staged", story)
+
+
+# ---- for each engine of a run
+
+
+SENT = ExportResponse(
+    version=1, num_tensors=1, num_bytes=7, path="/dev/shm/trainer/v1.safetensors", digest="0123"
+)
+
+
+def located(engine: str, error: Exception | None = None, *, answers: bool = True) -> tuple[str, list[int]]:
+    """The path that the engine is given, and the nodes that were asked for the file."""
+    asked = list[int]()
+
+    async def fetch(node: int, request: FileRequest, timeout_s: float) -> str:
+        assert (request.url, request.secret) == (f"{trainer.url}/staged/v1.safetensors", SECRET)
+        asked.append(node)
+        if error is not None:
+            raise error
+        return f"on node {node}"
+
+    async def run() -> str:
+        async def health(_: web.Request) -> web.Response:
+            return web.json_response({"policy_version": 1, "device": "cpu", "is_busy": False})
+
+        app = web.Application()
+        app.router.add_get("/health", health)
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await runner.setup()
+        listener = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listener).start()
+        nonlocal trainer
+        trainer = Caller("trainer-0", f"http://127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        if not answers:
+            await runner.cleanup()
+        try:
+            files = NodeFiles(fetch, trainer, {"engine-0": 0, "engine-1": 1}, trainer_node=0, timeout_s=5.0)
+            return (await files.locate(engine, SENT)).path
+        finally:
+            await trainer.aclose()
+            await runner.cleanup()
+
+    trainer: Caller
+    return asyncio.run(run()), asked
+
+
+def test_an_engine_beside_the_trainer_reads_its_file_and_another_one_reads_the_download() -> None:
+    assert located("engine-0") == (SENT.path, [])
+    assert located("engine-1") == ("on node 1", [1])
+
+
+@pytest.mark.parametrize(
+    ("error", "answers", "raised"),
+    [
+        (NodeLost("n1", "the node is gone", rule="", way_out=""), True, EngineLost),
+        (RoomError("n1", "no space left on device"), True, RoomError),
+        (RoomError("n1", "is silent"), False, WeightsLost),
+    ],
+)
+def test_each_failure_of_a_download_names_who_is_lost(
+    error: Exception, answers: bool, raised: type[Exception]
+) -> None:
+    with pytest.raises(raised) as caught:
+        located("engine-1", error, answers=answers)
+    assert type(caught.value) is raised
