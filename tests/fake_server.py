@@ -15,7 +15,6 @@ from asyncrl.errors import NodeLost, RoomError
 from asyncrl.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.calls import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
-from asyncrl.waits import TimeLimit
 
 Work = Callable[[], Awaitable[Any]]
 
@@ -69,7 +68,7 @@ class FakeServer(Caller):
 
     async def _answer(self, path: str, work: Work, answer: type[Answer], timeout_s: float | None) -> Answer:
         try:
-            async with TimeLimit(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 result = await self.unless_dead(path, work)
         except TimeoutError:
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None

@@ -22,7 +22,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from test_advice import _parse
+from test_docs import parse
 
 from asyncrl.config import RunConfig, load_config
 
@@ -385,7 +385,7 @@ def test_a_manifest_that_kuberay_would_refuse_is_found(path: str, value: object)
 
 
 def config_of(command: list[str]) -> RunConfig:
-    found = _parse(command[1:])
+    found = parse(command[1:])
     assert found["run_dir"].is_relative_to("/shared")
     return load_config(ROOT / found["config"], found["overrides"])
 

@@ -352,20 +352,31 @@ def test_whatever_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announ
     live(story, num_engines=num_engines, max_restarts=1000, backoff_s=0.5, prepare_s=prepare_s, swap_s=swap_s)
 
 
-# ---- a controller that stood still
+# ---- a controller that was stopped
 
 
-def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_push() -> None:
+@pytest.mark.parametrize("begins_s", [0.5, 3.5, 4.5], ids=["in prepare", "at its end", "in commit"])
+def test_a_controller_that_was_stopped_in_a_push_serves_its_newest_version_in_the_end(
+    begins_s: float,
+) -> None:
     async def story(house: House) -> None:
-        for begins_s in (0.5, 3.5, 4.5):  # in prepare, near its end, in commit
-            house.trainer.step()
-            await asyncio.sleep(begins_s)
-            stand_still(1000.0)
-            await asyncio.sleep(10.0)
+        house.trainer.step()
+        await asyncio.sleep(begins_s)
+        stand_still(1000.0)
+        await asyncio.sleep(60.0)
+        house.trainer.step()
+        await asyncio.sleep(60.0)
+        assert {fake.policy_version for fake in house.fakes} == {2}
+
+    assert live(story, prepare_s=4.0, swap_s=1.0, timeout_s=5.0).announced == [0, 1, 2]
+
+
+def test_a_controller_that_was_stopped_between_pushes_blames_no_engine() -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(10.0)
+        stand_still(1000.0)
+        await asyncio.sleep(60.0)
 
     house = live(story, prepare_s=4.0, swap_s=1.0, timeout_s=5.0)
-    assert house.announced == [0, 1, 2, 3]
     assert [supervisor.num_restarts for supervisor in house.supervisors.values()] == [0, 0]
-
-
-# ---- a machine without descriptors

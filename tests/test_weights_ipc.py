@@ -8,6 +8,7 @@ import asyncio
 import base64
 import ctypes
 import gc
+import os
 import resource
 import shutil
 import subprocess
@@ -93,7 +94,8 @@ def test_what_one_process_writes_into_device_memory_another_reads_and_writes_thr
     assert memory.handle.device == driver.uuid(1) == "47" * 16 != driver.uuid(0)
     memory.data.random_(0, 256)
     command = [sys.executable, "-c", OPEN_IN_ANOTHER, stub, memory.handle.model_dump_json()]
-    said = subprocess.check_output(command, cwd=Path(__file__).parent)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.check_output(command, env=env)
     assert int(said) == memory.data[8:].sum().item()
     assert memory.data[:8].tolist() == list(range(8))
     held, view = driver.library.num_held(), memory.data[7:].view(-1)

@@ -34,7 +34,6 @@ from typing import Any, NoReturn
 
 from asyncrl.errors import without_train
 from asyncrl.messages.base import SECRET_ENV, WORKER_KEY_ENV
-from asyncrl.waits import TimeLimit
 
 logger = logging.getLogger("asyncrl.placement.fork_server")
 
@@ -136,7 +135,7 @@ class ForkServer:
             try:
                 with adopting():
                     self.send(module, arguments, env, files)
-                    async with TimeLimit(TIMEOUT_S):
+                    async with asyncio.timeout(TIMEOUT_S):
                         pid = await asyncio.get_running_loop().sock_recv(self._socket, 32)
                     return ForkedProcess(int(pid))
             except (ValueError, OSError) as error:

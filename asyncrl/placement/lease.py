@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeAlias
 from asyncrl.errors import AsyncrlError, RoomError
 from asyncrl.messages.base import Moved
 from asyncrl.spans import note_span
-from asyncrl.waits import TimeLimit, uncut, waiting
+from asyncrl.waits import uncut, waiting
 
 Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
@@ -176,7 +176,7 @@ class Lease:
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
 
     async def _one(self, name: str, verb: str, work: Awaitable[Moved]) -> int:
-        limit = TimeLimit(self._timeout_s)
+        limit = asyncio.timeout(self._timeout_s)
         try:
             with waiting(f"{verb} of {name}", on=name, who="handover"):
                 async with limit:

@@ -20,7 +20,6 @@ from asyncrl.errors import ConfigError, RoomError
 from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.placement import fork_server
 from asyncrl.placement.nodes import LOOPBACK, Process
-from asyncrl.waits import TimeLimit
 
 logger = logging.getLogger("asyncrl.placement.processes")
 
@@ -212,7 +211,7 @@ class ChildProcess:
 
     async def _ends_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            async with TimeLimit(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self.wait()
         return self.returncode is not None
 

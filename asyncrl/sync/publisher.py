@@ -18,7 +18,7 @@ from asyncrl.messages.base import Interrupt, Moved
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.spans import note_span
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
-from asyncrl.waits import TimeLimit, waiting
+from asyncrl.waits import waiting, within
 
 T = TypeVar("T")
 
@@ -260,7 +260,7 @@ class Publisher:
             await self._trainer.wait_up()  # one that is started again may train for long on what is journaled
             num_restarts = self._trainer.num_restarts
             try:
-                async with TimeLimit(self._timeout_s, or_raise=lambda: self._late(newest)):
+                async with within(self._timeout_s, lambda: self._late(newest)):
                     return await call()
             except PublishError:
                 if self._trainer.is_up and self._trainer.num_restarts == num_restarts:

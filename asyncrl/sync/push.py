@@ -14,7 +14,7 @@ from asyncrl.errors import EngineLost, PublishError, RoomError, WeightsLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import CommitResponse, ExportChunkResponse, ExportResponse
 from asyncrl.spans import SHORTEST_S, note_span
-from asyncrl.waits import TimeLimit, waiting
+from asyncrl.waits import waiting, within
 
 Result = TypeVar("Result")
 OnLost = Callable[[EngineLost], None]
@@ -201,7 +201,7 @@ class Push:
         async def one(target: EngineClient) -> None:
             try:
                 with waiting(doing, on=target.name, who="publisher"):
-                    async with TimeLimit(self._timeout_s, or_raise=lambda: self._late(target, phase)):
+                    async with within(self._timeout_s, lambda: self._late(target, phase)):
                         answers[target.name] = await call(target)
             except EngineLost as lost:
                 if self._on_lost is None:

@@ -10,9 +10,11 @@ import asyncio
 import hmac
 import itertools
 import json
+import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
@@ -28,11 +30,16 @@ from asyncrl.messages import work as wire
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome, Work
 from asyncrl.serving import Refused
-from asyncrl.waits import ROUNDING_S, Alarm, LoopClock, waiting
+from asyncrl.waits import waiting
 
 Read = TypeVar("Read")
 FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
 Handler = Callable[[web.Request], Awaitable[Message | bytes]]
+ROUNDING_S = 1e-6
+"""A timer may fire this much too early."""
+LATE_S = 1.0
+"""A check for silent workers that is later than this finds a process that was stopped (SIGSTOP, sleep). It
+checks again after as long, once the messages that arrived meanwhile are read."""
 
 _TAKEN_BACK = (
     "the rollout was taken back: it ran past rollout.timeout_s, its group was handed back, or the run ends"
@@ -65,9 +72,9 @@ class RolloutQueue:
         self._takers: dict[str, Callable[[Outcome], None] | None] = {}
         self._run_id, self._numbers = secrets.token_hex(4), itertools.count()
         self._changed = asyncio.Event()
-        self._silence: Alarm | None = None
-        self._clock = LoopClock.of(asyncio.get_running_loop())
-        self._last_seen_s = self._clock.time()
+        self._silence: asyncio.TimerHandle | None = None
+        self._clock = asyncio.get_running_loop().time
+        self._last_seen_s = self._clock()
         self._is_closed = False
         self.is_over = False
         """The run is done: workers that ask for work are sent away. Set before aclose."""
@@ -81,7 +88,7 @@ class RolloutQueue:
             "harness/leased": self._items.num_held,
             "harness/workers": len(workers),
             "harness/slots": sum(worker.slots for worker in workers),
-            "harness/unseen_s": self._clock.time() - self._last_seen_s,
+            "harness/unseen_s": self._clock() - self._last_seen_s,
             "harness/leases": self._num_given,
             "harness/lost": self._num_lost,
         }
@@ -240,15 +247,19 @@ class RolloutQueue:
     async def _heard(self, request: web.Request, shape: type[FromWorker]) -> tuple[FromWorker, WorkerId]:
         message = await _read(request, shape.model_validate_json, wire.MAX_MESSAGE_BYTES)
         worker_id = (message.worker, message.instance)
-        self._last_seen_s = self._clock.time()
+        self._last_seen_s = self._clock()
         self._items.seen(worker_id, self._last_seen_s)
         if self._silence is None and not self._is_closed:
             self._check_silence()
         return message, worker_id
 
-    def _check_silence(self) -> None:
-        """Drop the workers whose time is over, and look again when that of the next one is."""
-        now_s, workers = self._clock.time(), self._items.workers
+    def _check_silence(self, due_s: float = math.inf, *, was_late: bool = False) -> None:
+        """Drop workers that are silent for too long, and schedule the next check."""
+        now_s, workers = self._clock(), self._items.workers
+        if now_s - due_s > LATE_S and not was_late:
+            again = partial(self._check_silence, now_s + LATE_S, was_late=True)
+            self._silence = asyncio.get_running_loop().call_later(LATE_S, again)
+            return
         for worker_id, worker in list(workers.items()):
             silent_s = now_s - worker.last_seen_s
             if silent_s > self.lease_timeout_s - ROUNDING_S:
@@ -259,7 +270,7 @@ class RolloutQueue:
         self._silence = None
         if workers:
             next_s = min(worker.last_seen_s for worker in workers.values()) + self.lease_timeout_s
-            self._silence = Alarm(next_s - now_s, self._check_silence)
+            self._silence = asyncio.get_running_loop().call_at(next_s, self._check_silence, next_s)
 
     def _drop(
         self, worker_id: WorkerId, what: str, *, rule: str = "a rollout ends with its worker", way_out: str
