@@ -18,9 +18,9 @@ HEAD = """\
 
 <!-- Made by scripts/metrics_reference.py from asyncrl/observe/metrics.py: change it there. -->
 
-Each step is one line of `metrics.jsonl`, and a scalar each in [trackers](monitoring.md); each evaluation is
-one of `eval.jsonl`. A name that ends in `*` stands for all that begin like it. What to look for in them
-stands in [algorithms](algorithms.md#what-the-metrics-mean).
+Each step is a line of `metrics.jsonl`, and each metric a scalar in [trackers](monitoring.md). Each evaluation is
+a line of `eval.jsonl`. A name ending in `*` covers all names with that beginning.
+[Algorithms](algorithms.md#what-the-metrics-mean) explains how to read them.
 """
 
 

@@ -17,9 +17,7 @@ class FrozenConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _none_is_the_off_word(cls, values: Any) -> Any:
-        """`none` is null wherever null is allowed, in the file as in a key=value; elsewhere it is a text like
-        any other.
-        """
+        """Read `none` as null if the field allows null, in files and in key=value. Otherwise it is text."""
         if not isinstance(values, dict):
             return values
         fields = cls.model_fields.items()
@@ -27,12 +25,12 @@ class FrozenConfig(BaseModel):
         return {key: None if value == "none" and key in nullable else value for key, value in values.items()}
 
     def given(self, *names: str) -> list[str]:
-        """Those of `names` that are not at their default."""
+        """Return the names whose values differ from their defaults."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
 def tag_of(value: Any) -> str:
-    """Which shape of a section that may stand there several times. The brackets keep it out of errors."""
+    """Tag one of the forms that a section may have. Brackets keep the tag out of errors."""
     return "[several]" if isinstance(value, list) else "[one]"
 
 
@@ -40,12 +38,11 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 """Letters, digits, - and _: part of prompt ids and of names of metrics."""
 
 Device = Literal["auto", "cpu", "cuda"]
-"""auto = CUDA where there is a device, else CPU."""
+"""auto = CUDA if available, else CPU."""
 
 DType = Literal["auto", "float32", "bfloat16"]
-"""What auto is in a run: placement/fit.py. A process that is started alone takes bfloat16 on CUDA and
-float32 on a CPU.
-"""
+"""placement/fit.py resolves auto in a run. A process started by hand takes bfloat16 on CUDA and float32 on a
+CPU."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 """A TCP port."""

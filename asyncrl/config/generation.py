@@ -26,35 +26,34 @@ EngineKind = Literal["embedded", "vllm", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What settings and placement ask of an engine kind; how it behaves is in asyncrl/job/engine_kinds.py.
-
-    `settings`: keys of the section `rollout` that are for it alone.
+    """Facts about an engine kind for settings and placement; asyncrl/job/engine_kinds.py has its behavior.
+    `settings`: keys of `rollout` that only this kind reads.
     """
 
     settings: tuple[str, ...] = ()
     has_model: bool = True
     free_settings: tuple[str, ...] = ()
-    """Those of them that a run may change when it goes on."""
+    """The keys that may change when a run resumes."""
     package: str | None = None
-    """Its servers run under a Python of their own that has this package: rollout.{package}_python."""
+    """Its servers run under another Python that has this package: rollout.{package}_python."""
     receives_transfers: bool = False
     """Weights may come from device to device."""
     opens_chunks: bool = True
-    """In turns it opens the memory that chunks of weights lie in."""
+    """When colocated, it opens the memory of the trainer's chunks."""
     stages_weights: bool = True
-    """Apart from the trainer it holds the next weights beside the serving ones."""
+    """On separate devices, it holds the next weights in addition to the current ones."""
     sleeps_on_cpu: bool = True
-    """In turns it can free its memory there."""
+    """When colocated, it can free its memory there."""
     keeps_turns: bool = False
-    """Beside a KV cache for what runs it has one of the same size for the turns of agents that have ended."""
+    """Has a second KV cache of equal size, for the conversations of agents."""
     returns_routing: bool = False
-    """It can tell which experts have read each token."""
+    """Can report the experts of each token."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device on which it can keep rollout.deterministic."""
     pages_kv: bool = False
-    """On CUDA a sequence takes memory of the KV cache as it grows, and waits where none is left."""
+    """On CUDA, the KV cache of a sequence grows as needed; a full cache makes the sequence wait."""
     kv_block: int = 1
-    """A sequence takes whole blocks of the KV cache, of so many tokens, or less."""
+    """The most tokens in one KV cache block."""
     forward_tokens: int = 0
     """Most tokens of a forward pass."""
     logit_copies: int = 0
@@ -95,18 +94,18 @@ ENGINES: dict[EngineKind, EngineFacts] = {
 
 
 class EngineRange(FrozenConfig):
-    """How many engine servers work at once, in a run in which `asyncrl scale` changes that."""
+    """Limits of `asyncrl scale`, which changes the number of engines during a run."""
 
     min: int = Field(default=1, ge=1)
     """Fewest that work at once."""
     max: int = Field(ge=1)
-    """Most. Devices, memory and threads are planned for so many; those that do not work have no process."""
+    """Maximum. Devices, memory and threads are planned for this number."""
     start: PositiveInt | None = None
-    """So many work at first, until `asyncrl scale` says otherwise (none = min)."""
+    """Number at the start, until `asyncrl scale` changes it (none = min)."""
 
     @property
     def first(self) -> int:
-        """Those that a new run starts."""
+        """Engines that a new run starts."""
         return self.min if self.start is None else self.start
 
     @model_validator(mode="after")
@@ -118,7 +117,7 @@ class EngineRange(FrozenConfig):
 
 
 class RolloutConfig(FrozenConfig):
-    """How completions are sampled, and by how many engine servers."""
+    """Sampling of completions, and the engine servers."""
 
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one prompt, scored against each other."""
@@ -128,17 +127,14 @@ class RolloutConfig(FrozenConfig):
     """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a
     latency model without a model, for load tests: its tokens are random, so nothing is learnt."""
     simulated: LatencyModel = LatencyModel()
-    """How long the simulated engine takes, and how long its completions are."""
+    """Latencies and completion lengths of the simulated engine."""
     vllm: dict[str, Any] = {}
-    """Arguments of `vllm serve` by their names, passed as they are; those that the run sets itself are
-    refused.
-    """
+    """Arguments of `vllm serve` by name, passed unchanged. Arguments that the run sets itself are refused."""
     vllm_python: str = "auto"
-    """Python that has vLLM (auto = this one, else .venv-vllm/bin/python beside the checkout)."""
+    """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout)."""
     urls: list[str] | None = None
-    """vLLM servers that the run does not start, one for each of num_engines; their key is in the environment
-    variable ASYNCRL_VLLM_KEY (none = the run starts its own).
-    """
+    """URLs of vLLM servers that you started, num_engines in total; ASYNCRL_VLLM_KEY holds their key (none =
+    the run starts its own)."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices that one vLLM engine is split over."""
     slots: int = Field(default=64, ge=1)
@@ -156,7 +152,7 @@ class RolloutConfig(FrozenConfig):
     The wait of an agent's rollout for a worker does not count; everything else does: queues at the engines,
     tools, the reward."""
     retries: int = Field(default=2, ge=0)
-    """Times a failed rollout is tried again, in what is left of timeout_s, before it counts as failed."""
+    """Retries of a failed rollout, within timeout_s."""
     max_failed_groups: int = Field(default=16, ge=1)
     """End the run when this many groups in a row had no usable rollout."""
     max_hand_backs: int = Field(default=3, ge=0)
@@ -164,10 +160,10 @@ class RolloutConfig(FrozenConfig):
     or had all its tokens masked. After the next time it is given up (rollout/given_up), and at once if it can
     never be sampled, being too long."""
     deterministic: Literal["auto"] | bool = "auto"
-    """A request's tokens depend on its prompt, seed and weights alone, not on what runs beside it: kept by
-    embedded on a CPU, and asked of vLLM on CUDA, where it may cost throughput. True is refused elsewhere
-    (auto = true for embedded on a CPU unless the model has experts, and for vLLM on CUDA at
-    buffer.max_staleness=0; else false)."""
+    """Make the tokens of a request depend only on its prompt, seed and weights, not on other requests. The
+    embedded engine on a CPU always does; vLLM on CUDA may lose throughput. Refused elsewhere (auto = true for
+    embedded on a CPU unless the model has experts, and for vLLM on CUDA at buffer.max_staleness=0; else
+    false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
     ports: list[Port] | None = None
@@ -175,7 +171,7 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def facts(self) -> EngineFacts:
-        """What this kind of engine needs and can."""
+        """Facts about this kind of engine."""
         return ENGINES[self.engine]
 
     @property
@@ -186,7 +182,7 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the number of engines may change in a running job."""
+        """Return whether `asyncrl scale` may change the number of engines."""
         return isinstance(self.num_engines, EngineRange)
 
     @property
@@ -234,13 +230,13 @@ class RolloutConfig(FrozenConfig):
 
 
 class BufferConfig(FrozenConfig):
-    """How old the data may be."""
+    """The staleness bound, and how far generation runs ahead."""
 
     max_staleness: int = Field(default=1, ge=0)
     """Hard bound, in policy versions, on the age of every token with a loss weight. 0 = on-policy."""
     look_ahead: Literal["auto"] | NonNegativeInt = "auto"
-    """Batches beyond the current one that may be started, at most max_staleness (auto = the smallest that
-    keeps the trainer busy)."""
+    """Batches that generation may run ahead, at most max_staleness (auto = the smallest value that keeps the
+    trainer busy)."""
     on_overdue: OnOverdue = "mask"
     """When a straggler's deadline is in danger: train on it and mask its old tokens, wait for it, or drop and
     regenerate it.
@@ -250,7 +246,7 @@ class BufferConfig(FrozenConfig):
     (DAPO's dynamic sampling).
     """
     max_filtered_groups: int = Field(default=256, ge=1)
-    """End the run when so many groups in a row were filtered out."""
+    """End the run after this number of consecutive filtered groups."""
 
     @model_validator(mode="after")
     def _look_ahead_fits(self) -> Self:
@@ -263,26 +259,25 @@ class BufferConfig(FrozenConfig):
 
 
 class EvalConfig(FrozenConfig):
-    """A held-out task, sampled every few steps at one fixed version, by an engine server of its own or by the
-    rollout engines. A list of such sections is several evaluations, which run one after the other.
+    """A held-out task, sampled every few steps at one fixed version by a separate engine server or by the
+    rollout engines. A list of sections gives several evaluations, which run one after another.
     """
 
     name: Name | None = None
-    """What it is called by in metrics, where there are several, and what a harness reads as task.name (none =
-    by the source of its task)."""
+    """Name in metrics, and task.name of a harness (none = from the source of its task)."""
     task: TaskConfig
-    """Prompts and rewards, as in the section `task`; always in file order, whatever `shuffle` says."""
+    """Prompts and rewards, like the section `task`, always in file order (`shuffle` is ignored)."""
     seed: int = Field(default=2**30, ge=0, lt=2**31)
     """Seed of a generated task's prompts, in place of the run's, which would make the prompts that are
     trained on; and of the sampled tokens."""
     every: int = Field(default=20, ge=1)
-    """Evaluate the first version served after each multiple of so many steps, and the last one."""
+    """Evaluate the first version served after each multiple of this number of steps, and the last version."""
     at_start: bool = True
     """Evaluate the initial weights too."""
     engine: Literal["auto", "own", "rollout"] = "auto"
-    """Who samples: own = an engine server of its own, rollout = the rollout engines, which get no new weights
+    """Sampling engine. own: a separate engine server. rollout: the rollout engines, which get no new weights
     until the evaluation ends. auto = own on the device of placement.eval, on a free CUDA device, or on the
-    CPU where the rollout engines are there or the machine has no CUDA device; else rollout."""
+    CPU if the rollout engines use the CPU or the machine has no CUDA device; else rollout."""
     num_prompts: int = Field(default=64, ge=1)
     """Prompts of one evaluation: the first ones of the task, the same each time."""
     samples: int = Field(default=1, ge=1)
@@ -296,7 +291,7 @@ class EvalConfig(FrozenConfig):
 
     @property
     def called(self) -> str:
-        """Its name, given or by its task."""
+        """The given name, or the name of its task."""
         return self.name or self.task.called
 
     @model_validator(mode="after")

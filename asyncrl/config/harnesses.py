@@ -40,7 +40,7 @@ HARNESSES: Mapping[str, HarnessKind] = {
     ),
     "verifiers": HarnessKind("verifiers:VerifiersHarness", None, "ID", "a verifiers environment."),
 }
-"""By the config key of `generator`, and the option of `asyncrl work`."""
+"""Harness kinds by their key of `generator` and option of `asyncrl work`."""
 
 
 def kind_of(config: GeneratorConfig) -> HarnessKind | None:
@@ -49,8 +49,8 @@ def kind_of(config: GeneratorConfig) -> HarnessKind | None:
 
 
 class GeneratorConfig(FrozenConfig):
-    """How a rollout is run. Give one of `python`, `command`, `verifiers`, `remote`; with none of them a
-    rollout is one prompt and one completion.
+    """Program of a rollout. Give one of `python`, `command`, `verifiers`, `remote`. Without any, a rollout is
+    one prompt and one completion.
     """
 
     python: str | None = None
@@ -69,33 +69,28 @@ class GeneratorConfig(FrozenConfig):
     are.
     """
     env: dict[str, str] = {}
-    """Environment variables of a command, beside PATH, HOME, LANG, TMPDIR and the OPENAI_ ones; it gets no
-    others.
-    """
+    """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and the OPENAI_
+    variables."""
     pass_env: list[str] = []
-    """Names of environment variables of the run that a command gets, too: a judge's key, say. Their values
-    stand in no file of the run.
-    """
+    """Variables of the run's environment that a command also gets, such as a judge's key. No file of the run
+    contains their values."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """How a command runs. none: like any program of the worker's user. bubblewrap: without network except the
-    gateway, and without files except the system's, its own and sandbox_paths.
-    """
+    """Isolation of a command. none: like any program of the worker's user. bubblewrap: no network except the
+    gateway, no files except the system's, its work folder and sandbox_paths."""
     sandbox_paths: list[str] = []
     """Files and folders that a command in a sandbox can read, besides the system's and files in `command`."""
     max_memory_mb: PositiveInt | None = None
     """Memory of each process of a command in a sandbox, in MiB (none = no limit)."""
     outcomes: Outcomes = "returned"
-    """Where rewards of a harness count. returned: what the function returns, the last line of the command.
-    posted: what the program posts to /v1/outcome, with a key that comes with its task and opens nothing else.
-    none: nowhere, the task's own reward alone."""
+    """Source of rewards. returned: the function's result, or the last line of the command's output. posted:
+    /v1/outcome, with a key for that task only. none: the task's reward function."""
     on_overflow: OnOverflow = "truncate"
-    """A rollout whose conversation no longer fits (rollout.max_prompt_tokens), or that has used up
-    gateway.max_calls or gateway.max_rollout_tokens. truncate: what was sampled is kept and scored, marked as
-    truncated, even if its harness fails of it. fail: it is failed, and tried again."""
+    """Applies when a conversation exceeds rollout.max_prompt_tokens, or uses up gateway.max_calls or
+    gateway.max_rollout_tokens. truncate: keep and score the sampled tokens, marked as truncated, even if the
+    harness fails. fail: fail the rollout and retry it."""
     give_answer: bool = False
-    """Give the harness the `answer` of each prompt, for a reward of its own. What a model's tools run may
-    find it there.
-    """
+    """Give the harness the `answer` of each prompt for its own reward. The model's tools may find the answer
+    there."""
     max_output_bytes: int = Field(default=2**20, ge=1024)
     """Most that a command may print; more fails its rollout."""
     workers: PositiveInt = 1
@@ -105,9 +100,8 @@ class GeneratorConfig(FrozenConfig):
     other things).
     """
     stop: list[str] = []
-    """Texts that end a completion, beside the model's end-of-turn token. Of single-turn rollouts; a harness
-    gives its own.
-    """
+    """Texts that end a completion, in addition to the end-of-turn token. Only for single-turn rollouts; a
+    harness sends its own."""
 
     @property
     def is_harness(self) -> bool:
@@ -168,30 +162,29 @@ class GatewayConfig(FrozenConfig):
     gets this one.
     """
     on_sampling_override: Literal["auto", "use_config", "honour", "refuse"] = "auto"
-    """A call that asks for another temperature or top_p than training has. use_config: it gets the configured
-    one (logged once). honour: it gets what it asks for, and its tokens are context, never trained. refuse:
-    400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
+    """Applies to calls with another temperature or top_p than training. use_config: sample with the
+    configured values (logged once). honour: sample as requested; the tokens are context and never trained.
+    refuse: 400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
     constrained: Literal["context", "exact"] = "exact"
     """Training on answers whose form was asked for (response_format, a forced tool_choice). context: they are
     context and carry no loss; strict tools are not enforced. exact: they are trained, and the trainer
     renormalises over the same tokens that the grammar allowed."""
     tool_format: str = "auto"
-    """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
-    `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =
-    from the chat template)."""
+    """Format of the model's tool calls: a format of docs/gateway.md, response_template, none, or your own
+    `module:function`: parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto = from the chat
+    template)."""
     thoughts: Literal["inline", "apart"] = "inline"
-    """Where an answer of /v1/chat/completions has the model's thoughts. inline: in `content`, as the model
-    wrote them. apart: in `reasoning_content`. Responses and messages always have them apart."""
+    """Place of thoughts in answers of /v1/chat/completions. inline: in `content`. apart: in
+    `reasoning_content`. Responses and messages always separate them."""
     max_calls: int = Field(default=256, ge=1)
-    """Calls that one rollout may make; the next one gets 429, see generator.on_overflow. A key of `asyncrl
-    serve gateway` may make any number, and keeps the newest conversations of 16 times as many."""
+    """Calls per rollout; the next call gets 429, see generator.on_overflow. A key of `asyncrl serve gateway`
+    has no limit and keeps the newest 16 * max_calls conversations."""
     max_concurrent_calls: int = Field(default=16, ge=1)
-    """Answers of one rollout that are sampled at once, 4 times as many with a key of `asyncrl serve gateway`:
-    a call with n counts n times. The next ones wait their turn."""
+    """Answers of one rollout sampled at once, 4 times more with a key of `asyncrl serve gateway`. A call with
+    n counts n times. Further calls wait."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
-    """Tokens of all branches of one rollout together, which the trainer reads whole: context that branches
-    share counts in each. With so many, its next call gets 429, see generator.on_overflow (none = no limit).
-    """
+    """Tokens of all branches of a rollout together; shared context counts in each branch. At the limit the
+    next call gets 429, see generator.on_overflow (none = no limit)."""
     max_body_bytes: int = Field(default=2**22, ge=2**10)
     """Largest body of a call; a larger one gets 413."""
     read_timeout_s: float = Field(default=30.0, gt=0)

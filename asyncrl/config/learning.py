@@ -13,7 +13,7 @@ CPU_MICRO_BATCH_TOKENS = 3072
 MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
 """Alive at once: what stays in a CPU's caches, and what fills a GPU."""
 MIN_SLICE = 256
-"""Fewest vocabulary entries for which logits are computed at once, however many tokens there are."""
+"""Fewest logits computed at once, in vocabulary entries."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -32,9 +32,9 @@ class LoraConfig(FrozenConfig):
     head).
     """
     merge: Literal["auto", "pass", "step"] = "auto"
-    """When adapters are merged into the weights that a forward or backward pass takes: in each pass, or once
-    a step, which saves its time and keeps a second copy of the layers that have one (auto = step, where one
-    trainer process holds whole weights). The result is the same, bit for bit."""
+    """Merge adapters into the weights in each pass, or once a step. Once a step saves time and keeps a second
+    copy of the adapted layers (auto = step, if one trainer process holds whole weights). The results are
+    bit-identical."""
 
 
 class TrainerConfig(FrozenConfig):
@@ -57,7 +57,7 @@ class TrainerConfig(FrozenConfig):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up: stay, or fall to 0 at num_steps."""
+    """Learning rate after warm-up: constant, or falling to 0 at num_steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -67,9 +67,8 @@ class TrainerConfig(FrozenConfig):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the gradient to this norm (none = off)."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one forward-backward of one process; a longer sequence has one of its own. Changes
-    memory, never the result.
-    """
+    """Most tokens in one forward-backward pass of one process; a longer sequence gets a separate pass.
+    Changes memory, never the result."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False
@@ -81,13 +80,14 @@ class TrainerConfig(FrozenConfig):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
     max_skipped_steps: int = Field(default=3, ge=1)
-    """An optimizer step whose gradient is not finite is skipped; so many in a row end the run."""
+    """End the run after this number of consecutive steps with a gradient that is not finite. Such steps are
+    skipped."""
     timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds until an optimizer step, an export or a save that does not end is taken for hung: the trainer
     is started again, up to supervision.max_restarts times."""
     logprob_gap_limit: float | None = Field(default=None, gt=0)
-    """End the run when trainer and engines, all or one of them (64 tokens or more), disagree by more than
-    this mean, in nats, on fresh tokens (none = warn at 0.05)."""
+    """End the run when trainer and engines (together, or one engine with 64 tokens or more) disagree by more
+    than this mean on fresh tokens, in nats (none = warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
     port: Port | None = None
@@ -104,31 +104,31 @@ class TrainerConfig(FrozenConfig):
 
     @property
     def keeps_merged(self) -> bool:
-        """What lora.merge stands for: adapters are merged once a step, and a copy of their layers is kept."""
+        """Return whether adapters are merged once a step into a copy of their layers."""
         if self.lora is None:
             return False
         can = self.world_size == 1 and not self.cpu_offload
         return can if self.lora.merge == "auto" else self.lora.merge == "step"
 
     def is_sharded(self, device: str, dtype: str) -> bool:
-        """Whether the weights are FSDP2's shards: float32, cast and gathered layer by layer. Those of several
-        ranks are; and those of a lone one on a CUDA device that trains all weights in bfloat16, since a
-        bfloat16 model beside its float32 weights would take 2 bytes a parameter more.
+        """Return whether the weights are FSDP2 shards in float32, cast and gathered layer by layer. True for
+        several ranks, and for a single rank on a CUDA device that trains all weights in bfloat16: a bfloat16
+        model next to float32 weights would need 2 more bytes per parameter.
         """
         casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
         return self.world_size > 1 or self.cpu_offload or casts_all
 
 
 class TeacherConfig(FrozenConfig):
-    """A second model, whose logprobs of the sampled tokens are learnt from: on-policy distillation
-    (docs/algorithms.md). An embedded engine server of its own serves it, beside training.
+    """A second model for on-policy distillation (docs/algorithms.md): the policy learns from its logprobs of
+    the sampled tokens. A separate embedded engine server runs it.
     """
 
     path: str
     """Hugging Face folder or hub id of a causal language model with the vocabulary of `model`."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id (none = its main branch). A run that goes on asks for it again: give
-    a commit to be sure of the same teacher."""
+    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again: give a commit to pin
+    the teacher."""
     slots: int = Field(default=16, ge=1)
     """Sequences that it reads at once; more wait."""
     timeout_s: float = Field(default=120.0, gt=0)
@@ -186,8 +186,8 @@ class AlgorithmConfig(FrozenConfig):
     """Off-policy sequence masking: tokens with a negative advantage carry no loss where the mean of behaviour
     - current logprob over their sequence is above this, in nats (none = off)."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Share of the loss tokens of an optimizer step, those of highest entropy, that the policy is trained on;
-    below 1 it takes one more forward pass a batch (1 = all)."""
+    """Train only this fraction of an optimizer step's loss tokens, with the highest entropy. Below 1 it needs
+    one more forward pass per batch (1 = all)."""
     importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo) (auto = 5 for
     the correction icepop, as in its papers, else 2)."""
@@ -197,26 +197,26 @@ class AlgorithmConfig(FrozenConfig):
     """Largest second moment of the log ratio that m2po leaves, in nats squared."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """Proximal logprobs: computed with the weights before the batch's first step, or interpolated between
-    behaviour and current by the token's staleness, which saves a forward pass where there is more than one
-    step a batch."""
+    behaviour and current by the token's staleness, which saves a forward pass if a batch has several
+    steps."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the initial weights (0 = off, and no reference weights are held)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
     kl_weighted: bool = True
-    """In the loss, multiply it by the token's importance weight: the ratio, and the correction beside it. So
-    its gradient, token by token, is that of the KL of the current policy, however stale the data."""
+    """Multiply the loss term by the token's importance weight (ratio and correction). Its gradient is then
+    the gradient of the current policy's KL, also on stale data."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where it goes: into each token's loss, or as a penalty into the reward (estimator k1)."""
+    """Add it to each token's loss, or subtract it from the reward (estimator k1)."""
     distill_weight: float = Field(default=0.0, ge=0)
     """Weight of the teacher in a token's advantage: distill_weight * (its logprob - the behaviour logprob),
     which follows the reverse KL to the teacher down (0 = off; else the section `teacher` says which)."""
     reward_weight: float = Field(default=1.0, ge=0)
-    """Weight of the reward's advantage beside it (0 = distillation alone: rewards are computed and shown, and
-    not learnt from)."""
+    """Weight of the reward's advantage (0 = only distillation: rewards are computed and shown, and not
+    trained on)."""
     router_replay: bool = False
-    """Of a model with experts: the trainer reads each token with the experts that the engine has read it with
-    (R3, https://arxiv.org/abs/2510.11370). Engines tell them with the tokens."""
+    """For models with experts: the trainer routes each token to the experts that the engine used (R3,
+    https://arxiv.org/abs/2510.11370). Engines report them with the tokens."""
     overlong_tokens: int = Field(default=0, ge=0)
     """Samples with more sampled tokens than rollout.max_tokens - overlong_tokens are penalised, linearly down
     to a reward less by 1 (0 = off)."""

@@ -39,15 +39,12 @@ OTHER_NAMES = {
     "eval_steps": "eval.every",
     "output_dir": "--run-dir",
 }
-"""What other frameworks call a setting of ours, by the last part of the key, where that stands in the section
-of ours or in none.
-"""
+"""Names of other frameworks for our settings, by the last part of the key, in the same section or in none."""
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
 """Parts of an error's place that are no key: pydantic names the alternative that it tried."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
-"""What yaml raises: 2024-13-45 is a date to it, 0x_ a number, and both are a ValueError; [[[[... is a
-RecursionError.
-"""
+"""Exceptions of yaml: 2024-13-45 (a date) and 0x_ (a number) raise ValueError, [[[[... raises
+RecursionError."""
 
 
 class _KeysOnce(yaml.SafeLoader):
@@ -63,7 +60,7 @@ class _KeysOnce(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and check the config in a YAML file. `overrides`: as config_from has them. Raises ConfigError."""
+    """Read and check the config in a YAML file. `overrides`: as in config_from. Raises ConfigError."""
     try:
         values = _parse(Path(path).read_text(encoding="utf-8"), _KeysOnce, str(path))
     except (OSError, *_NO_YAML) as error:
@@ -75,15 +72,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def name_of_config(path: Path) -> str:
-    """What its runs are called: as the file, or, as each run directory has a config.yaml, as the folder."""
+    """Return the name of its runs: the file's name, or the folder's for the config.yaml of a run
+    directory.
+    """
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
 def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the config") -> RunConfig:
     """Check a config that is a mapping. `overrides` are `section.key=value`, the value as YAML (`none` =
-    null); `path` is how errors call it.
-
-    Raises ConfigError, which names every wrong key and value, where it stands, and the closest right key.
+    null); `path` names the config in errors. Raises ConfigError, which names every wrong key and value, its
+    place, and the closest right key.
     """
     for override in overrides:
         values = _with(values, override)
@@ -110,7 +108,7 @@ def run_config_yaml(config: RunConfig) -> str:
 
 
 def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
-    """What the text says; `name` is how errors call its place. Raises what _NO_YAML has."""
+    """Parse YAML text; `name` is its place in errors. Raises the errors of _NO_YAML."""
     loader = kind(text)
     loader.name = name
     try:
@@ -144,7 +142,7 @@ def _is_of_several(values: Any, names: Sequence[str]) -> bool:
 
 
 def _set(section: Any, names: Sequence[str], value: Any) -> Any:
-    """A copy with that setting; what an alias in the file shares stays as it was elsewhere."""
+    """Return a copy with that setting. Values shared by a YAML alias stay unchanged elsewhere."""
     name, *inner = names
     if isinstance(section, list):
         called = [one.get("name") if isinstance(one, dict) else None for one in section]
@@ -195,10 +193,7 @@ def _closest(location: Sequence[str | int]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting: its full name, its type in words, its default as it is written, and what it means.
-
-    The default of a section is '': its keys have their own.
-    """
+    """A setting: full name, type as text, default as written, and meaning. The default of a section is ''."""
 
     name: str
     type: str
@@ -212,7 +207,7 @@ def all_keys() -> list[str]:
 
 
 def find_key(name: str) -> str | None:
-    """The top-level key of this name, or else the only key of any section that has it."""
+    """Return the top-level key of this name, or the only key of this name in any section."""
     same = [key for key in all_keys() if key.rpartition(".")[2] == name]
     return name if name in same else same[0] if len(same) == 1 else None
 
@@ -225,9 +220,7 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """(section, what it is about, its keys), in the order of the config; the first one, '', holds the
-    top-level keys.
-    """
+    """Yield (section, description, keys) in the order of the config. Section '' holds the top-level keys."""
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
     models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
     tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
@@ -247,8 +240,8 @@ def schema_text() -> str:
 
 
 def describe_keys(wanted: str | None = None) -> str:
-    """All settings, those of a section, one by its full name, or those that have a word in their name or
-    meaning; a line or two each. What has a dot is a name and no word. Raises ConfigError if there are none.
+    """Describe all settings, the settings of a section, a setting by its full name, or all settings with a
+    word in their name or meaning. A name contains a dot. Raises ConfigError if nothing matches.
     """
     word = (wanted or "").lower()
 
@@ -279,7 +272,7 @@ def describe_keys(wanted: str | None = None) -> str:
 
 
 def _chosen(is_wanted: Callable[[Key], bool]) -> list[tuple[str, str, list[Key]]]:
-    """The sections with those of their keys, where they have some."""
+    """Return the sections with their matching keys."""
     kept = [(name, about, [key for key in keys if is_wanted(key)]) for name, about, keys in sections()]
     return [(name, about, keys) for name, about, keys in kept if keys]
 
@@ -316,7 +309,7 @@ def _type_text(kind: Any) -> str:
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """The model of a section, also of one that may be a list; None for any other setting."""
+    """Return the model of a section, also of a section that may be a list. None for other settings."""
     return next(_models_in(info.annotation), None)
 
 

@@ -28,13 +28,12 @@ class ModelConfig(FrozenConfig):
     path: str | None = None
     """Hugging Face folder or hub id of a causal language model with a chat template."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id (none = its main branch). A run that goes on takes the commit with
-    which it began."""
+    """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first commit."""
     scratch: ScratchConfig | None = None
     """Instead of `path`: architecture and alphabet of a model with random weights."""
     dtype: DType = "auto"
     """Type of the weights in engines and trainer (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or
-    amx_bf16, else float32; the run's config.yaml has what it was, and a run that goes on keeps it)."""
+    amx_bf16, else float32). The run's config.yaml records the choice, and a resumed run keeps it."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -50,21 +49,20 @@ class ModelConfig(FrozenConfig):
 
     @property
     def source(self) -> str | None:
-        """What is loaded: model.path, with the revision where one is given; None of a model from scratch."""
+        """Return model.path with its revision, if given; None for a model from scratch."""
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
 
 class TaskConfig(FrozenConfig):
-    """Where prompts come from and what scores the answers. Give one of `python`, `files`, `dataset`,
-    `reasoning_gym`, `verifiers`. A list of such sections is several tasks in one run.
+    """Prompts and rewards. Give one of `python`, `files`, `dataset`, `reasoning_gym`, `verifiers`. A list of
+    sections gives several tasks.
     """
 
     name: Name | None = None
-    """What its prompts, metrics and overrides are called by, where a run has several tasks (none = by its
+    """Name of the task for its prompts, metrics and overrides in a run with several tasks (none = from its
     source: the file, data set, class or reasoning-gym name)."""
     share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Its part of the prompts that are drawn, relative to those of the other tasks; for all tasks or for none
-    (none = the same for each)."""
+    """Share of the prompts, relative to the other tasks; for all tasks or for none (none = equal shares)."""
     python: str | None = None
     """`module:Class` of a task of your own; built with `args` and the run's seed."""
     files: list[str] | None = None
@@ -82,7 +80,7 @@ class TaskConfig(FrozenConfig):
     tasks have no end).
     """
     args: dict[str, Any] = {}
-    """Settings of the task itself, passed as they are."""
+    """Settings of the task itself, passed unchanged."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of chat messages."""
     answer_column: str | None = "answer"
@@ -96,25 +94,25 @@ class TaskConfig(FrozenConfig):
     shuffle: bool = True
     """Seeded shuffle, another one each epoch (false = file order)."""
     sampling: Literal["uniform", "by_difficulty"] = "uniform"
-    """uniform: each prompt once an epoch. by_difficulty: from the second epoch on, prompts that are always
-    right or always wrong are left out of most epochs."""
+    """uniform: each prompt once per epoch. by_difficulty: from the second epoch on, prompts with only right
+    or only wrong answers are skipped in most epochs."""
     reward_range: tuple[float, float] = (0.0, 1.0)
-    """Rewards of a wrong and of a right answer, for sampling=by_difficulty; what lies outside counts as the
-    nearer one."""
+    """Rewards of a wrong and a right answer, for sampling=by_difficulty; other rewards are clipped to this
+    range."""
     filter: Literal["auto", "none", "equal_rewards"] = "auto"
     """buffer.filter for the groups of this task (auto = what buffer.filter says)."""
     digest: str | None = None
-    """Digest of the data of `files` or `dataset`, as `asyncrl check` prints it: other data are refused (none
-    = any; a run that goes on refuses data that have changed, with or without it)."""
+    """Digest of the data of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none =
+    any). A resumed run always refuses changed data."""
     reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
-    """Where the reward function runs: inline on the event loop (fast pure functions only), in threads, or in
-    processes, which alone can be ended when they hang (auto = process for `math`, thread for all else)."""
+    """Execution of the reward function: inline on the event loop (only for fast pure functions), in threads,
+    or in processes, which can be killed when they hang (auto = process for `math`, else thread)."""
     reward_workers: int = Field(default=4, ge=1)
     """Rewards computed at once in `thread` and `process`."""
     special_tokens: Literal["visible", "stripped"] = "visible"
-    """How the reward function and an agent see a special token in a sampled answer. visible: as its text,
-    such as <unk>; only the end-of-turn token that ends the answer is left out. stripped: not at all, so a
-    model can earn its reward with hidden tokens."""
+    """Special tokens in sampled answers, as seen by reward functions and agents. visible: as text, such as
+    <unk>, except the end-of-turn token that ends the answer. stripped: removed, so a model can collect reward
+    with hidden tokens."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds until a reward counts as a failed rollout (never as a reward of 0)."""
 
@@ -130,7 +128,7 @@ class TaskConfig(FrozenConfig):
 
     @property
     def called(self) -> str:
-        """Its name, given or by its source."""
+        """The given name, or the name of its source."""
         if self.name is not None:
             return self.name
         path = PurePath(self.dataset or (self.files or ["verifiers"])[0])

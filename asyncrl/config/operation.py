@@ -1,6 +1,4 @@
-"""Sections `placement`, `checkpoint`, `journal`, `supervision` and `observe`: where the parts of a run are,
-what survives it, what happens when a part dies or hangs, and what is shown.
-"""
+"""Sections `placement`, `checkpoint`, `journal`, `supervision` and `observe`."""
 
 from __future__ import annotations
 
@@ -14,29 +12,29 @@ from asyncrl.config.fields import FrozenConfig
 
 
 class NodesConfig(FrozenConfig):
-    """So many nodes, and so many CUDA devices of each."""
+    """A number of nodes, and of CUDA devices on each node."""
 
     nodes: Literal["all"] | PositiveInt
-    """How many machines; all = every one that has what `gpus` says."""
+    """Number of machines; all = every machine with the devices of `gpus`."""
     gpus: Literal["auto", "all"] | NonNegativeInt = "auto"
-    """CUDA devices of each node; all = those that it has, 0 = its CPU (auto = all, or the CPU if there is
-    no CUDA device)."""
+    """CUDA devices per node; all = every device, 0 = the CPU (auto = all, or the CPU if there is no CUDA
+    device)."""
 
     def __str__(self) -> str:
-        """As it is written."""
+        """Return the written form."""
         gpus = "" if self.gpus == "auto" else f", gpus: {self.gpus}"
         return f"{{nodes: {self.nodes}{gpus}}}"
 
 
 Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
-"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, a range like 0-3, or so many nodes.
-How many there are is read later."""
+"""auto, cpu, cuda, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes. Real
+devices are counted later."""
 
 DEVICE_WORDS = ("auto", "cpu", "cuda", "all")
 
 
 def device_numbers(devices: Any) -> list[int] | None:
-    """The device numbers that are written out; None for a word, and for what is no form."""
+    """Return the listed device numbers; None for a word or an invalid form."""
     if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
         devices = [*range(int(match[1]), int(match[2]) + 1)]
     numbers = devices if isinstance(devices, list) else [devices]
@@ -45,7 +43,7 @@ def device_numbers(devices: Any) -> list[int] | None:
 
 
 def is_cpu(devices: Devices) -> bool:
-    """Whether the CPU alone is written."""
+    """Return whether only the CPU is listed."""
     return devices == "cpu" or (isinstance(devices, NodesConfig) and devices.gpus == 0)
 
 
@@ -66,12 +64,12 @@ class PlacementConfig(FrozenConfig):
     """
 
     trainer: Devices = "auto"
-    """Devices of the trainer, one for each of trainer.world_size processes: cpu, the number of a CUDA device,
-    a list [0, 1], a range 0-3, all; {nodes: 2, gpus: 8}: so many devices of so many nodes. cuda = as many as
-    needed; auto = the same, or cpu where there is none."""
+    """Devices of the trainer's processes: cpu, a CUDA device number, a list [0, 1], a range 0-3, all, or
+    {nodes: 2, gpus: 8} (devices per node). cuda = one device per process (trainer.world_size); auto = cuda,
+    or cpu without CUDA devices."""
     rollout: Devices = "auto"
-    """Devices of the engines, which are spread over them: as for the trainer, or `trainer`: the same devices,
-    in turns. auto and cuda = those that the trainer leaves; where it leaves none, the same in turns at
+    """Devices of the engines, in the forms of placement.trainer, or `trainer` (colocated on the same
+    devices). auto and cuda = the devices that the trainer does not use; if it uses all, colocated at
     buffer.max_staleness=0, else refused."""
     eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of an eval engine (eval.engine): cpu or the number of one CUDA device. auto = a CUDA device that
@@ -80,10 +78,9 @@ class PlacementConfig(FrozenConfig):
     """Device of the teacher: cpu or the number of one CUDA device (auto = a device that no other part uses,
     else one of the rollout engines)."""
     share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
-    """Fraction of a CUDA device's memory for the engines, where trainer and engines have the same devices;
-    the trainer has the rest. Above buffer.max_staleness=0 both then work at once. In turns both stay in
-    memory, and only whose turn it is changes: auto does that where both fit, on the CPU too, else, as with
-    none, each side moves out for the other's turn."""
+    """Fraction of a CUDA device's memory for the engines, if trainer and engines share devices. Above
+    buffer.max_staleness=0 both work at once. When colocated, both stay in memory and take turns: auto does
+    this if both fit, on the CPU too; else, and with none, each side moves out during the other's turn."""
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod
@@ -99,7 +96,7 @@ class PlacementConfig(FrozenConfig):
 
 
 class CheckpointConfig(FrozenConfig):
-    """What is kept so that a killed run can go on."""
+    """Checkpoints of the run."""
 
     every: PositiveInt | None = 50
     """Batches between two checkpoints (none = none; a resumed run then trains the journaled batches again
@@ -108,11 +105,10 @@ class CheckpointConfig(FrozenConfig):
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints that stay."""
     keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of so many batches stay for ever (none = off)."""
+    """Keep checkpoints at multiples of this number of batches forever (none = off)."""
     keep_best: bool | str = False
-    """The checkpoint with the best eval/reward_mean stays too (needs the section `eval`, with the same
-    `every` or a multiple of it). Of several evaluations the first decides, or the one that is named here.
-    """
+    """Also keep the checkpoint with the best eval/reward_mean (needs the section `eval`, with the same
+    `every` or a multiple of it). With several evaluations, true means the first; or give a name."""
 
     @model_validator(mode="after")
     def _multiples_exist(self) -> Self:
@@ -124,14 +120,14 @@ class CheckpointConfig(FrozenConfig):
 
 
 class JournalConfig(FrozenConfig):
-    """What journal.sqlite remembers."""
+    """The journal, journal.sqlite."""
 
     keep: Literal["checkpoint", "all"] = "checkpoint"
     """Tokens of trained batches: as long as a checkpoint before them, or always."""
 
 
 class SupervisionConfig(FrozenConfig):
-    """What happens when a process dies or nothing moves."""
+    """Restarts of processes, and reports of hangs."""
 
     max_restarts: int = Field(default=3, ge=0)
     """Times within restart_window_s that each engine, the trainer and each worker of the run is started again
@@ -142,12 +138,11 @@ class SupervisionConfig(FrozenConfig):
     backoff_s: float = Field(default=1.0, ge=0)
     """Seconds before the first restart of a process; doubled each time, 30 at most."""
     node_wait_s: float = Field(default=600.0, ge=0)
-    """Seconds that a run waits for a node that is gone and that it cannot do without; then restarts there
-    count. While other engines work it goes on without a node of engines for as long as it takes. At the
-    start: for all nodes that Ray's autoscaler is asked for."""
+    """Seconds to wait for a lost node that the run needs. A run with other engines continues without
+    waiting."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds that a process of the run may take to give its first answer, beside those for reading its model
-    (vLLM: three times as long)."""
+    """Seconds until the first answer of a process, in addition to reading its model (vLLM: three times
+    longer)."""
     watchdog_s: float = Field(default=900.0, gt=0)
     """Seconds without any progress after which the run says who waits for whom, and dumps its stacks into the
     log.
@@ -160,7 +155,7 @@ class WandbArgs(FrozenConfig):
     """Weights & Biases."""
 
     project: str = "asyncrl"
-    """Its project there."""
+    """Project name."""
     entity: str | None = None
     """User or team whose project it is (none = those of the key)."""
     group: str | None = None
@@ -195,11 +190,11 @@ class TrackerArgs(FrozenConfig):
     """Settings of trackers, by tracker."""
 
     wandb: WandbArgs = WandbArgs()
-    """Of wandb."""
+    """Settings of wandb."""
     mlflow: MlflowArgs = MlflowArgs()
-    """Of mlflow."""
+    """Settings of mlflow."""
     trackio: TrackioArgs = TrackioArgs()
-    """Of trackio."""
+    """Settings of trackio."""
     own: dict[str, dict[str, Any]] = {}
     """Keyword arguments of your own, by `module:Class`."""
 
@@ -208,19 +203,19 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 class ObserveConfig(FrozenConfig):
-    """What is shown and written."""
+    """Output of the run: files, trackers, console, status port."""
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a table that updates; plain: a line every few seconds; auto = live on a terminal and in a
     notebook, else plain. Lines that a full pipe does not take are omitted; the run continues.
     """
     trackers: list[str] = ["tensorboard"]
-    """Where the run is shown beside its own files: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio,
-    each with the extra of its name, or your own as `module:Class` (docs/monitoring.md) ([] = nowhere)."""
+    """Trackers: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio (each with the extra of its name),
+    or your own `module:Class` (docs/monitoring.md) ([] = none)."""
     tracker_args: TrackerArgs = TrackerArgs()
     """Settings of trackers."""
     tracker_close_s: float = Field(default=30.0, ge=0)
-    """Seconds that the end of a run waits for trackers to send what they have."""
+    """Seconds at the end of a run for trackers to send their remaining data."""
     status_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of /metrics, for Prometheus, and /status (none = off; 0 = any free one, which is printed and in
     status.json). RUN_DIR/status.key has the bearer token for both."""
@@ -230,16 +225,16 @@ class ObserveConfig(FrozenConfig):
     """Rollouts of a batch that are written as text into samples.jsonl: the best, the worst, the others by
     chance (0 = none). Of a file that grows past 64 MB older steps are thinned out."""
     failed_samples_per_step: int = Field(default=3, ge=0, le=100)
-    """Failed rollouts that are written there, too, at most so many between two steps (0 = none)."""
+    """Most failed rollouts written between two steps (0 = none)."""
     console_samples_every: Literal["auto"] | PositiveInt | None = "auto"
     """Steps between two samples on the console (auto = one every 20 s, after a minute every 5 minutes; none =
     none)."""
     readable_by: Literal["owner", "group", "all"] = "owner"
-    """Who may look into the run directory: the config, the logs and every conversation lie there."""
+    """Readers of the run directory, which contains the config, the logs and every conversation."""
     heartbeat_s: float = Field(default=60.0, gt=0)
-    """Seconds without an answer after which an engine, trainer or worker process counts as lost: it is
-    started again, up to supervision.max_restarts times (the eval engine is not: the run goes on without
-    evaluation)."""
+    """Seconds without an answer until an engine, trainer or worker process counts as lost. It is then
+    restarted, up to supervision.max_restarts times. A lost eval engine is not restarted: the run continues
+    without evaluation."""
 
     @model_validator(mode="after")
     def _trackers_are_known(self) -> Self:
@@ -257,5 +252,5 @@ class ObserveConfig(FrozenConfig):
 
     @property
     def dir_mode(self) -> int:
-        """Of the run directory."""
+        """File mode of the run directory."""
         return {"owner": 0o700, "group": 0o750, "all": 0o755}[self.readable_by]

@@ -33,27 +33,25 @@ MOST_IN_TURN = 10_000
 
 
 class RunConfig(FrozenConfig):
-    """Everything that `asyncrl run` is told. Written as config.yaml into the run directory: that file is the
-    run.
-    """
+    """All settings of a run, written to config.yaml in the run directory."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the weights made from scratch, the shuffle and every sampled token."""
     launcher: str = "local"
-    """Who starts the processes of the run. local: all on this machine. ray: on the nodes of the Ray cluster
-    that RAY_ADDRESS names, or that this machine belongs to; ray:HOST:PORT: of the one whose head is there."""
+    """Launcher of the run's processes. local: this machine. ray: the Ray cluster of RAY_ADDRESS or of this
+    machine. ray:HOST:PORT: the Ray cluster with this head."""
     model: ModelConfig
-    """What learns."""
+    """The trained model."""
     task: Tasks
     """Prompts and rewards: one task, or a list of several."""
     generator: GeneratorConfig = GeneratorConfig()
-    """How a rollout is run."""
+    """Program of a rollout."""
     gateway: GatewayConfig = GatewayConfig()
-    """Where harnesses call the model."""
+    """Endpoint for harnesses."""
     rollout: RolloutConfig = RolloutConfig()
-    """How completions are sampled."""
+    """Sampling of completions, and the engine servers."""
     buffer: BufferConfig = BufferConfig()
-    """How old the data may be."""
+    """The staleness bound."""
     trainer: TrainerConfig = TrainerConfig()
     """The optimizer steps."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -63,26 +61,26 @@ class RunConfig(FrozenConfig):
     eval: Evals | None = None
     """A held-out task, sampled now and then, or a list of several (none = off)."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
-    """How new weights reach the engines."""
+    """Pushes of new weights to the engines."""
     placement: PlacementConfig = PlacementConfig()
     """Which device each side uses."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is kept so that a killed run can go on."""
+    """Checkpoints of the run."""
     journal: JournalConfig = JournalConfig()
-    """What the journal remembers."""
+    """The journal."""
     supervision: SupervisionConfig = SupervisionConfig()
-    """What happens when a process dies or nothing moves."""
+    """Restarts of processes, and reports of hangs."""
     observe: ObserveConfig = ObserveConfig()
-    """What is shown and written."""
+    """Files, trackers, console and status port."""
 
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
-        """By name, as in Prompt.task: '' is the only one."""
+        """Tasks by name, as in Prompt.task; a single task may be ''."""
         return _by_name("task", self.task if isinstance(self.task, list) else [self.task])
 
     @property
     def evals(self) -> Mapping[str, EvalConfig]:
-        """By name; '' is the only one."""
+        """Evaluations by name; a single evaluation may be ''."""
         given = [] if self.eval is None else self.eval
         return _by_name("eval", given if isinstance(given, list) else [given])
 
@@ -98,7 +96,7 @@ class RunConfig(FrozenConfig):
 
     @property
     def shares(self) -> Mapping[str, int]:
-        """By task, its share as a whole number of prompts in a cycle of them all, in lowest terms."""
+        """Return the prompts of each task in one cycle of all tasks, in lowest terms."""
         parts = {name: Fraction(str(task.share or 1)) for name, task in self.tasks.items()}
         whole = math.lcm(*(part.denominator for part in parts.values()))
         counts = {name: int(part * whole) for name, part in parts.items()}
@@ -125,13 +123,13 @@ class RunConfig(FrozenConfig):
 
     @property
     def interrupt(self) -> Interrupt:
-        """What a swap of weights does to running requests."""
+        """Return the effect of a weight swap on running requests."""
         asked = self.weight_sync.interrupt
         return "abort" if asked == "auto" else asked
 
     @property
     def keeps_turns(self) -> bool:
-        """Whether its engines keep the turns of agents that have ended."""
+        """Return whether engines keep the KV cache of ended agent turns."""
         return self.rollout.facts.keeps_turns and self.generator.is_harness
 
     def is_deterministic(self, device: str, *, has_experts: bool = False) -> bool:
@@ -323,7 +321,7 @@ class RunConfig(FrozenConfig):
 
 
 def key_of(section: str, name: str) -> str:
-    """What errors call one of the tasks or evaluations: `task`, or `task.sums` where there are several."""
+    """Return the name in errors: `task`, or `task.sums` if there are several."""
     return f"{section}.{name}" if name else section
 
 

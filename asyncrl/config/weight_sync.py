@@ -27,19 +27,19 @@ TO_SHM = "set weight_sync.transport=shm"
 
 @dataclass(frozen=True, slots=True)
 class TransportFacts:
-    """By default all weights go as one file in shared memory, which engines read while they go on with the
-    old ones.
+    """A transport. By default, the trainer writes all weights to one file in shared memory, which engines
+    read during generation.
     """
 
     sends_adapters: bool = False
     is_transfer: bool = False
     """Tensors go from device to device."""
     is_one_kept: bool = False
-    """The trainer holds its newest export alone, and sends it itself."""
+    """Only the trainer holds the newest export; it sends the weights itself."""
     shares_device: bool = False
-    """In turns, engines open the chunks in the trainer's device memory."""
+    """When colocated, engines open the chunks in the trainer's device memory."""
     is_file_shared: bool = False
-    """Exports lie in weight_sync.disk_dir, in no memory of this machine."""
+    """Exports are files in weight_sync.disk_dir and use no memory of this machine."""
     is_fetched: bool = False
     """Nodes other than the trainer's fetch its file into their shared memory."""
     bound: str = ""
@@ -59,30 +59,27 @@ TRANSPORTS: dict[TransportName, TransportFacts] = {
 
 
 class WeightSyncConfig(FrozenConfig):
-    """How new weights reach the engines."""
+    """Pushes of new weights to the engines."""
 
     transport: Literal["auto"] | TransportName = "auto"
-    """auto, on CUDA devices: nccl where the engines have devices of their own, ipc where both sides take
-    turns; for all else disk where disk_dir is given, else shm. On several nodes: disk or stream. shm: all
-    weights as a safetensors file in shared memory. stream: the same file, which goes from node to node, to
-    the shared memory of each node once. disk: the same file in disk_dir, for engines on other machines. lora:
-    the adapters alone, in shared memory, from node to node where there are several (needs trainer.lora).
-    nccl: one broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo), from node to
-    node, too. ipc: chunks in memory of the CUDA devices on which both sides take turns."""
+    """auto = on CUDA devices nccl (separate devices) or ipc (colocated); elsewhere disk if disk_dir is given,
+    else shm; on several nodes disk or stream. shm: a safetensors file in shared memory. stream: the same
+    file, downloaded once by each node. disk: the same file in disk_dir. lora: only the adapters (needs
+    trainer.lora), downloaded by other nodes. nccl: one broadcast to all engines from the trainer's device
+    (gloo on the CPU). ipc: chunks in memory of the shared CUDA devices."""
     disk_dir: str | None = None
     """Folder for transport=disk (auto is disk with it), on a file system that trainer and engines share under
     the same path."""
     interrupt: Literal["auto"] | Interrupt = "auto"
-    """What a swap does to running requests: abort and resume them from their tokens, keep them with a
-    recomputed KV cache, keep them over the old KV cache, or wait until they are done. auto = what is measured
-    to be best for this kind of engine: abort."""
+    """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed KV
+    cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest in
+    measurements."""
     rolling: bool = False
-    """Engines swap one after the other, so that the others go on sampling meanwhile (false = all at once,
-    which is sooner done).
-    """
+    """Swap engines one after another, so that the others continue sampling (false = all at once, which ends
+    sooner)."""
     canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
-    """After each push to vLLM, the most by which its logprobs of a fixed text may differ from the trainer's,
-    in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
+    """After each push to vLLM, the largest allowed difference between its logprobs of a fixed text and the
+    trainer's, in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
     retries: int = Field(default=1, ge=0)
     """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run
     ends.
@@ -91,9 +88,7 @@ class WeightSyncConfig(FrozenConfig):
     """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again,
     an export or a handover that does ends the run."""
     chunk_bytes: int = Field(default=2**28, ge=2**16)
-    """When colocated, weights go from trainer to engine in chunks of so many bytes (a larger tensor is a
-    chunk of its own).
-    """
+    """When colocated, bytes per chunk of weights. A larger tensor is one chunk."""
 
     @property
     def settled(self) -> TransportName:
@@ -103,12 +98,12 @@ class WeightSyncConfig(FrozenConfig):
 
     @property
     def facts(self) -> TransportFacts:
-        """What this transport needs and can. An auto that is not settled has what works on any devices."""
+        """Facts about this transport. An unresolved auto has the facts valid on any device."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 
     @property
     def file_transport(self) -> TransportName:
-        """What auto is where weights go as a file."""
+        """Return the file transport that auto chooses."""
         return "shm" if self.disk_dir is None else "disk"
 
     @model_validator(mode="after")
@@ -130,8 +125,8 @@ def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
 def choose_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> tuple[TransportName, str]:
-    """What `weight_sync.transport: auto` is between these devices of so many nodes, and why. It is never
-    lora, by which vLLM computes with adapters that are not merged; by all others engines get the same bits.
+    """Return the transport of `auto` between these devices and nodes, and the reason. Never lora: vLLM
+    computes differently with unmerged adapters.
     """
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
@@ -163,9 +158,8 @@ def _used_twice(devices: Sequence[str]) -> list[str]:
 def refuse_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> None:
-    """Raise ConfigError, with what to write instead, if weights cannot go this way to these engines. `ranks`
-    and `engines` are devices, of so many nodes; `is_turns`: both sides take turns on the same ones. What auto
-    chooses can.
+    """Raise ConfigError, with a way out, if this transport cannot serve these engines. `is_turns`: trainer
+    and engines share their devices. auto always chooses a transport that can.
     """
     facts, sync = config.weight_sync.facts, config.weight_sync
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
@@ -220,7 +214,7 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
 
 
 def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
-    """How weights go beside generation, and why."""
+    """Return the transport during generation, and the reason."""
     sync = config.weight_sync
     if sync.facts.is_one_kept:
         library = "NCCL" if is_on_cuda else "gloo"
