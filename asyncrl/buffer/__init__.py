@@ -1,1 +1,1 @@
-"""Admission, deadlines, staleness, choice of batch. Pure: no HTTP, no torch, no clock of its own."""
+"""Admission, deadlines, staleness and batches. Pure: no HTTP, no torch, no clock."""

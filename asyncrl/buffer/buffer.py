@@ -37,7 +37,7 @@ class WaitMeter:
         self._seconds: dict[WaitCause, float] = {"generation": 0.0, "stragglers": 0.0, "publishing": 0.0}
 
     def change(self, now_s: float, cause: WaitCause | None) -> None:
-        """From `now_s` on the wait is for `cause`."""
+        """Count the wait for `cause` from `now_s` on."""
         if self._cause is not None:
             self._seconds[self._cause] += now_s - self._since_s
             if cause != self._cause and now_s > self._began_s:
@@ -82,7 +82,7 @@ class Buffer:
         on_handed_back: OnHandedBack,
         filters: Mapping[str, str] | None = None,
     ) -> None:
-        """`filters`: buffer.filter by the name of the task, where it is not the same for all."""
+        """`filters`: buffer.filter by task name, if tasks differ."""
         self.config, self._on_handed_back = config, on_handed_back
         self._filters = filters or {}
         self._auto: LookAhead | None = None
@@ -100,9 +100,9 @@ class Buffer:
         self._ready: dict[GroupId, Group] = {}
         self._opened, self._formed = asyncio.Event(), asyncio.Event()
         self._meter: WaitMeter | None = None
-        """Of the trainer, while it is in wait_batch."""
+        """The trainer's wait, while it is in wait_batch."""
         self.last_wait = WaitReport()
-        """How the seconds of the last wait_batch split by cause."""
+        """Seconds of the last wait_batch by cause."""
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
         self._filtered_in_a_row = 0
 
@@ -137,7 +137,7 @@ class Buffer:
         return ticket
 
     def sampled_nowait(self, group_id: GroupId) -> None:
-        """A running group samples no more, and waits for its rewards alone."""
+        """Mark a running group as fully sampled; it only waits for its rewards."""
         self.rule.sampled_nowait(group_id)
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
@@ -183,7 +183,7 @@ class Buffer:
         self._changed()
 
     def fail_nowait(self, group_id: GroupId) -> None:
-        """The running group failed: its admission is handed back."""
+        """Release the admission of a failed group."""
         self.rule.fail_nowait(group_id)
         self._changed()
 
@@ -197,8 +197,8 @@ class Buffer:
     # ---- trainer
 
     async def wait_batch(self) -> Batch:
-        """Return the next batch as soon as the rule allows it; afterwards `last_wait` says what was waited
-        for. One task waits, and for no more than all batches of the run.
+        """Return the next batch as soon as the rule allows it, and set `last_wait`. Only one task may wait,
+        for at most all batches of the run.
         """
         clock = asyncio.get_running_loop().time
         self._meter = meter = WaitMeter(clock(), self.rule.waits_for, self.rule.next_batch)
@@ -242,7 +242,7 @@ class Buffer:
         return [group.prompt for group in self._ready.values()]
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
+        """Return the metrics of observe/metrics.py."""
         rule, wait = self.rule, self.last_wait
         return {
             "buffer/ready": rule.num_ready,
@@ -269,7 +269,7 @@ class Buffer:
         )
 
     def _what_forms(self) -> str:
-        """What the next batch waits for, by the causes of WaitReport."""
+        """Return the cause of the wait for the next batch, as in WaitReport."""
         rule = self.rule
         what = {
             "publishing": "publishing, for no group may start before a newer version is served",
@@ -310,10 +310,10 @@ def _versions(group: Group) -> tuple[int, int]:
 
 
 def rewards_of(group: Group) -> set[float]:
-    """What its rollouts earned, or, where they have credits, each of their parts.
+    """Return the rewards of a group's rollouts, or of their parts if they have credits.
 
-    A group that earned one reward has no gradient: each advantage against its mean is 0. Such groups are
-    replaced by dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2).
+    A group with equal rewards has no gradient, because each advantage is 0. Dynamic sampling replaces such
+    groups (DAPO, https://arxiv.org/abs/2503.14476, section 3.2).
     """
     rewards = set[float]()
     for trajectory in group.trajectories:

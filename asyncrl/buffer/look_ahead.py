@@ -13,13 +13,12 @@ WARM_UP = 2
 FIRST_WINDOW, WINDOW, MEMORY = 5, 12, 36
 """Batches before each of the first decisions, before each later one, and at most to judge by."""
 NUM_FIRST = 4
-"""So many first decisions."""
+"""Number of first decisions."""
 MIN_LACK_FRACTION = 0.03
 """Fraction of the time that the trainer may lack groups before more are started."""
 BATCH_IN_HAND = 0.9
-"""Batches beside those that run: one is ready when the trainer asks. By simulation the smallest that keeps it
-busy to 95 %, lognormal lengths with sigma 0.5 to 1.5.
-"""
+"""Ready batches, in addition to the running ones. In simulations the smallest number that keeps the trainer
+95 % busy, for lognormal lengths with sigma 0.5 to 1.5."""
 SLACK = 0.3
 """Batches that the look-ahead may be too large before it is lowered."""
 FIRST_HOLD = 96
@@ -28,7 +27,7 @@ FIRST_HOLD = 96
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One batch: since the batch before, running_s is the integral of the running groups over time."""
+    """Measurements of one batch: running_s is the integral of the running groups over time."""
 
     interval_s: float
     lack_s: float
@@ -37,21 +36,17 @@ class _Sample:
 
 
 class LookAhead:
-    """Raises, lowers or keeps the look-ahead, one batch after the other.
+    """Raise, lower or keep the look-ahead after each batch.
 
-    By Little's law as many groups must run as the trainer consumes while one runs: a group's mean time / the
-    time of a step, in batches; and one batch must be ready when the trainer asks. Both times are measured:
-    the first as (integral of the running groups) / (groups finished), which counts those that still run; the
-    second without the time in which the trainer lacked groups, that is, waited (not for stragglers) with all
-    admitted that may be. A wait with admission open is not lack: no look-ahead would end it.
-
-    If engines are slower the more they run, no look-ahead may end the lack. So a raise has to make batches
-    come faster, in proportion to look_ahead + 1; else it is taken back as far as it did not, and not tried
-    again for a while.
-
-    Straggler waits (on_overdue=wait) need no rule of their own: in simulation the time for a batch falls with
-    the look-ahead and stays, it does not rise again, because what a long group holds up is the batch of its
-    deadline, however much else was started.
+    By Little's law, the number of running groups must be (mean time of a group) / (time of a step), in
+    batches, plus one batch that is ready when the trainer asks. Both times are measured. The first is
+    (integral of the running groups) / (groups finished), which counts groups that still run. The second
+    excludes the time in which the trainer lacked groups: it waited (not for stragglers) with all admissible
+    groups admitted. A wait with open admission is not a lack, because no look-ahead would end it. If engines
+    slow down as more groups run, no look-ahead may end the lack. So a raise must make batches come faster, in
+    proportion to look_ahead + 1; otherwise it is undone in part, and not repeated for a while. Straggler
+    waits (on_overdue=wait) need no rule: in simulations the time per batch falls with the look-ahead and
+    stays there, because a long group only delays the batch of its deadline.
     """
 
     def __init__(self, max_staleness: int) -> None:
@@ -72,7 +67,7 @@ class LookAhead:
         self._came_down, self._lower_from, self._lower_hold = False, 0, FIRST_HOLD
 
     def note(self, now_s: float, num_running: int, *, lacks: bool) -> None:
-        """From `now_s` on so many groups run, and the trainer lacks groups or does not."""
+        """Record the number of running groups, and whether the trainer lacks groups, from `now_s` on."""
         passed_s = now_s - self._now_s
         self._running_s += passed_s * self._num_running
         self._lack_s += passed_s * self._lacks
@@ -118,7 +113,7 @@ class LookAhead:
             self._trial_of = None
 
     def _judge(self, look_ahead: int, interval_s: float, error: float) -> None:
-        """Whether the raise from `look_ahead` made batches come faster; if not, go where it ought to be."""
+        """Undo the raise from `look_ahead` if it did not make batches come faster."""
         self._trial_of = None
         now_s, error_now = self._measured()
         gain = interval_s / now_s * (1 + math.hypot(error, error_now))

@@ -38,7 +38,7 @@ class OverduePolicy:
 
     @property
     def reason(self) -> Literal["dropped", "all_masked"]:
-        """Why a group is handed back once no batch can use it."""
+        """Reason for dropping a group that no batch can use."""
         return "all_masked" if self.masks else "dropped"
 
     def last_use(self, deadline: int, newest_deadline: int | None) -> int | None:
@@ -80,7 +80,7 @@ class StalenessRule:
         self.num_groups, self.num_batches, self.max_staleness = num_groups, num_batches, max_staleness
         self.overdue: OverduePolicy = POLICIES[on_overdue]
         self.next_batch = 0
-        """Index of the batch that is taken next: as many have been taken."""
+        """Index of the next batch, which equals the number of batches taken."""
         self.served = 0
         """Oldest policy_version that any engine serves."""
         self.set_look_ahead(look_ahead)
@@ -106,12 +106,12 @@ class StalenessRule:
 
     @property
     def admitted(self) -> int:
-        """Groups consumed or in flight. What failed or was handed back does not count."""
+        """Groups consumed or in flight, without failed and dropped groups."""
         return self.next_batch * self.num_groups + self.num_running + self.num_ready
 
     @property
     def num_open(self) -> int:
-        """How many more groups may be admitted now."""
+        """Return the number of groups that may be admitted now."""
         limit = min(self.served + self.look_ahead + 1, self.num_batches) * self.num_groups
         return max(0, limit - self.admitted)
 
@@ -124,7 +124,7 @@ class StalenessRule:
 
     @property
     def waits_for(self) -> WaitCause | None:
-        """What the next batch waits for, as in WaitReport; None if it can be taken now."""
+        """Return the cause of the wait for the next batch, as in WaitReport; None if it can be taken now."""
         if self.num_ready >= self.num_groups:
             return "stragglers" if self.overdue.waits and self._is_in_danger() else None
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
@@ -133,15 +133,14 @@ class StalenessRule:
 
     @property
     def lacks_groups(self) -> bool:
-        """Whether the next batch waits for groups while no more may start: a larger look-ahead would have
-        more of them.
+        """Return whether the next batch waits for groups while admission is closed, so that a larger
+        look-ahead would help.
         """
         return self.num_open == 0 and self.waits_for in ("generation", "publishing")
 
     def _is_in_danger(self) -> bool:
-        """Whether a deadline could be missed if the next batch were taken now.
-
-        What is left with deadline <= D, all of it, must fit into the batches next_batch + 1 .. D.
+        """Return whether taking the next batch now could break a deadline. All remaining groups with deadline
+        <= D must fit into the batches next_batch + 1 .. D.
         """
         num_due = num_taken = 0
         for deadline in sorted(self._running_due.keys() | self._ready_due.keys()):
@@ -179,9 +178,7 @@ class StalenessRule:
         return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
-        """From now on at most `look_ahead` batches beyond the served version may be started. What has started
-        stays.
-        """
+        """Set the number of batches beyond the served version that may be started. Started groups stay."""
         assert 0 <= look_ahead <= self.max_staleness, f"look_ahead {look_ahead} is beyond max_staleness"
         self.look_ahead = look_ahead
 
@@ -204,10 +201,10 @@ class StalenessRule:
         return Ticket(group_id, start_version=self.served)
 
     def sampled_nowait(self, group_id: GroupId) -> None:
-        """All tokens of a running group are sampled; it still waits for its rewards.
+        """Mark a running group as fully sampled; it waits only for its rewards.
 
-        No token is newer than version next_batch. By `mask` the batch for which even that is too old hands
-        the group back: to wait for rewards of tokens without a weight would cost a place.
+        No token is newer than version next_batch. With `mask`, a group is dropped by the batch for which even
+        that version is too old: waiting for rewards of tokens without a weight would cost a place.
         """
         newest_deadline = self.next_batch + self.max_staleness
         self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], newest_deadline))
@@ -236,7 +233,7 @@ class StalenessRule:
         return False
 
     def fail_nowait(self, group_id: GroupId) -> None:
-        """A running group has ended without being ready: its admission is handed back."""
+        """Release the admission of a running group that will not be ready."""
         deadline = self._running.pop(group_id)
         _count_down(self._running_due, deadline)
         self._note_last_use(group_id, None)

@@ -1,4 +1,4 @@
-"""What all messages share: their base, the error body, and how a child says why it ended."""
+"""The base of all messages, the error body, and the last words of a child process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 """Environment variable with the worker key; every user of the machine can read command lines."""
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
-"""What a weight swap does to running requests (see `weight_sync.interrupt`)."""
+"""Effect of a weight swap on running requests (`weight_sync.interrupt`)."""
 TransportName = Literal["shm", "disk", "stream", "lora", "nccl", "ipc"]
 """The way of the weights (see `weight_sync.transport`)."""
 WeightKind = Literal["weights", "lora"]
-"""What a push carries: all weights, or adapters for the weights that the engines started with."""
+"""Content of a push: all weights, or adapters for the weights of the engines' start."""
 
 
 NO_EXPERT = 65535
@@ -42,7 +42,7 @@ class LatencyModel(Message):
     per_row_s: float = Field(default=0.0001, ge=0)
     """Seconds that each running sequence adds to a decode step."""
     prefill_s_per_token: float = Field(default=0.00002, ge=0)
-    """Seconds for each prompt token; decoding stands still meanwhile."""
+    """Seconds per prompt token, during which decoding stops."""
     swap_s: float = Field(default=0.001, ge=0)
     """Seconds that a weight swap stops decoding."""
     mean_tokens: float = Field(default=64.0, ge=1)
@@ -92,12 +92,11 @@ def find_fatal(log: str) -> ErrorBody | None:
 
 
 class MemoryHandle(Message):
-    """What another process needs to open a piece of memory.
+    """Handle with which another process opens a piece of memory.
 
-    `kind` file: `name` is the path of a file in shared memory, which is mapped. cuda: `name` is the
-    CUipcMemHandle of an allocation on the device that both processes use, 64 bytes in base64. A handle is of
-    one piece of memory, however often that is written to. `device`: the UUID of a CUDA device, which is the
-    same in every process, whatever number the device has there; "" for a file.
+    `kind` file: `name` is the path of a file in shared memory, to be mapped. cuda: `name` is the
+    CUipcMemHandle of an allocation on the shared device, 64 bytes in base64. A handle stays valid over all
+    writes to its memory. `device`: the UUID of a CUDA device, equal in every process; "" for a file.
     """
 
     kind: Literal["file", "cuda"]

@@ -70,7 +70,7 @@ class GenerateChunk(Message):
 
     @property
     def version_spans(self) -> list[Span]:
-        """As in GenerateResponse."""
+        """Like GenerateResponse."""
         return [Span(start=0, end=len(self.token_ids), version=self.version)]
 
 
@@ -93,7 +93,7 @@ class GenerateResponse(Message):
     """Over a link: what RoutedTokens of engines/segment_check.py is made of."""
 
     def after(self, num_tokens: int) -> GenerateResponse:
-        """What is left of it without its first tokens, which were told already."""
+        """Return the segment without its first tokens, which were already sent."""
         spans = [
             Span(start=max(0, span.start - num_tokens), end=span.end - num_tokens, version=span.version)
             for span in self.version_spans
@@ -186,7 +186,7 @@ class LoadChunkRequest(ChunkBody):
 
     @property
     def place(self) -> str:
-        """Where the tensors are, for messages."""
+        """Return the place of the tensors for error messages."""
         memory = self.memory
         return self.path if memory is None else f"chunk {self.index} in {memory.handles[0].kind} memory"
 

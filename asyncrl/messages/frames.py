@@ -53,18 +53,17 @@ LAYOUTS = {
     "sampled": _NUMBERS | _TOKENS,
     "refused": _NUMBERS | _TEXT,
 }
-"""The arrays of each kind, the widest first; `text` is JSON of what is too rare for an array."""
+"""Arrays of each kind, the widest first; `text` is JSON of rare fields."""
 _DTYPES = {kind: {name: np.dtype(code) for name, code in of.items()} for kind, of in LAYOUTS.items()}
 _HEADS = {kind: struct.Struct(f"<{1 + len(of)}Q") for kind, of in LAYOUTS.items()}
 _KINDS = list(LAYOUTS)
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
-"""What sampled tokens are followed by: more of them (the answer is streamed), the end, an interruption by a
-weight update (the request holds its slot until it is resumed or aborted), or nothing, for it was aborted.
-"""
+"""Event after sampled tokens: more tokens (a stream), the end, an interruption by a weight update (the
+request keeps its slot until resume or abort), or an abort."""
 
 
 class Asked(NamedTuple):
-    """A request by its number on the link; `is_streamed`: tokens come as they are sampled."""
+    """A request by its number on the link; `is_streamed`: send tokens during sampling."""
 
     number: int
     request: GenerateRequest
@@ -72,10 +71,11 @@ class Asked(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens of one request that were not sent before: ids int32 [N], logprobs float32 [N] in nats, version
-    spans (start, end, policy_version) over them; `then` is one of SAMPLED. `top`: one entry a token if
-    top_logprobs were asked for, or nothing. `routing`: as in a GenerateResponse, from an engine that is to
-    tell it, unless there are more tokens to come.
+    """New tokens of one request.
+
+    ids int32 [N], logprobs float32 [N] in nats, version spans (start, end, policy_version) over them; `then`
+    is a word of SAMPLED. `top`: an entry per token if top_logprobs were requested, or empty. `routing`: as in
+    GenerateResponse, in the last frame of an engine with router replay.
     """
 
     number: int
@@ -89,7 +89,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame that came: its kind, its arrays, [items] each, over the bytes that came, and what was JSON."""
+    """A received frame: its kind, its arrays of shape [items] over the received bytes, and the JSON part."""
 
     kind: str
     arrays: Arrays
@@ -139,7 +139,7 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
 
 
 def submit_frame(asked: Sequence[Asked]) -> bytes:
-    """Requests; those that have their prompt in common, as the same object, carry it once."""
+    """Encode requests. Requests with the same prompt object share its array."""
     requests = [one.request for one in asked]
     prompts = {id(one.prompt_ids): one.prompt_ids for one in requests}
     place = dict(zip(prompts, range(len(prompts)), strict=True))
@@ -161,7 +161,7 @@ def submit_frame(asked: Sequence[Asked]) -> bytes:
 
 
 def read_submit(frame: Frame) -> list[Asked]:
-    """The requests of a submit frame; those with one prompt share its array. Raises ValueError."""
+    """Decode the requests of a submit frame; equal prompts share one array. Raises ValueError."""
     try:
         arrays, (ids, stops, grammars) = frame.arrays, frame.text
         if not all(isinstance(text, str) for texts in (ids, *stops.values()) for text in texts):
@@ -227,7 +227,7 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
 
 
 def _tops(arrays: Arrays, sizes: Sequence[int]) -> list[Sequence[TopLogprobs]]:
-    """By row. Raises ValueError."""
+    """Split an array by row. Raises ValueError."""
     pairs = [*zip(arrays["top_ids"].tolist(), arrays["top_logprobs"].tolist(), strict=True)]
     counts = [size * has for size, has in zip(sizes, arrays["has_top"].tolist(), strict=True)]
     return _parts(_parts(pairs, arrays["top_sizes"].tolist()), counts)
@@ -255,8 +255,8 @@ def joined(request_id: str, rows: Sequence[Sampled]) -> GenerateResponse:
 
 
 def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
-    """Version spans over the tokens [start, end) of a request, counted from `start`. A mark is (first token,
-    policy_version), in order; spans that are empty are left out.
+    """Return version spans over the tokens [start, end) of a request, counted from `start`. A mark is (first
+    token, policy_version), in order; empty spans are dropped.
     """
     ends = [*(first for first, _ in marks[1:]), end]
     found = [
@@ -267,12 +267,12 @@ def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tup
 
 
 def spans_from(rows: Iterable[tuple[int, int, int]]) -> list[Span]:
-    """As messages have them."""
+    """Return the form used in messages."""
     return [Span(start=start, end=end, version=version) for start, end, version in rows]
 
 
 def write_frame(kind: str, arrays: Mapping[str, Any]) -> bytes:
-    """Of arrays, or what makes them, each [items]."""
+    """Encode arrays, or sequences that become arrays, each [items]."""
     parts = [np.asarray(arrays[name], dtype) for name, dtype in _DTYPES[kind].items()]
     head = _HEADS[kind].pack(_KINDS.index(kind), *map(len, parts))
     return b"".join((head, *(part.tobytes() for part in parts)))

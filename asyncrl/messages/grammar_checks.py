@@ -1,10 +1,9 @@
-"""Checks grammars in a process of its own, which a bomb may stop.
+"""Check grammars in a separate process, which a hostile grammar may crash.
 
-llguidance has limits, but not in all places: a chain of some thousand `$ref` overflows its stack, and what it
-says of patterns that have to hold together gets twice as long with each of them. In the process of a gateway
-one such schema would end the run.
-
-Run as a program, it is that process: a line with a text (JSON) in, a line with the reason out.
+llguidance has limits, but not everywhere: a chain of some thousand `$ref` overflows its stack, and its
+message about conflicting patterns doubles with each pattern. In the gateway's process one such schema would
+end the run. Run as a program, this module is that process: it reads a text per line (JSON) and answers with
+the reason for a refusal.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ STACK_BYTES = 2**21
 """Less than any thread has that compiles a grammar later: what fits here fits there."""
 MEMORY_BYTES = 2**32
 _ENVIRONMENT = ("PATH", "PWD", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""What it gets of this process's: no keys."""
+"""Environment variables passed on: no keys."""
 
 
 class GrammarProcess:
@@ -90,7 +89,7 @@ def _asked(process: subprocess.Popen[bytes], text: str) -> str:
 
 
 def _answer_of(process: subprocess.Popen[bytes], timeout_s: float) -> str:
-    """Its next line. Raises TimeoutError, and ValueError if it has ended instead."""
+    """Return its next line. Raises TimeoutError, or ValueError if it has ended."""
     assert process.stdout is not None, "it has a pipe"
     waiting = select.poll()  # select() knows no more than 1024 files
     waiting.register(process.stdout, select.POLLIN | select.POLLHUP)

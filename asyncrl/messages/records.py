@@ -33,9 +33,8 @@ likeliest first.
 """
 
 Finished = Literal["ready", "filtered", "handed_back"]
-"""What became of a finished group: it is ready; buffer.filter replaced it, for it has no gradient; it had
-been dropped before; or all its tokens are too old and its prompt went back to the queue.
-"""
+"""Fate of a finished group: ready; replaced by buffer.filter because it has no gradient; dropped earlier; or
+all its tokens are too old and its prompt is queued again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +50,7 @@ class VersionSpan:
 
     @property
     def plain(self) -> list[int]:
-        """[start, end, version, engine], for files; the engine is left out where it is not known, as in files
-        before it was recorded.
-        """
+        """[start, end, version, engine] for files; engine is absent if unknown, as in older files."""
         span = (self.start, self.end, self.version, self.engine)
         return [int(number) for number in (span if self.engine >= 0 else span[:3])]
 
@@ -69,11 +66,11 @@ class GrammarSpan:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task item as it goes into a group.
+    """A task item of a group.
 
-    `prompt_id` is unique within a run: epoch/index, or task/epoch/index where the run has several tasks.
-    `messages` are chat messages (role and content). `answer` and `info` are for the reward function alone: no
-    model sees them. `num_handed_back`: times that its group failed or became too old.
+    `prompt_id` is unique within a run: epoch/index, or task/epoch/index with several tasks. `messages` are
+    chat messages (role and content). Only the reward function sees `answer` and `info`; no model does.
+    `num_handed_back`: times that its group failed or became too old.
     """
 
     prompt_id: str
@@ -89,8 +86,8 @@ class Prompt:
 
     @property
     def seed_id(self) -> str:
-        """The prompt's part of each seed. It changes with each hand-back, or a completion that was too long
-        would be sampled again just as it was.
+        """The prompt's part of each seed. It changes when the group is dropped, so that the same long
+        completion is not sampled again.
         """
         return (
             f"{self.prompt_id} handed back {self.num_handed_back}" if self.num_handed_back else self.prompt_id
@@ -104,18 +101,18 @@ def task_of(prompt_id: str) -> str:
 
 
 def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
-    """What was counted by task as numbers of a run: all together, and gauge/TASK where there are several."""
+    """Return counts by task as metrics: the sum, and gauge/TASK if there are several."""
     return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """One logical request to the model: prompt token ids in, at most `max_tokens` sampled tokens out.
+    """A logical request to the model: prompt token ids in, at most `max_tokens` sampled tokens out.
 
-    `route_key` keeps requests together that share a prompt (the samples of a group) while they are in flight.
-    `after`: the last span of the turn before, whose engine has the conversation so far in its cache.
-    `grammar`: of messages/token_grammars.py; the completion is sampled from what it allows. `top_logprobs`:
-    most likely tokens to be told at each place, MAX_TOP_LOGPROBS at most.
+    `route_key` keeps requests with a common prompt (the samples of a group) on one engine. `after`: the last
+    span of the previous turn, whose engine has the conversation in its cache. `grammar`: a grammar of
+    messages/token_grammars.py that limits the completion. `top_logprobs`: number of most likely tokens to
+    return at each place, at most MAX_TOP_LOGPROBS.
     """
 
     request_id: str
@@ -133,12 +130,12 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What was sampled for one logical request, its segments joined.
+    """The completion of one logical request, from all its segments.
 
-    `behaviour_logprobs` are float32 values in nats, of the distribution that was sampled from, one a token;
-    `version_spans` cover every token exactly once, in order. `top_logprobs`: if they were asked for, the most
-    likely tokens at each place and their logprobs, the likeliest first; nothing for tokens that were sampled
-    in an earlier process. `routing`: RoutedTokens.known of engines/segment_check.py, or nothing.
+    `behaviour_logprobs` are float32 values in nats of the sampled distribution, one per token;
+    `version_spans` cover every token exactly once, in order. `top_logprobs`: the requested most likely tokens
+    at each place with their logprobs, the likeliest first; empty for tokens sampled in an earlier process.
+    `routing`: RoutedTokens.known of engines/segment_check.py, or None.
     """
 
     token_ids: tuple[int, ...]
@@ -152,7 +149,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """What has been sampled so far of a logical request that has not ended; fields as in Completion."""
+    """Tokens sampled so far for an unfinished logical request; fields as in Completion."""
 
     token_ids: tuple[int, ...] = ()
     behaviour_logprobs: tuple[float, ...] = ()
@@ -162,11 +159,8 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Tokens [start, end) of a trajectory, counted from its first, answer for `reward` as part `unit` of
-    their rollout.
-
-    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
-    have one reward.
+    """Credit of tokens [start, end) of a trajectory: they earn `reward` as part `unit` of their rollout.
+    Units of one rollout with the same number are one sample of the advantage and have one reward.
     """
 
     start: int
@@ -225,13 +219,12 @@ Rollout = tuple[Trajectory, ...]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a harness says of its rollout.
+    """Outcome of a rollout, from its harness.
 
-    `reward` None: the task's own reward function scores the text of the last completion. `turn_rewards` and
-    `branch_rewards`, by the id of a completion (chatcmpl-0, ...): each completion, or each branch by any
-    completion that lies in it alone, is a sample of its own in the advantage, and must be named; give one of
-    the two. Then `reward` None is their mean. It is checked where it is validated: messages, and what a
-    harness returns.
+    `reward` None: the task's reward function scores the text of the last completion. `turn_rewards` and
+    `branch_rewards` map completion ids (chatcmpl-0, ...) to rewards: each completion, or each branch named by
+    any completion found only in it, is a separate sample of the advantage, and all must be named. Give one of
+    the two; `reward` None is then their mean. Validated in messages and in the results of harnesses.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
@@ -270,10 +263,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The groups of one optimizer step, in order of admission: turns policy_version v into v + 1.
-
-    Tokens older than `min_version` must carry no loss: `mask_older` says whether the trainer gives them
-    weight 0 (buffer.on_overdue=mask) or refuses the batch (every other choice, where there are none).
+    """Groups of one optimizer step, in order of admission; the step turns policy_version v into v + 1. Tokens
+    older than `min_version` must carry no loss: `mask_older` makes the trainer mask them
+    (buffer.on_overdue=mask); otherwise the trainer refuses such a batch.
     """
 
     version: int
@@ -284,11 +276,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """Seconds that the trainer waited for one batch, by what it waited for. They add up to the whole wait.
+    """Seconds that the trainer waited for one batch, by cause; their sum is the whole wait.
 
     generation: fewer than num_groups groups were ready, and admission was open or everything admitted was
-    running; stragglers: enough were ready, but taking them would have made a running group too old
-    (on_overdue=wait); publishing: too few groups in the system, because admission waited for a newer version
+    running. stragglers: enough groups were ready, but taking them would have made a running group too old
+    (on_overdue=wait). publishing: too few groups in the system, because admission waited for a newer version
     to be served.
     """
 
@@ -304,11 +296,10 @@ class WaitReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
-    """A group that ran when its run was killed: what is known of its rollouts, by sample_index.
-
-    `failures`: (attempts, why) of those that failed for good, attempts 0 where the prompt can never be
-    sampled; `partials`: (number of the attempt, what it had sampled) of those that ran. A rollout that is in
-    none of the three starts from its prompt.
+    """A group that was running when its run was killed, with the state of its rollouts by sample_index.
+    `failures`: (attempts, reason) of rollouts that failed for good, attempts 0 if the prompt can never be
+    sampled; `partials`: (number of the attempt, sampled tokens) of running rollouts. Any other rollout starts
+    from its prompt.
     """
 
     ticket: Ticket
@@ -320,7 +311,7 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One attempt of a rollout, to be run by a harness under `key`."""
+    """An attempt of a rollout for a harness, with its `key`."""
 
     rollout_id: str
     prompt: Prompt

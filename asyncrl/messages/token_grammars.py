@@ -1,7 +1,7 @@
-"""Grammars over tokens: which tokens may come next, by llguidance (https://github.com/guidance-ai/llguidance).
+"""Grammars over tokens, by llguidance (https://github.com/guidance-ai/llguidance).
 
-A grammar is its Lark text, with JSON schemas in it (`start: %json {...}`). Engines mask by it what they
-sample, and a trainer finds the same masks again from the text and the tokens.
+A grammar is its Lark text, with JSON schemas in it (`start: %json {...}`). Engines mask their logits with it,
+and a trainer computes the same masks from the text and the tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _LIMITS = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Of llguidance, for one grammar: some 20 ms to read its regular expressions and as much for a mask, 2 kB a
-lexer state. What needs more is refused, so that a schema can neither stop an engine nor fill its memory.
-"""
+"""Limits of llguidance for one grammar: about 20 ms to read its regular expressions, 20 ms per mask, and 2 kB
+per lexer state. A schema beyond them is refused, so that it can neither stop an engine nor fill its
+memory."""
 _NUM_KEPT = 64
 _LONGEST_SHOWN = 300
 
@@ -50,8 +50,8 @@ class TokenGrammars:
     """The grammars of one tokenizer, compiled once each; the ones used last are kept. From any thread."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """`tokenizer`: a fast one of transformers. `vocab_size`: logits of the model. Raises GrammarError if
-        its tokens cannot be followed. Takes a second for a large vocabulary.
+        """`tokenizer`: a fast tokenizer of transformers. `vocab_size`: number of the model's logits. Raises
+        GrammarError if its tokens cannot be matched. Takes a second for a large vocabulary.
         """
         backend, self.eos_id = getattr(tokenizer, "backend_tokenizer", None), tokenizer.eos_token_id
         if backend is None or self.eos_id is None:
@@ -97,10 +97,8 @@ def compile_grammar(tokens: Any, text: str) -> Any:
 
 
 class TokenMatcher:
-    """Follows one answer: allowed() before each token, take() after it.
-
-    Once the grammar is complete, the end-of-sequence token is allowed; where nothing else can follow, it is
-    the only one. After it nothing may come.
+    """Matcher of one answer: call allowed() before each token, take() after it. A complete grammar allows the
+    end-of-sequence token, and nothing after it.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_id: int) -> None:

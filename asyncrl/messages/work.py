@@ -45,11 +45,11 @@ them.
 
 
 class WorkItem(Message):
-    """One attempt of a rollout for a worker. `key` opens the session of this attempt alone; numbers that are
-    no numbers stay so.
+    """An attempt of a rollout for a worker.
 
-    `answer` is withheld unless `has_answer`. `outcome_key` (None: nothing is posted) writes the outcome of
-    this attempt, and opens nothing: it is for the harness itself, and never for what the model has run.
+    `key` opens only the session of this attempt; non-finite numbers stay non-finite. `answer` is withheld
+    unless `has_answer`. `outcome_key` (None: nothing is posted) writes only the outcome of this attempt: it
+    is for the harness, never for programs that the model runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -70,17 +70,18 @@ class WorkItem(Message):
 
 
 class WorkerMessage(Message):
-    """Base of what workers send: any of them is a sign of life. `instance` is drawn anew by each process."""
+    """Base of worker messages; each is a heartbeat. Every process draws a new `instance`."""
 
     worker: str = Field(min_length=1, max_length=200)
     instance: str = Field(min_length=1, max_length=64)
 
 
 class TakeRequest(WorkerMessage):
-    """A worker asks for work, `max_items` at most. `holding`: all items that it has and has not given back.
+    """Request for work, at most `max_items`.
 
-    A worker has one such request at a time, with a growing `number`. An item that it was given and does not
-    hold was lost on its way and is given out again; a late request, with an old number, must not cause that.
+    `holding`: all items that the worker has and has not returned. A worker has one such request at a time,
+    with a growing `number`. An item that it was given and does not hold was lost on its way and is given out
+    again; a late request with an old number must not cause that.
     """
 
     number: int = Field(ge=0)
@@ -115,8 +116,8 @@ class AliveAnswer(Message):
 
 
 class ResultRequest(WorkerMessage):
-    """What came of an item: `failure`, or `outcome`; neither: the harness said nothing (what it has posted
-    counts).
+    """Result of an item: `failure` or `outcome`. Neither: the harness returned nothing, and its posted
+    outcome counts.
     """
 
     item_id: str
@@ -148,8 +149,8 @@ class WorkerHealth(Message):
 
 
 class RolloutSession(Protocol):
-    """One attempt of a rollout, as its harness sees it: a key for /v1/chat/completions, and the tokens that
-    were sampled with it.
+    """An attempt of a rollout from the harness's side: a key for /v1/chat/completions, and the tokens sampled
+    with it.
     """
 
     key: str
@@ -165,9 +166,7 @@ class RolloutSession(Protocol):
         ...
 
     def end_nowait(self, reason: str) -> None:
-        """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
-        reason stays.
-        """
+        """Refuse all further and pending calls (410 with `reason`). Idempotent: the first reason stays."""
         ...
 
     def while_open(self) -> AbstractAsyncContextManager[None]:
@@ -181,14 +180,14 @@ class RolloutSession(Protocol):
         ...
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Everything that was sampled, by branches. Raises RolloutFailure if that is nothing, or `outcome`
-        names what is not there.
+        """Return all sampled tokens by branch. Raises RolloutFailure if there are none, or `outcome` names an
+        unknown completion.
         """
         ...
 
 
 class SessionHost(Protocol):
-    """What producers need of the gateway."""
+    """The gateway as producers see it."""
 
     def open_nowait(
         self,
@@ -207,7 +206,7 @@ class SessionHost(Protocol):
 
 
 class WorkQueue(Protocol):
-    """What producers need of the queue that gives work to harnesses."""
+    """The work queue as producers see it."""
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Let a worker run it; `started` is called once a worker has taken it. Raises RolloutFailure (data).
@@ -218,14 +217,13 @@ class WorkQueue(Protocol):
 
 
 new_hash = partial(blake2b, digest_size=16)
-"""Of texts and ids, which grow at their end: a copy of the hash of the first part goes on with the next."""
+"""Hash of a growing text or ids: copying the hash of a prefix continues it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered:
-    """A chat as its template writes it: `text` after `num_before` characters, whose new_hash() is `before`.
-
-    `state`: what the renderer needs to go on from here, None where the next rendering begins anew.
+    """A rendered chat: `text` after `num_before` characters, whose new_hash() is `before`. `state`: the
+    renderer's state for continuing, None if the next rendering must start over.
     """
 
     text: str
@@ -234,8 +232,8 @@ class Rendered:
     state: Any = None
 
     def hash_of(self, num_chars: int) -> blake2b | None:
-        """Of the first `num_chars` characters of the chat; None if they end where this one's text has not
-        begun. Raises ValueError if the text is no Unicode.
+        """Return the hash of the first `num_chars` characters of the chat; None if they end before this text
+        begins. Raises ValueError if the text is not valid Unicode.
         """
         if num_chars < self.num_before:
             return None
@@ -245,7 +243,7 @@ class Rendered:
 
 
 class ChatRenderer(Protocol):
-    """What the gateway needs of the tokenizer: the template and the encoding apart."""
+    """The tokenizer as the gateway sees it, with template and encoding apart."""
 
     end_ids: frozenset[int]
     """Tokens that end a turn."""
@@ -270,16 +268,14 @@ class ChatRenderer(Protocol):
         settings: Mapping[str, Any] | None = None,
         after: Rendered | None = None,
     ) -> Rendered:
-        """The same text. `after`: of the first of these very messages, with the same tools and settings; what
-        it has of the text may be left out.
+        """Return the same text. `after`: a rendering of these first messages with the same tools and
+        settings; its text may be omitted.
         """
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids; special tokens are known by their text, none is added. Raises ValueError for text that
-        is no Unicode.
-
-        For a long text it runs in a thread, beside any of these methods in others.
+        """Return token ids. Special tokens are recognized by their text; none is added. Raises ValueError for
+        text that is not valid Unicode. Long texts run in a thread, in parallel with other methods.
         """
         ...
 
@@ -289,7 +285,7 @@ class ChatRenderer(Protocol):
 
 
 class Decoder(Protocol):
-    """What answer_text needs of a tokenizer."""
+    """The tokenizer as answer_text sees it."""
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -302,10 +298,8 @@ class Decoder(Protocol):
 
 
 def answer_text(tokenizer: Decoder, token_ids: Sequence[int], *, shows_special: bool) -> str:
-    """Return the text of a sampled answer without the end-of-turn token that ends it.
-
-    `shows_special`: other special tokens appear by their text (task.special_tokens=visible); else they are
-    left out.
+    """Return the text of a sampled answer without its end-of-turn token. `shows_special`: keep other special
+    tokens as text (task.special_tokens=visible); otherwise they are removed.
     """
     is_ended = len(token_ids) > 0 and token_ids[-1] in tokenizer.end_ids
     said = token_ids[:-1] if is_ended else token_ids

@@ -1,1 +1,1 @@
-"""Brings each policy_version to every engine server: while they keep generating, or in turns."""
+"""Pushes of each policy_version to every engine server, during generation or time-shared."""

@@ -13,13 +13,13 @@ from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainerH
 
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 Fetch = Callable[[int, FileRequest, float], Awaitable[str]]
-"""Fetch a file to a node, in at most so many seconds; return its path there. Raises RoomError."""
+"""Download a file to a node within a limit in seconds; return its path there. Raises RoomError."""
 Purpose = Literal["rollout", "evaluation"]
 PING_S = 5.0
 
 
 class NodeFiles:
-    """Where the nodes of a run have the exported weights."""
+    """Paths of the exported weights on each node of a run."""
 
     def __init__(
         self,

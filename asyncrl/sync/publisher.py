@@ -1,6 +1,4 @@
-"""Brings each policy_version to every engine: beside generation, or in turns on shared devices. It never
-opens the weights.
-"""
+"""Push each policy_version to every engine, during generation or time-shared. Never opens the weights."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ async def at_once() -> None:
 
 
 async def in_this_file(manifest: ExportResponse) -> ExportResponse:
-    """Where the trainer is on the controller's node."""
+    """Locate on one node: the trainer's file."""
     return manifest
 
 
@@ -96,14 +94,14 @@ class Publisher:
         self.version = self.num_published = self.num_skipped = 0
         """num_skipped: versions that were newer ones before their turn came."""
         self.report = PushReport()
-        """Of the last publish; in turns the pause is all of publish_s."""
+        """Timings of the last push; when time-shared, all of publish_s is a pause."""
 
     @property
     def _live(self) -> list[EngineClient]:
         return [target for target in self._targets if target.name not in self._down]
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
+        """Return the metrics of observe/metrics.py."""
         return {
             "publish/version": self.version,
             "weight_sync/skipped": self.num_skipped,
@@ -112,13 +110,11 @@ class Publisher:
         }
 
     def is_down(self, name: str) -> bool:
-        """Whether this engine is left out."""
+        """Return whether pushes skip this engine."""
         return name in self._down
 
     def down_nowait(self, name: str) -> None:
-        """Push to the others: this engine is lost. A push that waits for it goes on once its calls are cut.
-        Idempotent.
-        """
+        """Skip this lost engine. A push that waits for it continues once its calls are cut. Idempotent."""
         self._down.add(name)
 
     def up_nowait(self, name: str) -> None:
@@ -163,7 +159,7 @@ class Publisher:
             self._down.add(name)
 
     def start_before_nowait(self, version: int) -> None:
-        """Before run: the engines have other weights than those of `version`, whose push is the first."""
+        """Mark the engines as older than `version`, so that run pushes it first. Call before run."""
         self._exported_version = version - 1
         self._is_first_push_due = True
         self.version = self._exported_version
@@ -175,19 +171,19 @@ class Publisher:
                 await self._changed.wait()
 
     async def wait_exported_or_busy(self, version: int) -> None:
-        """Called by the train loop right after the step that made `version`, before the next one.
+        """Start the export of `version`, right after its step.
 
-        Returns once the copy of the weights into staging is begun: the trainer makes it beside the next
-        forward and backward pass, and changes no weight before it is made. Or at once if an older version is
-        still being copied or pushed, because the trainer is never held for that.
+        Returns once the copy of the weights into staging has begun: the trainer copies during the next
+        forward and backward pass, and changes no weight before the copy is complete. Returns at once if an
+        older version is still being copied or pushed, because a push never holds up the trainer.
         """
         with waiting(f"the export of policy_version {version}", on="publisher"):
             while self._exported_version < version and not self._is_pushing:
                 await self._changed.wait()
 
     async def push(self) -> Moved:
-        """In turns: have every live engine serve the trainer's version. Raises PublishError, or what the
-        trainer's client raises.
+        """Push the trainer's version to every live engine (time-shared). Raises PublishError, or the errors
+        of the trainer's client.
         """
         version, served = self._trainer.policy_version, self.version
         push = self._push(version, self._live, served=served, on_lost=self._on_lost)
@@ -196,7 +192,7 @@ class Publisher:
         return Moved(num_bytes=manifest.num_bytes, seconds=report.publish_s)
 
     def announce(self) -> None:
-        """In turns: all live engines serve what was pushed last, and can sample."""
+        """Announce the last pushed version (time-shared): all live engines serve it and can sample."""
         assert self._pushed is not None, "announce() comes after push()"
         manifest, report = self._pushed
         self._count(manifest.version, report)
@@ -204,8 +200,8 @@ class Publisher:
         self._on_served(manifest.version)
 
     async def evaluate(self, version: int) -> None:
-        """In turns, while the trainer has its weights: if this version is to be evaluated, hand all of them
-        to `on_file` in one file, then remove it.
+        """Write one file for `on_file` if this version is to be evaluated, then remove it. Call while the
+        trainer has its weights (time-shared).
         """
         if self._is_file_wanted(version):
             manifest = await self._here(await self._trainer.export())
@@ -255,7 +251,7 @@ class Publisher:
         self.num_published += 1
 
     async def _limited(self, newest: int, call: Callable[[], Awaitable[T]]) -> T:
-        """A part of an export; one that a restart of the trainer cut short is asked for again."""
+        """Run a part of an export, and repeat it if a restart of the trainer interrupted it."""
         while True:
             await self._trainer.wait_up()  # one that is started again may train for long on what is journaled
             num_restarts = self._trainer.num_restarts

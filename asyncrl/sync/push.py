@@ -35,13 +35,12 @@ async def in_place(engine: str, sent: Sent) -> Sent:
 
 
 class WeightTrainer(Protocol):
-    """What weight sync needs of the trainer, which may be down for a while; run.supervise_trainer implements
-    it.
+    """The trainer as weight sync sees it; SupervisedTrainer implements it.
 
-    `is_up` is false while its processes are started again, `num_restarts` how often they were; wait_up
-    returns once it can answer. begin_export begins to copy the newest weights into staging, between two
-    optimizer steps, and returns their version; export returns when they are there, whether it was begun or
-    not; export_chunk writes one chunk of them over the one before.
+    `is_up` is false while its processes restart, `num_restarts` counts restarts, and wait_up returns once it
+    answers. begin_export starts to copy the newest weights into staging, between two optimizer steps, and
+    returns their version. export waits for the copy, and starts it if needed. export_chunk overwrites the
+    previous chunk with the next.
     """
 
     @property
@@ -192,8 +191,8 @@ class Push:
     async def _on(
         self, targets: Sequence[EngineClient], phase: str, call: Callable[[EngineClient], Awaitable[Result]]
     ) -> dict[str, Result]:
-        """The phase on all of them at once: the answers of those that were not lost. Waits for all, so that
-        an error can say what each one has.
+        """Run a phase on all targets at once, and return the answers of the engines that were not lost. Waits
+        for all of them, so that an error can report the state of each.
         """
         answers: dict[str, Result] = {}
         doing = f"{phase} of policy_version {self.version}"
