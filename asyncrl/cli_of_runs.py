@@ -174,22 +174,15 @@ def export(
 
 def scale(
     run_dir: NamedRun,
-    engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],
-    wait: Annotated[
-        float, Option(metavar="S", min=0, help="Seconds to wait for them (600; 0 = none).")
-    ] = 600,
+    engines: Annotated[str, Argument(metavar="engines=N", help="Number of engines from now on.")],
 ) -> None:
-    """Have a running job work with another number of engines, within rollout.num_engines={min: 1, max: 8}.
+    """Change the number of engines of a running job, within rollout.num_engines={min: 1, max: 8}.
 
-    It holds over a resume. Exit codes: 0 so many work, 1 not within --wait, 2 there can not be so many.
+    `asyncrl status` shows the progress. The number survives a resume.
     """
     from asyncrl.job.scale import scale_run
 
-    try:
-        scale_run(run_dir, engines, wait, typer.echo)
-    except KeyboardInterrupt:
-        typer.echo("not waiting any more; the run goes on with it")
-        raise typer.Exit(130) from None
+    typer.echo(scale_run(run_dir, engines))
 
 
 COMMANDS = (runs, status, inspect, report, watch, export, scale)

@@ -9,12 +9,13 @@ import select
 import subprocess
 import sys
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from asyncrl.messages.base import SECRET_ENV, WORKER_KEY_ENV
-from asyncrl.placement.fork_server import KEY_ENV, PRELOADED, ForkServer, adopting
+from asyncrl.placement.fork_server import KEY_ENV, PRELOADED, ForkServer
 
 MODULES = (
     *PRELOADED,
@@ -56,19 +57,27 @@ def _read_early(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Forked(subprocess.Popen[Any]):
-    """Forked where Popen would start: all else is Popen's."""
+    """A Popen whose process is forked, and whose end the fork server reports."""
 
     def _execute_child(self, args, *options) -> None:  # type: ignore[no-untyped-def]
         pass_fds, cwd, env, pipes = *options[3:6], options[9:15]
         module, *arguments = args[2:] if cwd is None else [__name__, str(cwd), *args[2:]]
         streams = [fd if fd >= 0 else number for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
-        with adopting():
-            server = warm_parent()
-            server.send(module, arguments, env, [*streams, *pass_fds])
-            select.select([server._socket], [], [])
-            self.pid = int(server._socket.recv(32))
+        self.pid, self._status = warm_parent().start(module, arguments, env, [*streams, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+    def _internal_poll(self, *_, **__):  # type: ignore[no-untyped-def]
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self._handle_exitstatus(self._try_wait(0)[1])
+        return self.returncode
+
+    def _try_wait(self, wait_flags):  # type: ignore[no-untyped-def]
+        if wait_flags == os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+            return 0, 0
+        code = forkserver.read_signed(self._status)
+        os.close(self._status)
+        return self.pid, -code if code < 0 else code << 8
 
 
 def main() -> None:

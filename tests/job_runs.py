@@ -149,12 +149,24 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def children_of(process: subprocess.Popen[str], name: str = "") -> list[psutil.Process]:
-    """The child processes whose command line holds `name`; the fork server is none that a run talks to."""
+    """The servers of a run whose command line holds `name`."""
     commands = dict[psutil.Process, str]()
-    for child in psutil.Process(process.pid).children():
+    direct = psutil.Process(process.pid).children()
+    forked = [grandchild for child in direct if is_fork_server(child) for grandchild in child.children()]
+    for child in direct + forked:
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile; a zombie too
             commands[child] = " ".join(child.cmdline())
-    return [child for child, command in commands.items() if name in command and "fork_server" not in command]
+    return [child for child, command in commands.items() if name in command and STDLIB not in command]
+
+
+STDLIB = "from multiprocessing"
+"""In the command line of the fork server and of its resource tracker."""
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return f"{STDLIB}.forkserver" in " ".join(process.cmdline())
+    return False
 
 
 def all_gone(children: list[psutil.Process], timeout_s: float = 60) -> bool:

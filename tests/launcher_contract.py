@@ -352,7 +352,7 @@ async def a_node_is_lost(stage: Stage) -> None:
     async with stage.started("orphan") as process:
         seen = await probed(process)
         actor = psutil.Process(seen["parent"])
-        family = [actor, *actor.children()]
+        family = [actor, *actor.children(recursive=True)]
         os.kill(int(actor.environ()["RAY_RAYLET_PID"]), signal.SIGKILL)
         death = str(await end_of(process))
         assert f"the node {stage.node.name} ({stage.node.address}) is gone" in death

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_runs import all_gone, children_of, interrupt, wait_for_steps, write_config
+from job_runs import all_gone, children_of, interrupt, is_fork_server, wait_for_steps, write_config
 
 from asyncrl import staging
 from asyncrl.errors import ConfigError, RoomError
@@ -84,7 +84,7 @@ def main():
         raise SystemExit(int(end) if end.isdigit() else end)
     print(json.dumps({
         "environ": dict(os.environ), "random": random.random(), "numpy": numpy.random.random(),
-        "session": os.getsid(0), "parent": os.getppid(), "threads": len(os.listdir("/proc/self/task")),
+        "session": os.getsid(0), "threads": len(os.listdir("/proc/self/task")),
         "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
         "command": Path("/proc/self/cmdline").read_bytes().decode().strip(chr(0)).split(chr(0)),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -206,41 +206,42 @@ def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
     assert asyncio.run(probed(tmp_path / "started", env={"MORE": "of it"})) == 0
     started = json.loads((tmp_path / "started").read_text())
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    for key in ("environ", "parent", "threads", "descriptors", "command", "open_files"):
+    for key in ("environ", "threads", "descriptors", "command", "open_files"):
         assert one[key] == started[key], key
     assert one["environ"]["LATER"] == "than the server"
-    assert one["parent"] == os.getpid()
     for key in ("session", "random", "numpy"):
         assert one[key] != other[key], key
     assert "s3cret" not in str(one)
 
 
-def test_a_killed_fork_server_leaves_its_children_alone_and_the_next_one_is_started_without_it(
+def test_children_end_with_a_killed_fork_server_and_the_next_ones_start_without_it(
     probe: ForkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story() -> None:
         with (tmp_path / "sleeping").open("w+b") as file:
             child = await start_process(MODULE, ["sleep"], files=[file.fileno()] * 3)
         os.kill(probe.pid, signal.SIGKILL)
+        assert await child.wait() == -signal.SIGKILL
         assert await probed(tmp_path / "log", "5") == 5
         assert not probe.is_alive
-        assert child.returncode is None
-        child.kill()
-        assert await child.wait() == -signal.SIGKILL
 
     asyncio.run(story())
     (said,) = [record.message for record in caplog.records if "fork_server" in record.name]
-    assert said.startswith(f"the fork server (process {probe.pid}) is of no use any more")
+    assert said.startswith(f"the fork server (process {probe.pid}) is gone")
 
 
-def test_a_library_that_starts_a_thread_when_it_is_imported_is_not_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thread = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    add_module(tmp_path, monkeypatch, f"{PROBE}\n{thread}")
-    with forking(monkeypatch) as server:
-        assert asyncio.run(probed(tmp_path / "log", "5")) == 5
-        assert not server.is_alive
+def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
+    with contextlib.closing(ForkServer()) as server:
+        with Path(os.devnull).open("r+b") as nowhere:
+            env = dict(os.environ)
+            server.start("asyncrl_servers.simulated", ["--help"], env, [nowhere.fileno()] * 3)
+        process = psutil.Process(server.pid)
+        assert process.num_threads() == 1
+        assert "/dev/nvidia-uvm" not in {str(link.readlink()) for link in descriptors(server.pid)}
+
+
+def descriptors(pid: int) -> list[Path]:
+    return [*Path(f"/proc/{pid}/fd").iterdir()]
 
 
 def test_all_that_is_imported_beforehand_is_there() -> None:
@@ -255,7 +256,7 @@ def test_the_command_forks_trainer_engine_and_scratch_model(tmp_path: Path) -> N
     with subprocess.Popen([*command, "trainer.num_steps=400"], stdout=subprocess.PIPE, text=True) as process:
         wait_for_steps(tmp_path / "run", 1, process)
         started = psutil.Process(process.pid).children()
-        (server,) = [child for child in started if "fork_server" in child.cmdline()[2]]
+        (server,) = filter(is_fork_server, started)
         children = children_of(process)
         mapped = [{area.path for area in child.memory_maps()} for child in (server, *children)]
         interrupt(process)

@@ -22,7 +22,7 @@ from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_
 from asyncrl.config import SupervisionConfig, load_config
 from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import ConfigError, PublishError, RoomError
+from asyncrl.errors import ConfigError, PublishError
 from asyncrl.files import RunLock
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.life import Voice
@@ -244,7 +244,7 @@ def test_an_engine_that_never_comes_up_ends_no_run_which_goes_on_with_those_befo
         write_wanted(house.folder, 2)
         await asyncio.sleep(10 * START_S)
         assert house.states == ["up", "parked", "parked"]
-        assert "the run goes on with 1 of the 2 engines that were wanted" in house.voice.lines[-1]
+        assert "the run continues with 1 of 2 engines" in house.voice.lines[-1]
         assert read_wanted(house.folder, house.scale.range) == 1
         house.processes[1].fails_to_start = max(0, max_restarts - 1)
         write_wanted(house.folder, 2)
@@ -343,8 +343,8 @@ def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_olde
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("4 engines", "does not say how many engines are wanted"),
-        ("[4]", "does not say how many engines are wanted"),
+        ("4 engines", "holds no number of engines"),
+        ("[4]", "holds no number of engines"),
         ('{"engines": 9}', "asks for 9 engines; rollout.num_engines allows 1 to 3"),
         ('{"engines": true}', "asks for True engines"),
     ],
@@ -360,28 +360,23 @@ def test_a_wish_that_cannot_be_is_told_once_and_changes_nothing(live: Any, text:
 
 
 class Ran:
-    """A run directory with its lock held, and a status that moves on each time that the command speaks."""
+    """A run directory with its lock held."""
 
-    def __init__(self, folder: Path, num_engines: Any = None, statuses: Any = ()) -> None:
-        self.folder, self.said, self.statuses = folder / "run", list[str](), list(statuses)
+    def __init__(self, folder: Path, num_engines: Any = None) -> None:
+        self.folder = folder / "run"
         (self.folder / "logs").mkdir(parents=True)
         config = write_config(folder, rollout={"num_engines": num_engines or {"min": 1, "max": 4}})
         (self.folder / "config.yaml").write_text(config.read_text())
         self.recorder = Recorder(self.folder)
 
-    def write(self, wanted: int | None, *engines: str, state: str = "running", **more: Any) -> None:
+    def write(self, wanted: int | None, *engines: str, state: str = "running") -> None:
         named = {f"engine-{number}": words for number, words in enumerate(engines)}
-        self.recorder.write_status({"state": state, "engines": named, "engines_wanted": wanted, **more})
+        self.recorder.write_status({"state": state, "engines": named, "engines_wanted": wanted})
 
-    def scale(self, asked: str = "engines=2", wait_s: float = 1e9) -> None:
-        def say(text: str) -> None:
-            self.said.append(text)
-            if self.statuses:
-                self.statuses.pop(0)()
-
+    def scale(self, asked: str) -> str:
         lock = RunLock(self.folder / "run.lock").acquire()
         try:
-            scale_run(self.folder, asked, wait_s, say)
+            return scale_run(self.folder, asked)
         finally:
             lock.release()
 
@@ -389,53 +384,11 @@ class Ran:
 V3 = "policy_version 3"
 
 
-def test_the_command_tells_how_a_run_gets_there_and_returns_when_so_many_work(tmp_path: Path) -> None:
+def test_the_command_writes_the_wanted_number(tmp_path: Path) -> None:
     ran = Ran(tmp_path)
-    ran.write(1, V3, "parked", "parked", "leaving")
-    ran.statuses = [
-        lambda: ran.write(2, V3, "starting", "parked", "leaving"),
-        lambda: ran.write(2, V3, V3, "parked", "leaving"),
-        lambda: ran.write(2, V3, V3, "parked", "parked"),
-    ]
-    ran.scale()
-    assert ran.said == [
-        "the run has not begun with it",
-        "1 of 2 engines work, engine-1 is starting, engine-3 is leaving",
-        "2 of 2 engines work, engine-3 is leaving",
-        "2 of 2 engines work",
-    ]
-    assert read_wanted(ran.folder, EngineRange(max=4)) == 2
-    ran.scale("engines=3", wait_s=0)
-    assert "asked for 3 engines" in ran.said[-1]
-
-
-@pytest.mark.parametrize(
-    ("after", "says"),
-    [
-        (lambda ran: ran.write(2, state="failed", why="no memory"), "the run has ended meanwhile: failed"),
-        (
-            lambda ran: write_wanted(ran.folder, 1),
-            "engines=1 is what holds by now: engine-1 does not come up",
-        ),
-        (
-            lambda ran: (ran.write(4, V3), write_wanted(ran.folder, 4)),
-            "engines=4 is what holds by now: another `asyncrl scale` has asked for it",
-        ),
-    ],
-)
-def test_the_command_says_why_so_many_will_not_work(tmp_path: Path, after: Any, says: str) -> None:
-    ran = Ran(tmp_path)
-    ran.write(1, V3, "parked", warnings=["engine-1 does not come up"])
-    ran.statuses = [lambda: after(ran)]
-    with pytest.raises(RoomError, match=says):
-        ran.scale()
-
-
-def test_the_command_waits_as_long_as_it_is_told(tmp_path: Path) -> None:
-    ran = Ran(tmp_path)
-    ran.write(1, V3)
-    with pytest.raises(RoomError, match=r"not done within --wait 1e-09 s: the run has not begun with it"):
-        ran.scale(wait_s=1e-9)
+    ran.write(1, V3, "parked")
+    assert "asked for 3 engines" in ran.scale("engines=3")
+    assert read_wanted(ran.folder, EngineRange(max=4)) == 3
 
 
 @pytest.mark.parametrize(
@@ -446,7 +399,7 @@ def test_the_command_waits_as_long_as_it_is_told(tmp_path: Path) -> None:
         ("engines=5", None, "running", "you ask for 5 engines; rollout.num_engines allows 1 to 4"),
         ("engines=0", None, "running", "you ask for 0 engines"),
         ("engines=5", 2, "running", "'rollout.num_engines={min: 1, max: 5}' --allow-change"),
-        ("engines=2", None, "done", "no run is under way in"),
+        ("engines=2", None, "done", "no run is active in"),
         ("engines=2", None, "interrupted", "then scale it"),
     ],
 )
@@ -465,7 +418,7 @@ def test_the_command_refuses_what_cannot_be_and_asks_for_nothing(
         changed = changed_keys(load_config(saved), load_config(saved, [override]))
         assert list(changed) == [allowed], "what it says to write would be accepted"
     with pytest.raises(ConfigError, match="is no run directory"):
-        scale_run(tmp_path / "nowhere", "engines=2", 0, print)
+        scale_run(tmp_path / "nowhere", "engines=2")
 
 
 def scale_of(folder: Path, limits: Any, voice: Told, num_first: int) -> EngineScale:

@@ -1,5 +1,5 @@
-"""Another number of engines in a running job. `asyncrl scale` writes it into RUN_DIR/wanted.json; the run
-looks there each second, starts engines and ends them, and begins with what it finds there when it goes on.
+"""Change the number of engines of a running job. `asyncrl scale` writes RUN_DIR/wanted.json; the run reads
+it every second, and again when it resumes.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +29,16 @@ logger = logging.getLogger("asyncrl.job.scale")
 
 WANTED_FILE = "wanted.json"
 LOOK_PERIOD_S = 1.0
-ASK_PERIOD_S = 0.25
 KEY = "engines"
 
 
 class EngineScale:
-    """How many of a run's engines work: the first `wanted` of those that have a place. The others are parked.
+    """Which engines of a run work: the first `wanted`. The others are parked, without a process.
 
-    Life: made with what the run begins with (first_wanted) -> set_nowait(), any number of times. An engine is
-        parked -> wanted, and starting -> it works -> not wanted, and leaving -> parked. Those of the highest
-        numbers leave first: what is left are the engines of a run that was started with so many, on their
-        devices and ports.
-    Waits: wait_wanted and wait_leave sleep until another number is wanted, or an engine has come up, is lost
-        or has left.
-    Invariant: an engine that is up leaves only while as many others as are wanted are up (wait_leave). So
-        `min` engines are left at least, and requests have somewhere to go.
+    Life of an engine: parked -> starting -> working -> leaving -> parked. The highest numbers leave first.
+    Invariant: an engine that is up leaves only while `wanted` others are up, so at least `min` engines stay.
 
-    `on_change` is called with the number of engines that work, down for now or not, whenever it has changed.
+    `on_change` gets the number of working engines, including those that are down, after each change.
     """
 
     def __init__(
@@ -59,10 +51,14 @@ class EngineScale:
         on_change: Callable[[int], None],
         num_first: int,
     ) -> None:
-        self.range, self.is_fixed = config.rollout.engine_range, not config.rollout.is_scaled
-        self._run_dir, self._pool, self._voice, self._on_change = run_dir, pool, voice, on_change
+        self.range = config.rollout.engine_range
+        self.is_fixed = not config.rollout.is_scaled
+        self._run_dir = run_dir
+        self._pool = pool
+        self._voice = voice
+        self._on_change = on_change
         self._number = {server.name: number for number, server in enumerate(pool.servers)}
-        self._changed, self._refused = asyncio.Event(), ""
+        self._changed = asyncio.Event()
         self.wanted = num_first
         self._working = {name for name in self._number if self.wants(name)}
         self.parked = self._number.keys() - self._working
@@ -71,78 +67,77 @@ class EngineScale:
     def supervisor(
         self, process: Server, client: EngineClient, turns: Turns, supervision: Supervision
     ) -> EngineSupervisor:
-        """What keeps one of the engines going."""
+        """Return the supervisor of one engine."""
         if self.is_fixed:
             return EngineSupervisor(process, client, self._pool, turns, supervision)
         return ScaledEngine(process, client, self._pool, turns, supervision, self)
 
     def wants(self, name: str) -> bool:
-        """Whether this engine is to work."""
+        """Return True if this engine should work."""
         return self._number[name] < self.wanted
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
+        """Return the metrics of scaling."""
         num_up = len(self._number) - len(self._pool.down)
         return {} if self.is_fixed else {"engine/wanted": self.wanted, "engine/up": num_up}
 
     def words(self, name: str) -> str:
-        """What becomes of an engine that is not simply up or down."""
+        """Return the state of an engine for `asyncrl status`; empty if it should work and does."""
         if self.wants(name):
             return "" if name in self._working else "starting"
         return "parked" if name in self.parked else "leaving"
 
     async def follow(self) -> None:
-        """Take over what is asked for, until cancelled."""
+        """Read the wanted number every second until cancelled."""
         while True:
             await asyncio.sleep(LOOK_PERIOD_S)
-            if (num := self._read()) is not None and num != self.wanted:
+            try:
+                num = read_wanted(self._run_dir, self.range) or self.wanted
+            except ConfigError as error:
+                self._voice.warn(str(error))
+                (self._run_dir / WANTED_FILE).unlink(missing_ok=True)
+                continue
+            if num != self.wanted:
                 self._voice.say(f"asked for {num} engines; {self.wanted} were wanted before")
                 self.set_nowait(num)
 
     def set_nowait(self, num: int) -> None:
-        """So many are wanted from now on, within the range."""
-        assert self.range.min <= num <= self.range.max, f"{num} engines are wanted of {self.range}"
+        """Want `num` engines from now on."""
         self.wanted = num
         self.changed_nowait()
 
     def gives_up_nowait(self, name: str, error: AsyncrlError) -> None:
-        """An engine does not come up: those before it are wanted, until others are asked for."""
-        num, asked = self._number[name], self.wanted
-        if num >= asked:
-            return
-        words = f"the run goes on with {num} of the {asked} engines that were wanted"
-        self._voice.warn(f"{in_short(error)}; {words}")
-        try:
-            if self._read() == asked:  # else there is another wish by now
-                write_wanted(self._run_dir, num)
-        except OSError as failure:
-            self._voice.warn(f"{self._run_dir / WANTED_FILE} cannot be written: {failure.strerror}")
-        self.set_nowait(num)
+        """Want only the engines before `name`, which does not start."""
+        num = self._number[name]
+        if num < self.wanted:
+            self._voice.warn(f"{in_short(error)}; the run continues with {num} of {self.wanted} engines")
+            write_wanted(self._run_dir, num)
+            self.set_nowait(num)
 
     async def wait_wanted(self, name: str) -> None:
-        """Return once this engine is to work."""
+        """Wait until this engine should work."""
         while not self.wants(name):
             await self._changed.wait()
         self.parked.discard(name)
 
     async def wait_leave(self, name: str) -> None:
-        """Return once this engine is to leave; it gets no new work any more then."""
+        """Wait until this engine should leave, and give it no new work."""
         while self.wants(name) or not self._may_leave(name):
             await self._changed.wait()
         self._pool.down_nowait(name)
         self._works(name, False)
 
     def up_nowait(self, name: str) -> None:
-        """It is up, and the pool has work for it."""
+        """Count an engine that has come up."""
         self._works(name, True)
 
     def parked_nowait(self, name: str) -> None:
-        """Its process has ended."""
+        """Count an engine whose process has ended."""
         self.parked.add(name)
         self._works(name, False)
 
     def changed_nowait(self) -> None:
-        """Wake who waits; also called when an engine is lost."""
+        """Wake all waiters; also called when an engine is lost."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -157,27 +152,15 @@ class EngineScale:
             self._on_change(len(self._working))
         self.changed_nowait()
 
-    def _read(self) -> int | None:
-        """What is asked for; None for nothing, or, with a warning, for what cannot be."""
-        try:
-            return read_wanted(self._run_dir, self.range)
-        except ConfigError as error:
-            if str(error) != self._refused:
-                self._voice.warn(str(error))
-                self._refused = str(error)
-            return None
-
 
 class ScaledEngine(EngineSupervisor):
-    """Keeps one engine going while it is wanted.
+    """Supervise one engine while it is wanted.
 
-    Life: parked, without a process -> wanted: started as after a loss -> up, lost and up again, as an
-        EngineSupervisor says -> not wanted: the pool gives it nothing, what it samples goes on at other
-        engines with its tokens, the push that is under way ends, then its process -> parked. A start, or a
-        restart, that is not wanted any more is given up.
-    Waits: handing over, for the requests at most DRAIN_TIMEOUT_S, and for a push, which has limits of its
-        own. It is watched meanwhile: one that is lost then has nothing left to hand over.
-    Invariant: parking counts no restart. An engine that never comes up after it was parked ends no run.
+    Life: parked -> wanted: started as after a loss -> supervised like any engine -> not wanted: it gets no
+        new requests, its running ones move to other engines with their tokens, the current push ends, then
+        its process ends -> parked. A start that is no longer wanted is given up.
+    Waits: for its requests at most DRAIN_TIMEOUT_S, and for a push, which has its own limits.
+    Invariant: parking counts as no restart, and an engine that never comes up after parking ends no run.
     """
 
     def __init__(
@@ -190,18 +173,18 @@ class ScaledEngine(EngineSupervisor):
         scale: EngineScale,
     ) -> None:
         super().__init__(process, client, pool, turns, supervision)
-        self._scale, self._is_new = scale, False
-        if not scale.wants(self.name):
+        self._scale = scale
+        self._is_new = not scale.wants(self.name)
+        if self._is_new:
             self._leave_nowait()
-            self._is_new = True
 
     async def run(self) -> None:
-        """Watch, park and start, until cancelled. Raises the RoomError that ends the run."""
+        """Watch, park and start until cancelled. Raises the RoomError that ends the run."""
         while True:
             await self._scale.wait_wanted(self.name)
             try:
                 await until_left(super().run(), self._scale.wait_leave(self.name), self.name)
-            except (RoomError, ConfigError) as error:  # the port that it is to have may be taken by now
+            except (RoomError, ConfigError) as error:  # ConfigError: its port may be taken by now
                 if not self._is_new or isinstance(error, NO_LOSS):
                     raise
                 self._scale.gives_up_nowait(self.name, error)
@@ -209,7 +192,7 @@ class ScaledEngine(EngineSupervisor):
 
     async def _park(self) -> None:
         if self.is_up and (lost := await self._until_lost(self._hand_over())) is not None:
-            logger.warning("%s was lost while it was to leave: %s", self.name, lost)
+            logger.warning("%s was lost while it was leaving: %s", self.name, lost)
         self._leave_nowait()
         await self._end()
         self._restarts.rests_nowait()
@@ -218,7 +201,7 @@ class ScaledEngine(EngineSupervisor):
         self._on_event("engine parked", {"name": self.name, "wanted": self._scale.wanted})
 
     async def _hand_over(self) -> None:
-        with waiting("its requests to go on elsewhere, and a push to end", on="rollouts", who="supervisor"):
+        with waiting("its requests to move, and a push to end", on="rollouts", who="supervisor"):
             await self._pool.drain(self.name)
             await self._turns.publisher.leave(self.name)
 
@@ -236,116 +219,78 @@ class ScaledEngine(EngineSupervisor):
 
 
 async def until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
-    """`work`, which is given up once `left` returns. Raises what it raises. `name`: of what is watched."""
-    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left)
-    for task in tasks:
-        task.set_name(f"watch {name}")
+    """Run `work` until it or `left` ends. Raises what `work` raises."""
+    working = asyncio.create_task(work, name=f"watch {name}")
+    leaving = asyncio.create_task(left, name=f"watch {name}")
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end_all(tasks)
+        await end_all((working, leaving))
     if not working.cancelled():
         working.result()
 
 
 def first_wanted(config: RunConfig, run_dir: Path | None) -> int:
-    """How many engines a run begins with: what the config says, or was asked for before. Of what cannot be
-    EngineScale warns.
+    """Return the number of engines at the start: as asked before, else from the config. EngineScale warns of
+    a wanted.json that is wrong.
     """
-    limits, asked = config.rollout.engine_range, None
+    asked = None
     if config.rollout.is_scaled and run_dir is not None:
         with contextlib.suppress(ConfigError):
-            asked = read_wanted(run_dir, limits)
-    return asked or limits.first
+            asked = read_wanted(run_dir, config.rollout.engine_range)
+    return asked or config.rollout.engine_range.first
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
-    """What RUN_DIR/wanted.json asks for, None if there is none. Raises ConfigError."""
+    """Return the number in RUN_DIR/wanted.json, None without the file. Raises ConfigError."""
     path = run_dir / WANTED_FILE
     try:
         asked = json.loads(path.read_text(encoding="utf-8"))[KEY]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        what = f"{path} does not say how many engines are wanted: {type(error).__name__} {error}"
-        raise ConfigError(what, way_out=f"`asyncrl scale {run_dir} engines=N` writes it anew.") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        what = f"{path} holds no number of engines: {type(error).__name__} {error}"
+        raise ConfigError(what, way_out=f"`asyncrl scale {run_dir} engines=N` writes it.") from error
     return check_wanted(asked, limits, f"{path} asks for")
 
 
 def check_wanted(asked: object, limits: EngineRange, who: str) -> int:
-    """The number. Raises ConfigError if it is none, or out of range."""
+    """Return the number. Raises ConfigError if it is out of range."""
     if type(asked) is int and limits.min <= asked <= limits.max:
         return asked
     raise ConfigError(
         f"{who} {asked!r} engines",
-        rule=f"rollout.num_engines allows {limits.min} to {limits.max}: so many have a place in the plan",
-        way_out="ask for a number of these, or start the run again with another range.",
+        rule=f"rollout.num_engines allows {limits.min} to {limits.max}, which are planned with their memory",
+        way_out="ask for a number in this range, or start the run again with another range.",
     )
 
 
 def write_wanted(run_dir: Path, num: int) -> None:
-    """Ask for so many engines. Raises OSError."""
+    """Ask for `num` engines. Raises OSError."""
     write_whole(run_dir / WANTED_FILE, json.dumps({KEY: num}) + "\n")
 
 
-def scale_run(run_dir: Path, asked: str, wait_s: float, say: Callable[[str], None]) -> None:
-    """Ask the run in this directory for another number of engines (`asked`: engines=4), and tell how it gets
-    there; returns when that many work, or, with wait_s=0, at once.
-
-    Raises ConfigError if there is no such run, or it cannot have so many, RoomError if it ends meanwhile,
-    goes back to another number, or takes longer.
+def scale_run(run_dir: Path, asked: str) -> str:
+    """Ask the run in this directory for another number of engines (`asked`: engines=4); return an answer for
+    the user. Raises ConfigError if no run is active there, or the number is out of range.
     """
     name, _, text = asked.partition("=")
     if name != KEY or not text.isdecimal():
         raise ConfigError(f"{asked!r} is no number of engines", way_out=f"write {KEY}=4.")
-    config, num = read_config(run_dir), int(text)
+    config = read_config(run_dir)
     if not config.rollout.is_scaled:
-        wide = f"rollout.num_engines={{min: 1, max: {max(num, config.rollout.max_engines)}}}"
+        wide = f"rollout.num_engines={{min: 1, max: {max(int(text), config.rollout.max_engines)}}}"
         again = run_again(run_dir, wide, "--allow-change", "rollout.num_engines")
         raise ConfigError(
             f"the run in {run_dir} has rollout.num_engines={config.rollout.num_engines}, a plain number",
-            rule="a run that may be scaled has a range, for which it plans devices, memory and threads",
-            way_out=f"stop it with Ctrl-C, and go on with `{again}`.",
+            rule="only a run with a range can change its engines: it plans memory for all of them",
+            way_out=f"stop it with Ctrl-C, and continue it with `{again}`.",
         )
-    check_wanted(num, config.rollout.engine_range, "you ask for")
-    status, (state, why) = _state(run_dir)
+    num = check_wanted(int(text), config.rollout.engine_range, "you ask for")
+    status = read_status(run_dir, [])
+    state, why = judge_state(status, run_dir)
     if not status or state not in ("starting", "running", "unknown"):
         way_out = f"start it with `{run_again(run_dir)}`, then scale it."
-        raise ConfigError(f"no run is under way in {run_dir}: {why}", way_out=way_out)
+        raise ConfigError(f"no run is active in {run_dir}: {why}", way_out=way_out)
     write_wanted(run_dir, num)
-    told, until_s = "", time.monotonic() + wait_s
-    while wait_s > 0:
-        status, (state, why) = _state(run_dir)
-        words, is_done = progress(status, num)
-        if words != told:
-            say(told := words)
-        if is_done:
-            return
-        way_out = f"`asyncrl status {run_dir}` says more; what was asked for holds until something else is."
-        if state not in ("starting", "running", "unknown"):
-            raise RoomError("scale", f"the run has ended meanwhile: {why}", way_out=way_out)
-        now = read_wanted(run_dir, config.rollout.engine_range)
-        if now != num and status.get("engines_wanted") == now:  # and so its warnings say why
-            warned = (status.get("warnings") or ["another `asyncrl scale` has asked for it"])[-1]
-            raise RoomError("scale", f"engines={now} is what holds by now: {warned}", way_out=way_out)
-        if time.monotonic() > until_s:
-            raise RoomError("scale", f"not done within --wait {wait_s:g} s: {words}", way_out=way_out)
-        time.sleep(ASK_PERIOD_S)
-    say(f"asked for {num} engines; `asyncrl status {run_dir}` shows them")
-
-
-def _state(run_dir: Path) -> tuple[Mapping[str, Any], tuple[str, str]]:
-    status = read_status(run_dir, [])
-    return status, judge_state(status, run_dir)
-
-
-def progress(status: Mapping[str, Any], num: int) -> tuple[str, bool]:
-    """How far a run is, by its status.json, and whether it has so many engines."""
-    engines = status.get("engines")
-    if not isinstance(engines, dict) or status.get("engines_wanted") != num:
-        return "the run has not begun with it", False
-    at_work = [name for name, words in engines.items() if words.startswith("policy_version")]
-    others = [
-        f"{name} is {words}" for name, words in engines.items() if name not in at_work and words != "parked"
-    ]
-    return ", ".join([f"{len(at_work)} of {num} engines work", *others]), len(at_work) == num and not others
+    return f"asked for {num} engines; `asyncrl status {run_dir}` shows their progress"
