@@ -1,3 +1,1 @@
-"""Runs the parts together: starts and supervises processes, connects the parts, resumes, watches and reports
-a run.
-"""
+"""Run the parts together: start and supervise processes, connect the parts, resume, watch and report."""

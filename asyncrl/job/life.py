@@ -1,5 +1,5 @@
-"""The life of one command that starts processes (`asyncrl run`, `asyncrl serve`): its directory and log, its
-signals, its tasks, and what is closed at its end.
+"""Lifetime of a command that starts processes (`asyncrl run`, `asyncrl serve`): its directory, log, signals,
+tasks and shutdown.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Signals for a run that works beside the main thread, which alone gets those of the process.
+    """Signals for a run outside the main thread, where the process receives them.
 
-    Life: keeps what is sent until receive_by() names who gets it. Any thread may call send().
+    Life: keeps signals until receive_by() names a receiver. Any thread may call send().
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,6 @@ class Interrupts:
         self._receive: Callable[[int], None] | None = None
 
     def send(self, number: int) -> None:
-        """Pass on a signal."""
         with self._lock:
             if self._receive is None:
                 self._kept.append(number)
@@ -69,7 +68,7 @@ class Interrupts:
                 self._receive(number)
 
     def receive_by(self, receive: Callable[[int], None] | None) -> None:
-        """Pass on what was kept, and all that comes, to `receive` (None: keep it)."""
+        """Pass kept and future signals to `receive` (None: keep them)."""
         with self._lock:
             self._receive = receive
             while self._kept and receive is not None:
@@ -77,63 +76,60 @@ class Interrupts:
 
 
 class Voice:
-    """The messages of a command to its user. A console that is not read any more (`| head`, a closed
-    terminal) is no error.
-    """
+    """Messages of a command to its user. A closed console (`| head`, a closed terminal) is no error."""
 
     def say(self, text: str) -> None:
-        """One line that stays, on the console and in the log."""
+        """Print and log one permanent line."""
         logger.info("%s", text)
         self.say_secret(text)
 
     def say_secret(self, text: str) -> None:
-        """The same with a key in it: it is printed, and in no file of ours."""
+        """Print one line that contains a key, without logging it."""
         outliving().write(f"{text}\n")
 
     def tell(self, text: str) -> None:
-        """What is being done, or waited for, in words."""
+        """Report the current activity."""
         self.say(f"{text} ...")
 
     def warn(self, text: str) -> None:
-        """A warning: something failed, and the command goes on."""
+        """Warn of a failure that the command survives."""
         logger.warning("%s", text)
         self.say_secret(f"WARNING: {text}")
 
     def published(self, version: int, digest: str) -> None:
-        """Every engine serves new weights."""
+        """Report that every engine serves new weights."""
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        """A rollout has failed for good."""
+        """Report a rollout that failed for good."""
 
     def flush(self) -> None:
-        """Return when all that was told is in the files; any thread may call it."""
+        """Return when all reports are in the files. Callable from any thread."""
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """How it ended: done, interrupted or failed. Without `can_go_on` the same command would fail
-        again.
-        """
+        """Report the end: done, interrupted or failed. Without `can_go_on` a rerun would fail again."""
 
     async def aclose(self) -> None:
-        """After finish(): what is still told elsewhere has a limited time. A signal ends the wait."""
+        """Wait, for a limited time, until trackers have the last reports after finish(). A signal ends the
+        wait.
+        """
 
 
 class Life(ABC):
-    """Everything between the first process that a command starts and the last one ended. Owns the one
-    TaskGroup.
+    """Lifetime of all processes of one command. Owns the only TaskGroup.
 
-    Life: run() calls live(), which starts what it needs, and closes it at the end in the opposite order.
-    Waits: as long as live() does. A task that raises ends it, and so does a part that told on_broken.
-    Invariant: when run() returns or raises, no process that was started is left. The first SIGINT or SIGTERM
-        sets `stop` while `can_stop`, so that live() ends by itself, and cancels it else; the second one kills
-        all processes and ends at once.
+    Life: run() calls live(), which starts everything; shutdown happens in reverse order.
+    Waits: run() waits for live(). A task that raises, or a part that calls on_broken, ends it.
+    Invariant: when run() returns or raises, none of the processes remain. The first SIGINT or SIGTERM sets
+        `stop` while `can_stop`, so that live() ends by itself, and otherwise cancels it; the second kills all
+        processes and exits at once.
     """
 
     ending = "ending"
-    """What the first signal does, in words."""
+    """Effect of the first signal, as text."""
     main_task = "main"
-    """The name of the task of run(), for stacks and waits."""
+    """Task name of run(), for stacks and waits."""
 
     def __init__(
         self,
@@ -142,32 +138,32 @@ class Life(ABC):
         voice: Voice | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        # on other nodes processes have another working folder
+        # processes on other nodes have another working directory
         self.run_dir = run_dir if config.launcher == "local" else run_dir.absolute()
         self.config, self.voice = config, voice or Voice()
         self.launcher: Launcher = launcher or LocalLauncher()
         self.say, self.say_secret = self.voice.say, self.voice.say_secret
         self.tell, self.warn = self.voice.tell, self.voice.warn
         self.servers: Sequence[Server] = ()
-        """The command needs all of these. If one has died, its death is reported, and not the call that
-        failed because of it.
+        """Servers that the command needs. The death of one is reported in place of the calls that failed
+        because of it.
         """
         self.stack = AsyncExitStack()
         self.stop, self.can_stop = asyncio.Event(), False
         self.interrupts: Interrupts | None = None
-        """Set by a caller that runs this beside the main thread, and whose process a signal must not end."""
+        """Signals from a caller that runs this outside the main thread."""
         self._signal: int | None = None
         self._group: asyncio.TaskGroup | None = None
-        self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # the group holds those that run
+        self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # weak: the group holds running tasks
         self._broken: Future[None] = Future()
 
     @abstractmethod
     async def live(self) -> int:
-        """What the command does, in the TaskGroup; returns its exit code."""
+        """Do the work of the command inside the TaskGroup; return the exit code."""
 
     async def run(self) -> int:
-        """The exit code: that of live(), or 128 + the signal that cut it. Raises the AsyncrlError that ended
-        it.
+        """Return the exit code of live(), or 128 + the signal that interrupted it. Raises the AsyncrlError
+        that ended it.
         """
         main = asyncio.current_task()
         assert main is not None
@@ -182,16 +178,16 @@ class Life(ABC):
             return self._finish(128 + self._signal)
         except BaseExceptionGroup as errors:
             raise self._fail(first_cause(errors)) from errors
-        except Exception as error:  # the outermost frame: foreign exceptions become an error of ours
+        except Exception as error:  # outermost frame: foreign exceptions become AsyncrlError
             raise self._fail(error) from error
         finally:
-            self.can_stop = False  # a signal cuts this wait, and nothing else
+            self.can_stop = False  # a signal now cuts this wait and nothing else
             with contextlib.suppress(asyncio.CancelledError):
                 await self.voice.aclose()
             self._stop_listening()
 
     def _listen(self, main: asyncio.Task[Any]) -> None:
-        """Receive signals: of the process in the main thread, else those that `interrupts` passes on."""
+        """Receive signals directly in the main thread, otherwise through `interrupts`."""
         loop = asyncio.get_running_loop()
         if self.interrupts is not None:
 
@@ -226,7 +222,7 @@ class Life(ABC):
                     code = await self.live()
                     self.end_tasks()
             except BaseExceptionGroup as errors:
-                # A call that broke may mean that its process just died: the kernel has a moment to say so.
+                # a broken call may mean that its process just died: give the kernel a moment to report it
                 timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
                 if (death := await first_death(self.servers, timeout_s)) is not None:
                     raise death from errors
@@ -234,35 +230,33 @@ class Life(ABC):
         return code
 
     def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task in the TaskGroup: if it raises, everything ends."""
+        """Start a task in the TaskGroup; if it raises, everything ends."""
         assert self._group is not None, "tasks are started while run() is under way"
         task = self._group.create_task(coro, name=name)
         self._tasks.add(task)
         return task
 
     def end_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
-        """Cancel the tasks of the group, those aside whose names start with one of `all_but`."""
+        """Cancel the group's tasks, except names that start with a prefix in `all_but`."""
         for task in self._tasks:
             if not task.get_name().startswith(all_but):
                 task.cancel()
 
     def closes(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
-        """Close it at the end, before what was named earlier."""
+        """Register `close` for the end; later registrations close first."""
         self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
 
     def on_broken(self, error: RoomError) -> None:
-        """Called by a part that answers clients (the gateway) when it is broken; wait_broken raises the
-        error.
-        """
+        """Report a broken part that answers clients (the gateway); wait_broken raises the error."""
         if not self._broken.done():
             self._broken.set_exception(error)
 
     async def wait_broken(self) -> None:
-        """Wait for an error given to on_broken, and raise it."""
+        """Wait for an error from on_broken and raise it."""
         await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
-        """The error to show."""
+        """Return the error to show."""
         if isinstance(error, OSError):
             error = refused_by_system(error, self.run_dir)
         elif not isinstance(error, AsyncrlError):
@@ -270,7 +264,7 @@ class Life(ABC):
             what = f"internal error {type(error).__name__}: {error}"
             error = RoomError("controller", what, way_out=f"report it, with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
-        with contextlib.suppress(RoomError, CallbackError):  # the first error is the one to tell
+        with contextlib.suppress(RoomError, CallbackError):  # keep the first error
             self.voice.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
         return error
 
@@ -279,7 +273,7 @@ class Life(ABC):
             main.cancel()
             return
         if self._signal is not None:
-            for server in self.servers:  # any other ends with the pipe that we hold
+            for server in self.servers:  # all other processes end with our pipe
                 server.child.kill_nowait()
             clear_own_staging()
             os._exit(128 + number)
@@ -292,11 +286,10 @@ class Life(ABC):
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
-    """Close one thing, shielded from our own cancellation and bounded in time. Late or failed is logged,
-    never raised.
+    """Close one resource with a time limit, shielded from cancellation. Log a timeout or failure, never raise
+    it.
 
-    A cancellation that comes meanwhile (the first Ctrl-C, while a run that is done closes) passes once it is
-    closed.
+    A cancellation during the close (such as the first Ctrl-C after a finished run) passes on afterwards.
     """
     closing = asyncio.ensure_future(close())
     _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
@@ -310,15 +303,14 @@ async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitabl
 
 
 def new_run_dir(name: str) -> Path:
-    """Where a run goes that is given no directory."""
+    """Return the default run directory."""
     return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def make_run_dir(folder: Path, mode: int) -> None:
-    """Make the directory, or find it there, with these permissions. Raises ConfigError if it cannot be
-    written.
+    """Create the directory, or reuse it, with these permissions. Raises ConfigError if it cannot be written.
 
-    A directory with foreign files keeps its permissions: the caller refuses it next.
+    A directory with foreign files keeps its permissions; the caller refuses it next.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -327,7 +319,7 @@ def make_run_dir(folder: Path, mode: int) -> None:
             has = stat.S_IMODE(folder.stat().st_mode)
             try:
                 folder.chmod(has & ~0o777 | mode)
-            except PermissionError:  # a mounted volume, say, is another user's
+            except PermissionError:  # such as a mounted volume of another user
                 stays = f"is another user's and stays at mode {has:04o}, for {mode:04o}"
                 print(f"WARNING: {folder} {stays} (observe.readable_by).", file=sys.stderr)
         (folder / "logs").mkdir(exist_ok=True)
@@ -338,7 +330,7 @@ def make_run_dir(folder: Path, mode: int) -> None:
 
 @contextlib.contextmanager
 def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove the directory again if the block makes it and raises ConfigError before a group is admitted."""
+    """Remove a newly created directory if the block raises ConfigError before a group is admitted."""
     is_new = not folder.exists()
     try:
         yield
@@ -349,8 +341,8 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return True if a group was admitted or a checkpoint made. A start that failed before may be repeated
-    with corrected settings.
+    """Return True if a group was admitted or a checkpoint made. An earlier failed start may be repeated with
+    corrected settings.
     """
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
@@ -362,8 +354,8 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def run_id(run_dir: Path) -> str:
-    """The name of the run that lies in this directory, made with it; it stays when the directory is moved or
-    copied.
+    """Return the id of the run in this directory, created if missing. Moving or copying the directory keeps
+    it.
     """
     path = run_dir / "run.id"
     if not path.exists():
@@ -372,22 +364,22 @@ def run_id(run_dir: Path) -> str:
 
 
 def run_again(folder: Path, *more: str) -> str:
-    """The command that goes on with the run in this directory."""
+    """Return the command that resumes the run in this directory."""
     return shlex.join(["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more])
 
 
 COLLECT_AFTER = (1_000, 20_000, 10)
-"""gc.set_threshold: new objects are looked at once, some thousand together; what is in flight after some 20
-million more objects were made than freed.
+"""Arguments of gc.set_threshold: new objects are checked once, thousands at a time; older ones after about 20
+million more objects were created than freed.
 """
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """A block in which Python's cycle collector leaves alone what is here already, and seldom looks at all
-    the rest: that stops the event loop for a microsecond an object, and a rollout has some 50.
+    """Make Python's cycle collector skip existing objects and rarely check new ones inside the block: a
+    collection blocks the event loop for a microsecond per object, and a rollout has about 50.
 
-    Rollouts need no collector: what they leave behind has no cycles.
+    Finished rollouts contain no cycles, so they need no collector.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -402,13 +394,13 @@ def rare_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
-    """What asyncrl logs inside goes to logs/controller.log in this directory, and nowhere else. All that the
-    system allows may be opened: every request in flight is a connection, and the usual limit is 1024 files.
+    """Send all asyncrl logs to logs/controller.log of this directory, and raise the open-file limit to its
+    maximum: every request in flight is a connection, and the usual limit is 1024 files.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
     handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
-    # A log that cannot be written (a full disk) must not bury the error that is being told.
+    # a log that cannot be written (a full disk) must not hide the error being reported
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("asyncrl")
@@ -419,7 +411,7 @@ def logging_to(folder: Path) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        with contextlib.suppress(OSError):  # a full disk was told already
+        with contextlib.suppress(OSError):  # a full disk was already reported
             handler.close()
 
 

@@ -1,4 +1,4 @@
-"""The README.md of an export. It has no path of this machine and no setting of tasks or agents."""
+"""README.md of an export, without paths of this machine and settings of tasks or agents."""
 
 from __future__ import annotations
 
