@@ -1,1 +1,1 @@
-"""Run the parts together: start and supervise processes, connect the parts, resume, watch and report."""
+"""Start, connect, supervise, resume and report the parts of a run."""

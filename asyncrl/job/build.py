@@ -1,4 +1,4 @@
-"""Build the parts of a run in order; closing reverses the order."""
+"""Build the parts of a run in order."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ KEPT_TURNS = 100
 
 
 class Parts:
-    """All parts of a run, with one method per construction step. A part that calls a later part gets a bound
-    method of this class as its callback.
+    """All parts of a run. An early part that calls a later one gets a method of this class as its
+    callback.
     """
 
     def __init__(self, job: Life, placement: Placement, num_first: int) -> None:
@@ -68,13 +68,13 @@ class Parts:
         self._num_first = num_first
         self.checkpoints = Checkpoints(job.run_dir, job.config.checkpoint)
         self.eval_server: Server | None = None
-        """Kept out of `servers`, because the run survives its loss. None: the rollout engines evaluate."""
+        """Kept out of `servers`: the run survives its loss. None: the rollout engines evaluate."""
         self.eval_target: EngineClient | None = None
         self.teaching: Teaching | None = None
         self.meeting: Broadcasts | None = None
-        """Process group of engines and trainer, with weight_sync.transport=nccl."""
+        """With weight_sync.transport=nccl."""
         self.files: NodeFiles | None = None
-        """Weight files on other nodes, in a run of several nodes."""
+        """With several nodes."""
         self.harnessing: Harnessing | None = None
         self.evaluation: Evaluation | None = None
         # scaling down cuts the last calls of an engine; nothing is lost
@@ -83,7 +83,6 @@ class Parts:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """Return the trainer ranks, then the engine servers."""
         return (*self._ranks, *self._engine_servers)
 
     @property
@@ -98,7 +97,7 @@ class Parts:
         return [] if self.teaching is None else [self.teaching.supervisor]
 
     async def open_journal(self) -> None:
-        """Open the journal and create the staging folder for weights."""
+        """Open the journal and the staging folder."""
         job, config = self._job, self._config
         disk_dir = await asyncio.to_thread(disk_root, config.weight_sync.disk_dir)
         for root in dict.fromkeys((None, disk_dir)):
@@ -113,8 +112,8 @@ class Parts:
         job.stack.callback(remove_staging_dir, self.staging_dir)
 
     async def read_tasks(self, *, may_change: bool) -> Mapping[str, EvalTask]:
-        """Read prompts and scorers, and return the eval tasks by name. `may_change`: the data may differ from
-        the start of the run.
+        """Read the tasks; return the eval tasks by name. `may_change`: the data may differ from the start
+        of the run.
         """
         config, job = self._config, self._job
         found = await find_tasks(job)
@@ -135,14 +134,14 @@ class Parts:
         return held_out
 
     async def find_model(self, *, may_change: bool) -> Path:
-        """Return the model folder. `may_change`: the model may differ from the start of the run."""
+        """Return the model folder. `may_change`: it may differ from the start of the run."""
         config, job = self._config, self._job
         job.tell("making the model" if config.model.scratch else "finding the model")
         self.pin = ModelPin(job.run_dir, config.model.source, is_free=may_change)
         return await make_model_folder(config, job.run_dir, commit=self.pin.revision)
 
     async def make_processes(self, model_path: Path) -> None:
-        """Create trainer, engines and their clients without starting them."""
+        """Create trainer, engines and clients without starting them."""
         config, job, sync = self._config, self._job, self._config.weight_sync
         maker = ServerMaker(config, self._placement, model_path, job.run_dir, job.warn, job.launcher)
         await maker.hold(self.staging_dir, self._num_first)
@@ -166,7 +165,7 @@ class Parts:
             how["store"] = lambda: with_addresses(store, job.launcher.nodes)
             self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, **how)
         self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
-        """Clients that sample for training, without the eval engine."""
+        """Without the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
         how = {"on_change": self._resize, "num_first": self._num_first}
         self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, **how)
@@ -194,9 +193,7 @@ class Parts:
         )
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
-        """Start all processes and wait until they answer. A resumed run checks its model before they load
-        it.
-        """
+        """Start all processes and wait until they answer. A resumed run first checks its model."""
         job, engines = self._job, self._engine_servers[: self.scale.wanted]
         for server in (*self.servers, *self.beside):
             job.closes(server.name, partial(end_server, server, job.warn))
@@ -223,7 +220,6 @@ class Parts:
             await end_all([hashing])
 
     def make_producers(self) -> None:
-        """Create the buffer and its producers."""
         config, rollout, job = self._config, self._config.rollout, self._job
         self.buffer = Buffer(
             config.buffer,
@@ -251,9 +247,6 @@ class Parts:
         )
 
     def make_publisher(self) -> None:
-        """Create the publisher (parallel to generation, or alternating on shared devices), the engine
-        supervisors and the checkpointer.
-        """
         config, job, sync = self._config, self._job, self._config.weight_sync
         num_steps = config.trainer.num_steps
         nodes: dict[str, Any] = {} if self.files is None else {"locate": self.files.locate}
@@ -298,11 +291,10 @@ class Parts:
         self.producers.resize_nowait(num_rollouts(self._config, num_engines))
 
     def _engine_lost(self, error: EngineLost) -> None:
-        """Report an engine that did not answer the pool or the publisher to its supervisor."""
         next(one for one in self.supervisors if one.name == error.room).lost_nowait(error)
 
     async def _before_trainer_starts(self) -> None:
-        """Wait until the devices have memory for new ranks, then remove the old rendezvous file."""
+        """Wait for device memory, then remove the old rendezvous file."""
         await self.turns.wait_room_for_trainer()
         await self._forget_rendezvous()
 
@@ -320,9 +312,7 @@ class Parts:
             self._whole_published(manifest)
 
     def _whole_published(self, manifest: ExportResponse) -> None:
-        """Pass a version whose weights are in one file to the evaluation. The file may disappear after the
-        return.
-        """
+        """Pass a version in one file to the evaluation. The file may disappear after the return."""
         if self.evaluation is not None:
             self.evaluation.published_nowait(manifest)
 
@@ -330,19 +320,18 @@ class Parts:
         self.journal.event_nowait(what, detail, keep=KEPT_TURNS if what in ROUTINE else None)
 
     def write_pins(self) -> None:
-        """Record the model and data of the run. Raises OSError."""
+        """Record model and data. Raises OSError."""
         self.pin.write()
         self.data_pin.write()
 
     def controller_state(self) -> ControllerState:
-        """Return the current state for a checkpoint."""
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
         out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
         return ControllerState(feed=self.feed.state(), out=out, next_group_id=self.buffer.next_group_id)
 
     def put_back(self, state: ControllerState, version: int) -> None:
-        """Restore the state of a checkpoint of `version`; prompts that were in flight are generated again.
-        Raises ValueError or TaskError for prompts that the task cannot make.
+        """Restore a checkpoint's state; prompts in flight are generated again. Raises ValueError or
+        TaskError for prompts that the task cannot make.
         """
         self.feed.load_state(state.feed)
         for prompt_id, num_handed_back in state.out.items():
@@ -358,8 +347,8 @@ async def open_parts(
     *,
     num_first: int,
 ) -> Parts:
-    """Build all parts and start their processes; `job` closes them. `evaluated` receives each evaluation,
-    `num_first` is the initial number of engines. Raises AsyncrlError; closing `job` then cleans up.
+    """Build and start all parts; `job` closes them. `evaluated` receives each evaluation. Raises
+    AsyncrlError; closing `job` then cleans up.
     """
     parts = Parts(job, placement, num_first)
     await parts.open_journal()
@@ -377,9 +366,7 @@ async def open_parts(
 
 
 async def find_tasks(job: Life, *, is_needed: bool = True) -> Found:
-    """Check everything that the config names. `is_needed`: also read tasks that only the start of the run may
-    read.
-    """
+    """Check everything in the config. `is_needed`: also read tasks that only the start of a run may read."""
     job.tell("looking at what the config names")
     found = await asyncio.to_thread(look, job.config)
     for note in found.notes:

@@ -1,8 +1,7 @@
-"""Check a config before any process of the run starts: load everything except model weights.
+"""Check a config before any process starts: load everything except weights, with the code of the run itself.
 
-`asyncrl check` prints the findings, and a run checks first. Each check calls the code of the run itself.
 Torch and user code that the controller does not run (losses, advantages, agents) load in a short-lived
-process: `python -m asyncrl.job.check`, which ends with a fatal line or with exit code FINE.
+process, `python -m asyncrl.job.check`, which ends with a fatal line or with exit code FINE.
 """
 
 from __future__ import annotations
@@ -48,18 +47,18 @@ from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, 
 from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
-"""Number of prompts to tokenize, from the first. Rows have all their characters checked."""
+"""Prompts to tokenize. Rows have all their characters checked."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 CONFIG = "config"
 """Name of the config in the first line of the child's standard input."""
 FINE = 64
-"""Exit code of a child that has loaded everything; unlikely as an exit code of user code."""
+"""Exit code after loading everything; unlikely as an exit code of user code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """`lines`: human-readable findings. `notes`: warnings for the user who starts a run. `tasks` and
-    `evals` map names to tasks that the run reuses; tasks that only its start may read are missing.
+    """Human-readable `lines`, `notes` to warn of at the start of a run, and tasks that the run reuses.
+    Tasks that only its start may read are missing.
     """
 
     lines: tuple[str, ...]
@@ -69,9 +68,7 @@ class Found:
 
 
 def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Iterator[str]:
-    """Yield the output of `asyncrl check` for this machine or these nodes. Raises ConfigError at the first
-    failure.
-    """
+    """Yield the output of `asyncrl check`. Raises ConfigError at the first failure."""
     unseen = list[str]()
     with may_lack_train("trackers", unseen):
         check_trackers(config.observe)
@@ -92,7 +89,7 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
 
 
 def read_tasks(config: RunConfig, found: Mapping[str, PromptTask]) -> dict[str, PromptTask]:
-    """Return all tasks by name; read tasks missing in `found` in full. Blocks."""
+    """Return all tasks by name; read in full any missing in `found`. Blocks."""
     load, tasks = taskset_loader(config.generator), dict[str, PromptTask]()
     for name, settings in config.tasks.items():
         known = found.get(name)
@@ -101,8 +98,8 @@ def read_tasks(config: RunConfig, found: Mapping[str, PromptTask]) -> dict[str, 
 
 
 def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
-    """Load everything except weights, and add to `unseen` the parts that need the missing extra train. Raises
-    ConfigError at the first failure.
+    """Load everything except weights, adding to `unseen` the parts that need the missing extra train.
+    Raises ConfigError at the first failure.
     """
     resolve(config.algorithm)
     tasks, evals, lines = dict[str, PromptTask](), dict[str, EvalTask](), list[str]()
@@ -162,7 +159,7 @@ def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
 
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
-    """Return the tokenizer of the run, or None while any part of it is only on the hub."""
+    """Return the tokenizer, or None if a part of it is only on the hub."""
     model, template, settings = config.model, config.model.chat_template, config.model.chat_template_kwargs
     if template is not None:
         read_template(Path(template))
@@ -184,12 +181,12 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
 
 
 def _first_prompts(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Sequence[Prompt]:
-    """Return the first prompts of the run. Raises ConfigError if one cannot be made."""
+    """Return the first prompts. Raises ConfigError if one cannot be made."""
     return list(_drawn(make_feed(config, tasks), min(NUM_PROMPTS, sum(map(len, tasks.values())))))
 
 
 def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator[Prompt]:
-    """Yield all prompts of tasks made from rows. Raises ConfigError if one cannot be made."""
+    """Yield all prompts made from rows. Raises ConfigError if one cannot be made."""
     for name, task in tasks.items():
         if isinstance(task, RowTask):
             system = config.tasks[name].system_prompt
@@ -207,7 +204,6 @@ def _drawn(feed: Feed, num: int) -> Iterator[Prompt]:
 
 @contextlib.contextmanager
 def _refusing(config: RunConfig, what: str) -> Iterator[None]:
-    """Turn an error of the chat template into ConfigError."""
     template = config.model.chat_template
     whose = "the model's own template" if template is None else f"model.chat_template={template}"
     try:
@@ -219,7 +215,6 @@ def _refusing(config: RunConfig, what: str) -> Iterator[None]:
 
 
 def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if prompt plus completion may exceed the model's positions."""
     model = config.model.scratch.architecture if config.model.scratch is not None else None
     if model is None:
         model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
@@ -237,7 +232,6 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
 
 
 def _refuse_outside_alphabet(kind: str, prompts: Iterable[Prompt], characters: str) -> None:
-    """Raise ConfigError if a prompt, agents' included, has characters that the scratch model lacks."""
     used: dict[str, set[str]] = {}
     for prompt in prompts:
         used.setdefault(prompt.task, set()).update(*(message["content"] for message in prompt.messages))
@@ -254,8 +248,8 @@ def _refuse_outside_alphabet(kind: str, prompts: Iterable[Prompt], characters: s
 def _check_prompts(
     name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
 ) -> list[str]:
-    """Return a note with the number of prompts that are too long, if any. Raises ConfigError if all are, or
-    if the chat template rejects one.
+    """Return a note on prompts that are too long. Raises ConfigError if all are, or if the chat template
+    rejects one.
     """
     limit = config.rollout.max_prompt_tokens
     with _refusing(config, f"a prompt of the {name}"):
@@ -272,7 +266,7 @@ def _check_prompts(
 
 
 def _ask_child(config: RunConfig) -> None:
-    """Raise the ConfigError of a child process that loads user code and LoRA layers, if there are any."""
+    """Check user code and LoRA layers in a child process. Raises its ConfigError."""
     names, kind = (config.algorithm.loss, config.algorithm.advantage), kind_of(config.generator)
     is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
     if not is_code and config.trainer.lora is None:
@@ -328,7 +322,7 @@ def check_in_child(config: RunConfig) -> None:
 
 
 def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) -> None:
-    """Check the LoRA targets against a model that has names and shapes, but no weights."""
+    """Check the LoRA targets in a model without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -352,9 +346,7 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
 
 
 def main() -> None:
-    """Check the config from standard input, then exit without waiting for threads that user modules
-    started.
-    """
+    """Check the config from standard input; exit without waiting for threads of user modules."""
     die_with_parent()
     code = 1
     try:

@@ -1,8 +1,4 @@
-"""Run trainer and engines on separate devices, or time-share common devices.
-
-The train loop announces when it needs the trainer and when a new version exists; the classes here do what the
-placement requires.
-"""
+"""Run trainer and engines on separate or time-shared devices, as the train loop's calls require."""
 
 from __future__ import annotations
 
@@ -27,10 +23,9 @@ T = TypeVar("T")
 
 
 class SideBySide:
-    """Separate devices for each side: no turns, and the publisher runs in parallel with both.
+    """Separate devices for each side: no turns, the publisher runs in parallel.
 
-    `are_ours`: the run started the engines, with the initial weights. The weights of external engines are
-    unknown.
+    `are_ours`: the run started the engines, with the initial weights; external engines have unknown weights.
     """
 
     def __init__(self, publisher: Publisher, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
@@ -47,21 +42,19 @@ class SideBySide:
             await self.publisher.wait_announced(version)
 
     async def to_trainer(self) -> None:
-        """Return at once: the trainer always has its devices."""
+        """Return at once."""
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
-        """Handle a new `version` of the trainer. Returns once the copy of its weights has begun; the
-        publisher finishes in the background.
-        """
+        """Return once the copy of `version`'s weights has begun; the publisher finishes in the background."""
         if version < self._num_steps:
             await self.publisher.wait_exported_or_busy(version)
 
     def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Return a block in which a new process of this engine starts and gets its weights."""
+        """Return a block in which a new engine process starts and gets its weights."""
         return contextlib.nullcontext()
 
     async def bring_up(self, name: str) -> None:
-        """Send the announced weights to a new engine process, inside room_for_engine."""
+        """Send the announced weights to a new engine, inside room_for_engine."""
         with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
             await self.publisher.bring_up(name)
 
@@ -82,12 +75,12 @@ class TakingTurns:
         the trainer keeps the devices to save its weights; evaluating engines get them afterwards. A dead
         engine restarts during the engines' turn; then all engines sleep, and the trainer pushes the served
         weights to all of them again. A dead trainer restarts once the engines sleep.
-    Waits: to_trainer sleeps until an evaluation on the engines has ended, and for a trainer that restarts,
-        without a limit here. to_trainer, to_engines and room_for_engine sleep for each other;
-        wait_room_for_trainer and room_for_engine sleep until the other side's turn ends.
-    Invariant: a version is announced only after the handover to the engines that brought it. Between two
-        handovers the lease holder has all it needs on the devices and the other side has nothing there, or
-        only rests if both stay. An engine that is down takes no part.
+    Waits: to_trainer sleeps until an evaluation on the engines has ended, and for a restarting trainer.
+        to_trainer, to_engines and room_for_engine sleep for each other; wait_room_for_trainer and
+        room_for_engine sleep until the other side's turn ends.
+    Invariant: a version is announced only after the handover to the engines that brought it. Between
+        handovers the lease holder has all it needs on the devices and the other side nothing, or only rests
+        if both stay. An engine that is down takes no part.
     """
 
     def __init__(
@@ -102,8 +95,8 @@ class TakingTurns:
         on_lost: Callable[[EngineLost], None] | None,
         stays: bool = False,
     ) -> None:
-        """Initialize. `on_lost` receives a lost engine, and the handover skips it; None: the handover fails.
-        `stays`: both sides stay in memory, and only the turn changes.
+        """Initialize. `on_lost` receives a lost engine, and the handover skips it; None: the handover
+        fails. `stays`: both sides stay in memory, and only the turn changes.
         """
         self._engines, self._trainer, self.publisher = tuple(engines), trainer, publisher
         self._num_steps, self._on_event, self._on_lost = num_steps, on_event, on_lost
@@ -113,15 +106,14 @@ class TakingTurns:
         self._changed = asyncio.Event()
         self._num_phases = 0
         self.last: dict[Side, Moved] = {}
-        """The last handover to the trainer, and the later one to the engines, if any."""
+        """Last handover to the trainer, and the later one to the engines, if any."""
 
     def status(self) -> dict[str, Any]:
-        """Return the lease state, the handover phase in progress and the number of handovers."""
         lease = self.lease
         return {"state": lease.state, "phase": lease.phase, "num_handovers": lease.num_handovers}
 
     def gauges(self) -> dict[str, float]:
-        """Return metrics of the two handovers around a step; 0 for a handover yet to come."""
+        """Return metrics of the handovers around a step; 0 before a handover."""
         seconds = {side: report.seconds for side, report in self.last.items()}
         return {
             "turns/phases": self._num_phases,
@@ -132,9 +124,7 @@ class TakingTurns:
         }
 
     async def start(self, version: int) -> None:
-        """Begin the first turn, the engines'. Push the trainer's weights first if they are newer than the
-        engines' initial weights.
-        """
+        """Begin with the engines' turn, after a push if the trainer has newer weights."""
         async with self._one_at_a_time:
             await self.lease.hand_to("engines" if version == 0 else "trainer")
         if version > 0:
@@ -151,8 +141,8 @@ class TakingTurns:
                     self.last = {"trainer": await self._hand_to_trainer()}
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
-        """Hand the devices to the engines with these weights and announce them; after the last step only for
-        an evaluation. Raises RoomError, with the phase that failed.
+        """Hand the devices to the engines and announce the weights; after the last step only for an
+        evaluation. Raises RoomError, with the phase that failed.
         """
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._one_at_a_time:
@@ -164,7 +154,7 @@ class TakingTurns:
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
-        """A block that extends the engines' turn until it ends. Raises RoomError if the lease is broken."""
+        """Extend the engines' turn until the block ends. Raises RoomError if the lease is broken."""
         while True:
             async with self._one_at_a_time:
                 if self.lease.state == "broken":
@@ -177,9 +167,7 @@ class TakingTurns:
                 await self._changed.wait()
 
     async def bring_up(self, name: str) -> None:
-        """Run an empty turn: all engines sleep and get the served weights from the trainer. Not cut short by
-        cancellation.
-        """
+        """Run an empty turn: all engines sleep and get the served weights. Not cut short by cancellation."""
         self.publisher.up_nowait(name)
 
         async def empty_turn() -> None:
@@ -197,9 +185,7 @@ class TakingTurns:
                 await self._changed.wait()
 
     async def _hand_to_trainer(self) -> Moved:
-        """Hand over to the trainer. If it is down, first wait for its restart on free devices, under the
-        restart's own limits.
-        """
+        """Hand over to the trainer, first waiting for its restart if it is down."""
         if not self._trainer.is_up:
             await asyncio.gather(*self._calls(Call("engines", "sleep", ("kv", "weights"))).values())
             await self._needing(self._trainer.wait_up())
@@ -214,7 +200,7 @@ class TakingTurns:
         return {"trainer": self._needing(ask(call.parts))}
 
     async def _ask(self, engine: EngineClient, call: Call) -> Moved:
-        """Call an engine, or skip it if it is lost: an engine that is down holds nothing on the device."""
+        """Call an engine, skipping a lost one, which holds nothing on the device."""
         if not self.publisher.is_down(engine.name):
             try:
                 if call.verb == "sleep":
@@ -227,7 +213,7 @@ class TakingTurns:
         return Moved(num_bytes=0, seconds=0.0)
 
     async def _needing(self, call: Awaitable[T]) -> T:
-        """Await a call that needs a running trainer, so that a trainer that is down restarts."""
+        """Await a call that restarts a dead trainer."""
         self._num_needing += 1
         self._wake()
         try:

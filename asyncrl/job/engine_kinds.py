@@ -1,6 +1,6 @@
-"""Differences between the values of rollout.engine: one class each, and a line in KINDS.
+"""Engine kinds of rollout.engine: one class each, and a line in KINDS.
 
-Their needs in settings, devices and memory are EngineFacts (asyncrl/config/generation.py); clients are in
+EngineFacts (asyncrl/config/generation.py) has their settings, devices and memory; clients are in
 asyncrl/engines, servers in asyncrl_servers.KIND.
 """
 
@@ -33,26 +33,27 @@ if TYPE_CHECKING:
 
 Body: TypeAlias = dict[str, Any]
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
-"""weight_sync.canary_limit=auto, in nats. Measured for vLLM with the right weights: 6e-6 in float32, 0.09 in
-bfloat16."""
+"""weight_sync.canary_limit=auto, in nats. Measured for vLLM with correct weights: 6e-6 in float32, 0.09 in
+bfloat16.
+"""
 CANARY_TOKENS = 160
 """Longer than vLLM's block on the CPU, so that its prefix cache takes part."""
 VLLM_STARTS = 3
-"""Multiple of supervision.start_timeout_s for vLLM, which compiles kernels at its first start."""
+"""Multiple of supervision.start_timeout_s: vLLM compiles kernels at its first start."""
 
 
 class Embedded:
-    """rollout.engine=embedded, and the base of the other kinds."""
+    """Embedded engine, base of the other kinds."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.rollout = config, config.rollout
 
     def canary_tokens(self) -> int:
-        """Return the length of the text whose logprobs are compared at each push (0 = no comparison)."""
+        """Return the length of the text whose logprobs each push compares; 0 for none."""
         return 0
 
     def slots(self, name: str) -> int:
-        """Return the number of sequences that this engine decodes at once."""
+        """Return the number of sequences decoded at once."""
         return self.config.eval_slots if name == EVAL_ENGINE else self.rollout.slots
 
     def spec(
@@ -66,8 +67,8 @@ class Embedded:
         share: float | None = None,
         cores: int | None = None,
     ) -> Body:
-        """Return the start arguments of the server. It sees only its own devices, so `device` needs no
-        number. `stays`: keep memory when colocated. `share`: fraction of device memory. `cores`: of its node
+        """Return the start arguments. The server sees only its own devices, so `device` needs no number.
+        `stays`: keep memory when colocated. `share`: fraction of device memory. `cores`: of its node
         (None: this machine).
         """
         is_replayed = self.config.algorithm.router_replay and name != EVAL_ENGINE
@@ -92,33 +93,30 @@ class Embedded:
         }
 
     def python(self) -> Callable[[], Path] | None:
-        """Return a function that finds the server's Python on its node; None: the Python of the run."""
+        """Return a function that finds the server's Python on its node; None: this Python."""
         return None
 
     def package(self) -> Callable[[], dict[str, str]] | None:
-        """Return a function that finds the server's package and version on its node; None: not needed."""
+        """Return a function that finds the required package and version on its node, if any."""
         return None
 
     def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
-        """Return the client of a server that is not started yet. `meeting`: the group that receives the
-        trainer's broadcasts.
-        """
+        """Return the client of a server before its start. `meeting`: broadcast group."""
         return EngineServer(server.caller, meeting=meeting)
 
     def request(self, sampling: Body) -> tuple[str, Body]:
-        """Return (path, body) of a sampling call, for a user who tries the server."""
+        """Return (path, body) of a sampling call to show users."""
         return "/generate", {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
 
     def how_to_use(self, url: str, model_path: Path) -> str:
-        """Return the usage line of `asyncrl serve engine`, below address and key."""
+        """Return a usage line for `asyncrl serve engine`."""
         return "  it speaks the messages of asyncrl/messages/calls.py and frames.py"
 
 
 class Simulated(Embedded):
-    """rollout.engine=simulated: a latency model that draws tokens from the model's vocabulary."""
+    """Latency model that draws tokens from the model's vocabulary."""
 
     def spec(self, model_path: Path, name: str, device: str = "auto", **turns: Any) -> Body:
-        """Return the settings of the latency model; it has no device."""
         model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
         common = {"name": name, "slots": self.slots(name), "max_length": self.rollout.max_length}
@@ -126,10 +124,9 @@ class Simulated(Embedded):
 
 
 class Vllm(Embedded):
-    """rollout.engine=vllm: vLLM's own server, under a separate Python."""
+    """vLLM's own server, under a separate Python."""
 
     def canary_tokens(self) -> int:
-        """Return CANARY_TOKENS, or the length that fits in max_length, but at least 2."""
         if self.config.weight_sync.canary_limit is None:
             return 0
         return max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))
@@ -160,15 +157,13 @@ class Vllm(Embedded):
         }
 
     def python(self) -> Callable[[], Path]:
-        """Return a function that finds the Python with vLLM."""
         return partial(find_python, self.rollout)
 
     def package(self) -> Callable[[], dict[str, str]]:
-        """Return a function that finds vLLM's version without importing it."""
         return partial(find_version, self.rollout)
 
     def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
-        """Return a client that reports ready once the server's settings match the run."""
+        """Return a client whose readiness includes a check of the server's settings."""
         config, placement, tokenizer = self.config, maker.placement, maker.tokenizer
         is_eval = server.name == EVAL_ENGINE
         device = placement.evaluation if is_eval else placement.rollout[0]
@@ -202,21 +197,19 @@ class Vllm(Embedded):
         return client
 
     def request(self, sampling: Body) -> tuple[str, Body]:
-        """Return a call of vLLM's route for token ids."""
         return "/inference/v1/generate", {
             "token_ids": [1, 2, 3],
             "sampling_params": sampling | {"logprobs": 0},
         }
 
     def how_to_use(self, url: str, model_path: Path) -> str:
-        """Return the command that uses this server in rollout.urls."""
         model = "" if self.config.model.path else f" model.scratch=none model.path={model_path.absolute()}"
         command = f"{KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{url}]{model}"
         return f"  a run on this machine takes it with: {command}"
 
 
 def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
-    """Return the ids of non-text tokens by name. The vocabulary may have rows without a token."""
+    """Return ids of non-text tokens by name. The vocabulary may have rows without a token."""
     special = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.text_ids]
     names = {tokenizer.decode([number], skip_special_tokens=False): number for number in special}
     return {name: number for name, number in names.items() if name}
@@ -226,5 +219,4 @@ KINDS: dict[str, type[Embedded]] = {"embedded": Embedded, "vllm": Vllm, "simulat
 
 
 def engine_kind(config: RunConfig) -> Embedded:
-    """Return the kind of rollout.engine."""
     return KINDS[config.rollout.engine](config)

@@ -1,6 +1,4 @@
-"""Run rollouts with a harness (gateway, work queue, worker processes) or as a single turn, and try an agent
-by hand or on a few prompts.
-"""
+"""Run rollouts with a harness (gateway, work queue, workers) or as single turns, and try agents."""
 
 from __future__ import annotations
 
@@ -48,17 +46,15 @@ from asyncrl.tasks.scorer import Scorers, TaskScorer
 from asyncrl.waits import waiting
 
 NO_WORKER_S = 30.0
-"""Seconds without a worker after which the run reports it."""
 GOODBYE_S = 5.0
-"""Most seconds that a finished run's gateway waits for remote workers to leave. A worker with all slots busy
-learns of the end at its next heartbeat.
+"""Limit on waiting for remote workers after a run. A worker with all slots busy learns of the end at its
+next heartbeat.
 """
 TASK_SEED_TURN = -1
 """Replaces the turn number in the seed for a harness's own draws."""
 
 
 def model_name(config: RunConfig) -> str:
-    """Return the policy's name in /v1/models."""
     return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
 
 
@@ -67,8 +63,8 @@ MAX_SAID = 500
 
 
 def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:
-    """Return the model's end-of-turn tokens, and the special tokens outside the markup of tool calls and
-    thoughts. Raises ConfigError for an unknown tool format.
+    """Return end-of-turn tokens, and special tokens outside the markup of tool calls and thoughts. Raises
+    ConfigError for an unknown tool format.
     """
     tool_format = find_tool_format(
         config.gateway.tool_format, tokenizer.template, tokenizer.response_template
@@ -80,7 +76,7 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
 
 
 def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
-    """Return the number of concurrent rollouts with `num_engines` working engines (None: the maximum)."""
+    """Return the number of concurrent rollouts (`num_engines` None: with all engines)."""
     concurrency = config.generator.concurrency
     num = config.rollout.max_engines if num_engines is None else num_engines
     return config.rollout.slots * num if concurrency == "auto" else concurrency
@@ -94,8 +90,8 @@ def make_gateway(
     *,
     is_for_users: bool = False,
 ) -> tuple[Gateway, RolloutQueue]:
-    """Return the gateway, not open yet, and its work queue on the same port. Raises ConfigError for an
-    unknown tool format.
+    """Return the gateway, not open yet, and the work queue on its port. Raises ConfigError for an unknown
+    tool format.
     """
     config, seed, rollout = life.config, life.config.seed, life.config.rollout
     override = config.gateway.on_sampling_override
@@ -137,10 +133,10 @@ def make_gateway(
 
 
 class Harnessing:
-    """The gateway, the work queue, and the run's own `workers` (empty with generator.remote).
+    """Gateway, work queue, and the run's own `workers` (empty with generator.remote).
 
-    Life: created with its port bound and its address, plus the key for remote workers, in
-        RUN_DIR/gateway.json -> start -> aclose.
+    Life: created with its port bound, its address and the key for remote workers in RUN_DIR/gateway.json ->
+        start -> aclose.
     Waits: aclose() waits up to GOODBYE_S for remote workers to leave a finished run.
     """
 
@@ -161,8 +157,8 @@ class Harnessing:
         self.supervisors = tuple(WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers)
 
     def _own_workers(self, config: RunConfig, run_dir: Path) -> tuple[Server, ...]:
-        """Create the workers, each with its own secret. The run's secret opens engines and trainer and must
-        stay hidden from programs that a harness runs.
+        """Create workers, each with its own secret: the run's secret opens engines and trainer and must
+        stay hidden from programs of a harness.
         """
         generator, num_slots = config.generator, num_rollouts(config)
         if config.evaluates_agent:
@@ -180,7 +176,7 @@ class Harnessing:
         """Open the gateway, start the workers and wait until they answer; `job` closes both. Raises
         ConfigError or RoomError.
 
-        Remote workers are started by hand, with the printed command.
+        Users start remote workers with the printed command.
         """
         job.tell("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
@@ -196,7 +192,7 @@ class Harnessing:
             job.say_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
-        """Return a sentence for the log if rollouts wait and no worker was seen for NO_WORKER_S."""
+        """Return a warning if rollouts wait and no worker was seen for NO_WORKER_S."""
         work = self.queue.gauges()
         if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None
@@ -207,7 +203,6 @@ class Harnessing:
         return f"{work['harness/queued']:.0f} rollouts wait and {unseen}; {way_out}"
 
     async def aclose(self) -> None:
-        """Stop handing out work, then end the workers and all sessions."""
         await self.queue.aclose()
         if self.queue.is_over and not self.workers:
             with contextlib.suppress(TimeoutError), waiting("their goodbye", on="workers elsewhere"):
@@ -225,7 +220,6 @@ def make_generator(
     scorer: TaskScorer | Scorers,
     harnessing: Harnessing | None,
 ) -> Generator:
-    """Return the generator of a rollout: a harness, or a single turn."""
     if harnessing is not None:
         gateway, queue, on_overflow = harnessing.gateway, harnessing.queue, config.generator.on_overflow
         return HarnessGenerator(gateway, queue, scorer, on_overflow=on_overflow)
@@ -244,9 +238,9 @@ def make_generator(
 class UserKey:
     """Two keys of a user who tries an agent by hand, for calls and for outcomes.
 
-    Life: open -> calls -> a posted outcome: all samples since the last outcome become a recorded rollout -> a
-        new session -> ... -> close. Samples without an outcome are recorded without a reward at close, or
-        earlier for the oldest conversations beyond the limit of a key (USER_SHARE).
+    Life: open -> calls -> a posted outcome: samples since the last outcome become a recorded rollout -> a new
+        session -> ... -> close. Samples without an outcome are recorded without a reward at close, or earlier
+        for the oldest conversations beyond a key's limit (USER_SHARE).
     Invariant: a completion is in one rollout: calls in flight when an outcome arrives get 410 and are in
         none.
     """
@@ -312,19 +306,17 @@ class UserKey:
 
 
 def num_sampled(rollout: Rollout) -> int:
-    """Return the number of sampled tokens over all branches."""
     return sum(branch.num_sampled for branch in rollout)
 
 
 def shape_text(rollout: Rollout) -> str:
-    """Return turns, tokens, and branches if there are several, as text."""
     text = f"{several(num_turns(rollout), 'turn')}, {num_sampled(rollout)} sampled tokens"
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
 
 
 def result_table(prompts: Sequence[Prompt], results: Sequence[Rollout | FailedRollout]) -> Table:
-    """Return a table with one row per prompt. `results` is ordered by prompt and sample; the last prompt may
-    have fewer.
+    """Return one row per prompt. `results` is ordered by prompt and sample; the last prompt may have
+    fewer.
     """
     table = Table(box=None, padding=(0, 1))
     for title in ("prompt", "done", "failed", "reward", "lowest", "highest", "turns", "tokens"):
@@ -342,7 +334,7 @@ def result_table(prompts: Sequence[Prompt], results: Sequence[Rollout | FailedRo
 
 
 def said_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
-    """Return the newest branch from its first sampled token as text, special tokens included."""
+    """Return the newest branch from its first sampled token, special tokens included."""
     branch = rollout[-1]
     first = int(branch.loss_mask.argmax())
     text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
@@ -358,11 +350,11 @@ async def try_rollouts(
     recorder: RolloutRecorder,
     tokenizer: HFChatTokenizer,
 ) -> bool:
-    """Run `rollout.group_size` rollouts per prompt, `num_tried` in total. Print each as it ends, then a
-    table. Return True if any succeeded.
+    """Run `rollout.group_size` rollouts per prompt, `num_tried` in total; print each, then a table. Return
+    True if any succeeded.
 
-    Recording follows the order of prompts and samples, each rollout once all earlier ones are done; in
-    completion order, a recording would begin with the short ones.
+    Recording follows the order of prompts and samples; in completion order, a recording would begin with the
+    short ones.
     """
     rollout, slots = life.config.rollout, Slots(num_rollouts(life.config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)

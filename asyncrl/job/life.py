@@ -1,6 +1,4 @@
-"""Lifetime of a command that starts processes (`asyncrl run`, `asyncrl serve`): its directory, log, signals,
-tasks and shutdown.
-"""
+"""Lifetime of a command that starts processes: its directory, log, signals, tasks and shutdown."""
 
 from __future__ import annotations
 
@@ -76,15 +74,15 @@ class Interrupts:
 
 
 class Voice:
-    """Messages of a command to its user. A closed console (`| head`, a closed terminal) is no error."""
+    """Messages to the user. A closed console is no error."""
 
     def say(self, text: str) -> None:
-        """Print and log one permanent line."""
+        """Print and log a line."""
         logger.info("%s", text)
         self.say_secret(text)
 
     def say_secret(self, text: str) -> None:
-        """Print one line that contains a key, without logging it."""
+        """Print a line that contains a key; do not log it."""
         outliving().write(f"{text}\n")
 
     def tell(self, text: str) -> None:
@@ -97,7 +95,7 @@ class Voice:
         self.say_secret(f"WARNING: {text}")
 
     def published(self, version: int, digest: str) -> None:
-        """Report that every engine serves new weights."""
+        """Every engine serves new weights."""
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
@@ -111,25 +109,23 @@ class Voice:
         """Report the end: done, interrupted or failed. Without `can_go_on` a rerun would fail again."""
 
     async def aclose(self) -> None:
-        """Wait, for a limited time, until trackers have the last reports after finish(). A signal ends the
-        wait.
-        """
+        """Wait briefly for trackers after finish(). A signal ends the wait."""
 
 
 class Life(ABC):
-    """Lifetime of all processes of one command. Owns the only TaskGroup.
+    """Lifetime of a command's processes. Owns the only TaskGroup.
 
     Life: run() calls live(), which starts everything; shutdown happens in reverse order.
-    Waits: run() waits for live(). A task that raises, or a part that calls on_broken, ends it.
-    Invariant: when run() returns or raises, none of the processes remain. The first SIGINT or SIGTERM sets
-        `stop` while `can_stop`, so that live() ends by itself, and otherwise cancels it; the second kills all
-        processes and exits at once.
+    Waits: run() waits for live(). A task that raises, or on_broken, ends it.
+    Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop` while `can_stop`, so
+        that live() ends by itself, and otherwise cancels it; the second kills all processes and exits at
+        once.
     """
 
     ending = "ending"
     """Effect of the first signal, as text."""
     main_task = "main"
-    """Task name of run(), for stacks and waits."""
+    """Task name for stacks and waits."""
 
     def __init__(
         self,
@@ -145,8 +141,8 @@ class Life(ABC):
         self.say, self.say_secret = self.voice.say, self.voice.say_secret
         self.tell, self.warn = self.voice.tell, self.voice.warn
         self.servers: Sequence[Server] = ()
-        """Servers that the command needs. The death of one is reported in place of the calls that failed
-        because of it.
+        """Servers that the command needs. Their deaths are reported in place of the resulting failed
+        calls.
         """
         self.stack = AsyncExitStack()
         self.stop, self.can_stop = asyncio.Event(), False
@@ -162,8 +158,8 @@ class Life(ABC):
         """Do the work of the command inside the TaskGroup; return the exit code."""
 
     async def run(self) -> int:
-        """Return the exit code of live(), or 128 + the signal that interrupted it. Raises the AsyncrlError
-        that ended it.
+        """Return the exit code of live(), or 128 + the interrupting signal. Raises the AsyncrlError that
+        ended it.
         """
         main = asyncio.current_task()
         assert main is not None
@@ -187,7 +183,6 @@ class Life(ABC):
             self._stop_listening()
 
     def _listen(self, main: asyncio.Task[Any]) -> None:
-        """Receive signals directly in the main thread, otherwise through `interrupts`."""
         loop = asyncio.get_running_loop()
         if self.interrupts is not None:
 
@@ -230,33 +225,31 @@ class Life(ABC):
         return code
 
     def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task in the TaskGroup; if it raises, everything ends."""
+        """Start a task; if it raises, everything ends."""
         assert self._group is not None, "tasks are started while run() is under way"
         task = self._group.create_task(coro, name=name)
         self._tasks.add(task)
         return task
 
     def end_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
-        """Cancel the group's tasks, except names that start with a prefix in `all_but`."""
+        """Cancel tasks, except names with a prefix in `all_but`."""
         for task in self._tasks:
             if not task.get_name().startswith(all_but):
                 task.cancel()
 
     def closes(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
-        """Register `close` for the end; later registrations close first."""
+        """Register `close` for the end, before earlier registrations."""
         self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
 
     def on_broken(self, error: RoomError) -> None:
-        """Report a broken part that answers clients (the gateway); wait_broken raises the error."""
+        """Report a broken part that answers clients, for wait_broken to raise."""
         if not self._broken.done():
             self._broken.set_exception(error)
 
     async def wait_broken(self) -> None:
-        """Wait for an error from on_broken and raise it."""
         await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
-        """Return the error to show."""
         if isinstance(error, OSError):
             error = refused_by_system(error, self.run_dir)
         elif not isinstance(error, AsyncrlError):
@@ -286,10 +279,9 @@ class Life(ABC):
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
-    """Close one resource with a time limit, shielded from cancellation. Log a timeout or failure, never raise
-    it.
+    """Close a resource within a time limit, shielded from cancellation; log a timeout or failure.
 
-    A cancellation during the close (such as the first Ctrl-C after a finished run) passes on afterwards.
+    A cancellation during the close (the first Ctrl-C after a finished run) passes on afterwards.
     """
     closing = asyncio.ensure_future(close())
     _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
@@ -303,12 +295,11 @@ async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitabl
 
 
 def new_run_dir(name: str) -> Path:
-    """Return the default run directory."""
     return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def make_run_dir(folder: Path, mode: int) -> None:
-    """Create the directory, or reuse it, with these permissions. Raises ConfigError if it cannot be written.
+    """Create or reuse the directory with these permissions. Raises ConfigError if it cannot be written.
 
     A directory with foreign files keeps its permissions; the caller refuses it next.
     """
@@ -330,7 +321,7 @@ def make_run_dir(folder: Path, mode: int) -> None:
 
 @contextlib.contextmanager
 def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove a newly created directory if the block raises ConfigError before a group is admitted."""
+    """Remove a new directory if the block raises ConfigError before a group is admitted."""
     is_new = not folder.exists()
     try:
         yield
@@ -341,8 +332,8 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return True if a group was admitted or a checkpoint made. An earlier failed start may be repeated with
-    corrected settings.
+    """Return True if a group was admitted or a checkpoint made; otherwise corrected settings may restart
+    the run.
     """
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
@@ -354,9 +345,7 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the id of the run in this directory, created if missing. Moving or copying the directory keeps
-    it.
-    """
+    """Return the run's id, created if missing. Moving or copying the directory keeps it."""
     path = run_dir / "run.id"
     if not path.exists():
         write_whole(path, secrets.token_hex(8) + "\n")
@@ -364,22 +353,20 @@ def run_id(run_dir: Path) -> str:
 
 
 def run_again(folder: Path, *more: str) -> str:
-    """Return the command that resumes the run in this directory."""
     return shlex.join(["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more])
 
 
 COLLECT_AFTER = (1_000, 20_000, 10)
-"""Arguments of gc.set_threshold: new objects are checked once, thousands at a time; older ones after about 20
-million more objects were created than freed.
+"""gc.set_threshold: check new objects once, thousands at a time, older ones after about 20 million net
+allocations.
 """
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Make Python's cycle collector skip existing objects and rarely check new ones inside the block: a
-    collection blocks the event loop for a microsecond per object, and a rollout has about 50.
-
-    Finished rollouts contain no cycles, so they need no collector.
+    """Make the cycle collector skip existing objects and rarely check new ones inside the block: it blocks
+    the event loop for a microsecond per object, with about 50 per rollout, and finished rollouts contain
+    no cycles.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -394,8 +381,8 @@ def rare_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
-    """Send all asyncrl logs to logs/controller.log of this directory, and raise the open-file limit to its
-    maximum: every request in flight is a connection, and the usual limit is 1024 files.
+    """Log to logs/controller.log only, and raise the open-file limit to its maximum: every request in
+    flight is a connection, and the usual limit is 1024 files.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
@@ -416,7 +403,6 @@ def logging_to(folder: Path) -> Iterator[None]:
 
 
 def refused_by_system(error: OSError, run_dir: Path) -> RoomError:
-    """Return the error to show for an OSError of the controller."""
     if error.errno in OUT_OF_FILES:
         way_out = (
             "raise the limit (ulimit -n) or lower rollout.slots and gateway.max_connections, then resume."

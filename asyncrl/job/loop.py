@@ -1,11 +1,11 @@
-"""Control loop of a run: start its parts, train batch after batch, and end everything that it started.
+"""Control loop of a run: start its parts, train batch after batch, end everything.
 
 Each wait is declared in place (asyncrl.waits.waiting) with its purpose and the event that ends it; `asyncrl
 status` and the watchdog list open waits.
 
-A broken part raises RoomError: the TaskGroup ends, everything is closed, and `run_job` raises that error. A
-lost process is first restarted, up to supervision.max_restarts times. Evaluation is the exception: only the
-end of the run waits for it, and the loss of its engine is only a warning.
+A broken part raises RoomError, which closes everything and leaves `run_job`. A lost process first restarts,
+up to supervision.max_restarts times. Only the end of the run waits for the evaluation, and the loss of its
+engine is only a warning.
 """
 
 from __future__ import annotations
@@ -77,12 +77,11 @@ def run_job(
     trackers: Sequence[Tracker] = (),
     interrupts: Interrupts | None = None,
 ) -> int:
-    """Train by `config`, from the start or where a killed run stopped, and return the exit code: 0 done; 130
-    or 143 interrupted by SIGINT or SIGTERM, resumable. `trackers` are added to the config's. `interrupts`
-    delivers signals outside the main thread.
+    """Train by `config`, from the start or from a killed run's state. Return 0, or 130 or 143 after SIGINT or
+    SIGTERM (resumable). `trackers` are added to the config's. `interrupts` delivers signals outside the main
+    thread.
 
-    Raises AsyncrlError if a part failed, after closing everything: no child process and no shared memory
-    remains.
+    Raises AsyncrlError if a part failed, leaving no child process and no shared memory.
     """
     if config.generator.is_harness:
         hide_memory()  # protect keys, answers and rewards of all rollouts
@@ -129,8 +128,8 @@ def run_job(
 class Job(Life):
     """A run: open its parts -> catch up, if resumed -> train loop -> save -> close.
 
-    The first SIGINT or SIGTERM finishes the current step, makes a checkpoint and closes; the second ends at
-    once, without losing journaled work.
+    The first SIGINT or SIGTERM finishes the step, makes a checkpoint and closes; the second ends at once,
+    without losing journaled work.
     """
 
     ending = "stopping after this step"
@@ -148,14 +147,12 @@ class Job(Life):
         *,
         num_first: int,
     ) -> None:
-        """Initialize; `num_first` is the initial number of engines."""
         self.reporter = Reporter(config, run_dir, name, trackers, goes_on=point is not None)
         super().__init__(config, run_dir, self.reporter, launcher)
         self._point, self._placement = point, placement
         self._num_first = num_first
 
     async def live(self) -> int:
-        """Run from opening the parts to the end."""
         self.reporter.start()
         if (server := self.reporter.status_server()) is not None:
             self.closes("status server", server.aclose)
@@ -178,7 +175,7 @@ class Job(Life):
         return 0 if self._signal is None else 128 + self._signal
 
     def _start_guards(self, parts: Parts) -> None:
-        """Start the tasks that supervise the run, from before the first batch until the weights are saved."""
+        """Start supervision, from before the first batch until the weights are saved."""
         watchdog = self._make_watchdog(parts)
         self.spawn(watchdog.run(), name="watchdog")
         self.spawn(self._report_status(parts, watchdog), name="status")
@@ -191,7 +188,6 @@ class Job(Life):
             self.spawn(self.wait_broken(), name="watch gateway")
 
     def _make_watchdog(self, parts: Parts) -> Watchdog:
-        """Return the watchdog, which also reports to the journal."""
         log_path = self.run_dir / "logs" / "controller.log"
         command = run_again(self.run_dir, "--resume", "must")
 
@@ -258,12 +254,11 @@ class Job(Life):
             self.spawn(parts.scale.follow(), name="scale")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
-        """Stop an evaluation on the rollout engines when the run stops."""
         await self.stop.wait()
         evaluation.stop_nowait()
 
     async def _train_loop(self, parts: Parts) -> None:
-        """Repeat: a batch within the staleness bound, one optimizer step, publication of its weights."""
+        """Repeat: take a batch within the staleness bound, train, publish."""
         self.can_stop = True
         while parts.trainer.policy_version < self.config.trainer.num_steps:
             batch = await self._next_batch(parts)
@@ -286,7 +281,7 @@ class Job(Life):
                 await parts.checkpointer.after_step(report.policy_version)
 
     async def _next_batch(self, parts: Parts) -> Batch | None:
-        """Return the next batch, or None once the run stops."""
+        """Return None once the run stops."""
         if self.stop.is_set():
             return None
         waiting = asyncio.ensure_future(parts.buffer.wait_batch())

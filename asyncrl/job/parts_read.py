@@ -1,4 +1,4 @@
-"""Read the processes and numbers of the parts, and the state that the watchdog checks."""
+"""Read processes, numbers and watchdog state from the parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.observe.watchdog import Reported
 
 
 def processes(parts: Parts) -> tuple[Server, ...]:
-    """Return all child processes, evaluation and teacher included. Parked engines and missing nodes have
+    """Return all child processes, including evaluation and teacher. Parked engines and missing nodes have
     none.
     """
     workers = () if parts.harnessing is None else parts.harnessing.workers
@@ -24,7 +24,7 @@ def processes(parts: Parts) -> tuple[Server, ...]:
 
 
 def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
-    """Return all numbers of the run by name, or by source if a source may restart from 0 (a new process)."""
+    """Return all numbers by name, and by source if a new process restarts them from 0."""
     harnessing, found = parts.harnessing, dict[str, float | Mapping[str, float]]()
     sources: list[Any] = [parts.buffer, parts.producers, parts.engines, parts.publisher, parts.scorer]
     sources += [parts.trainer, parts.turns, parts.checkpointer, parts.scale]
@@ -51,7 +51,6 @@ def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
 
 
 def reported(parts: Parts) -> Reported:
-    """Return the current state for the watchdog."""
     marks = {
         name: value
         for name, value in gauges(parts).items()
@@ -63,7 +62,7 @@ def reported(parts: Parts) -> Reported:
 
 
 def status_of(parts: Parts, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts' section of status.json; `now`: the current gauges."""
+    """Return the parts' section of status.json; `now`: current gauges."""
     down, producers = parts.engines.down, parts.producers
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")

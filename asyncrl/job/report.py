@@ -1,6 +1,4 @@
-"""Turn the numbers of the parts into step metrics, status and the final summary; observe/ shows and writes
-them.
-"""
+"""Turn numbers of the parts into step metrics, status and the summary; observe/ shows and writes them."""
 
 from __future__ import annotations
 
@@ -51,16 +49,14 @@ from asyncrl.trainer.step_report import GAP_WARNING
 logger = logging.getLogger("asyncrl.job.report")
 
 MOST_WARNINGS = 100
-"""Most warnings in status.json and the summary; logs/controller.log has all."""
+"""Limit for status.json and the summary; logs/controller.log has all."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
 class Reporter(Voice):
-    """Everything that a run shows and writes about itself. Life: start() -> step() and status() -> finish()
-    and close_console(), in any order.
+    """Reports of a run. Life: start() -> step() and status() -> finish() and close_console(), in any order.
 
-    A resumed run (`goes_on`) keeps the files of the killed run unchanged until resumes(), because its start
-    may be refused.
+    A resumed run (`goes_on`) keeps the killed run's files until resumes(): its start may be refused.
     """
 
     def __init__(
@@ -87,27 +83,25 @@ class Reporter(Voice):
         per_step, failed = config.observe.samples_per_step, config.observe.failed_samples_per_step
         self._samples = SampleMaker(run_dir, seed=config.seed, per_step=per_step, failed_per_step=failed)
         self._last: Mapping[str, Any] = {}
-        """Metrics of the last step; all steps are in metrics.jsonl."""
         self._opened_s = self._trained_since_s = time.monotonic()
         self._now: Mapping[str, Any] = {}
         self._activity = self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, dict[str, float]] = {}
-        """Metrics of each evaluation since the last step, by its name."""
+        """Metrics of each evaluation since the last step, by name."""
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
-        """Totals by step, for reported steps that are about to be repeated."""
+        """Totals by step, for reported steps about to be repeated."""
         self._journaled: dict[str, float] = {}
         """Totals in the journal at the kill."""
         self._slots_at: tuple[float, float] | None = None
-        """End of the last step, and the busy seconds of engine slots until then."""
+        """End of the last step, and busy seconds of engine slots until then."""
         self._warnings: list[str] = []
         self._told = set[str]()
         """Warnings given once per run."""
         self._is_to_resume = goes_on
 
     def start(self) -> None:
-        """Start the display."""
         plain = json.loads(self.config.model_dump_json())
         shown_as = self.run_dir.resolve().name
         self._recorder.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
@@ -120,7 +114,7 @@ class Reporter(Voice):
         self._console.start()
 
     def status_server(self) -> StatusServer | None:
-        """Return the server of observe.status_port, with its port bound, if set. Raises ConfigError if the
+        """Return the server of observe.status_port, if set, with its port bound. Raises ConfigError if the
         port is unavailable.
         """
         observe = self.config.observe
@@ -132,7 +126,6 @@ class Reporter(Voice):
         return server
 
     def _numbers(self) -> dict[str, Any]:
-        """Return metrics of the last step and the last evaluation, updated by the last status."""
         evaluation = self._evaluations[-1] if self._evaluations else {}
         return {**self._last, **evaluation, **self._now}
 
@@ -142,7 +135,6 @@ class Reporter(Voice):
         self._console.show_activity(text)
 
     def say_secret(self, text: str) -> None:
-        """Print one line that contains a key, without logging it."""
         self._console.say(text)
 
     def warn(self, text: str) -> None:
@@ -155,14 +147,13 @@ class Reporter(Voice):
         self._recorder.record_weights(version, digest)
 
     def warn_once(self, what: str, text: str) -> None:
-        """Warn the first time in this run."""
         if what not in self._told:
             self._told.add(what)
             self.warn(text)
 
     def resumes(self, version: int, counted: Mapping[str, float]) -> None:
-        """Continue from the weights of `version`: earlier steps stay, later ones will be reported again.
-        `counted`: the journal's totals.
+        """Continue from `version`: earlier steps stay, later ones will be reported again. `counted`: the
+        journal's totals.
         """
         self._is_to_resume = False
         self._timeline.open()
@@ -186,7 +177,7 @@ class Reporter(Voice):
         self._console.say(f"goes on from policy_version {version}")
 
     def training_starts(self) -> None:
-        """Start counting time_s; setup time is reported separately."""
+        """Start counting time_s, without setup."""
         self._count_on()
         version = int(self._last.get("step", 0))
         note_span("restarts", "start", self._opened_s, time.monotonic(), version)
@@ -196,17 +187,15 @@ class Reporter(Voice):
         self.tell("training")
 
     def counted_before_publish(self, parts: Parts, batch: Batch) -> dict[str, float]:
-        """Return the sampled-token total for step(), before engines can sample for the next batch:
-        reproducible at max_staleness 0.
+        """Return the sampled-token total before engines sample for the next batch: reproducible at
+        max_staleness 0.
         """
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         name = "tokens/generated"
         return {name: self._counted({name: parts.engines.gauges()[name]})[name]}
 
     def step(self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
-        """Report an optimizer step in metrics.jsonl, TensorBoard and the console. `found`: batch_metrics of
-        the batch.
-        """
+        """Report an optimizer step. `found`: batch_metrics of the batch."""
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         metrics = self._metrics(parts, batch, report, found)
         for of_evaluation in self._new_evaluations.values():
@@ -221,11 +210,11 @@ class Reporter(Voice):
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        """Write the first failures after each step as samples."""
+        """Record the first failures after each step as samples."""
         self._samples.failed(group_id, prompt, failed, tokenizer)
 
     def flush(self) -> None:
-        """Wait until samples, made in a thread, are written; the rest is written at once."""
+        """Wait for samples, which a thread makes; everything else is already written."""
         self._samples.flush()
 
     def _show_samples(self) -> None:
@@ -241,7 +230,6 @@ class Reporter(Voice):
         self._timeline.slots(parts.engines.busy_s(now_s), now_s)
 
     def evaluated(self, result: EvalResult) -> None:
-        """Report an evaluation in eval.jsonl, TensorBoard, the console and the next step's metrics."""
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
         now_s = time.monotonic()
@@ -259,7 +247,7 @@ class Reporter(Voice):
             self.warn(f"{what}, the last failure: {result.last_failure}")
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
-        """Warn about a step, once per run and kind; the log has each skipped step."""
+        """Warn once per run and kind; the log has each skipped step."""
         gap, logs = metrics.get("policy/logprob_gap_mean", 0.0), self.run_dir / "logs" / "trainer-0.log"
         if gap > GAP_WARNING:
             text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
@@ -279,7 +267,7 @@ class Reporter(Voice):
             self.warn_once("skipped", text)
 
     def status(self, parts: Parts, waits: Sequence[Wait]) -> None:
-        """Replace status.json for `asyncrl status`. `waits`: the current waits."""
+        """Replace status.json. `waits`: the current waits."""
         self._show_samples()
         self._note_slots(parts)
         now = self._now = self._counted(gauges(parts))
@@ -300,9 +288,7 @@ class Reporter(Voice):
         )
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """Report the end: verdict, plot and summary.json, if there were steps. Raises RoomError if they
-        cannot be written.
-        """
+        """Write verdict, plot and summary.json. Raises RoomError if writing fails."""
         try:
             self._samples.close()
             self._show_samples()
@@ -355,7 +341,7 @@ class Reporter(Voice):
         self._console.close()
 
     def _count_on(self) -> None:
-        """Continue time_s from the last step, without setup: it never decreases in a resumed run."""
+        """Continue time_s from the last step: it never decreases in a resumed run."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _metrics(
@@ -384,6 +370,6 @@ class Reporter(Voice):
         return metrics
 
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the same numbers, with process totals replaced by totals of the whole run."""
+        """Replace process totals by totals of the whole run."""
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}

@@ -1,10 +1,10 @@
-"""Decide if a run directory holds a run to resume, from which point, and if the config still fits; then
-restore the parts. Generates nothing.
+"""Decide if and from where a run directory can resume with this config, and restore the parts. Generates
+nothing.
 
 The checkpoint holds the weights, the journal everything since: its batches are trained again unchanged, ready
 groups are ready again, running groups continue from their partial turns, and requeued prompts come first (if
 their group failed at the resumed version, after it, as in the old run). Groups too old for settings changed
-by --allow-change are requeued too.
+by --allow-change are requeued.
 """
 
 from __future__ import annotations
@@ -59,25 +59,23 @@ FREE_KEYS = {
     "gateway": "host port public_url max_calls max_concurrent_calls max_body_bytes read_timeout_s "
     "max_connections lease_timeout_s",
 }
-"""Keys that may change between two starts: limits, places, memory. With a constant schedule, num_steps only
-sets the end.
-"""
+"""Keys for limits, places and memory. With a constant schedule, num_steps only sets the end."""
 MODEL_KEYS = ("model.path", "model.revision")
-"""Keys that may change if a ModelPin records the old files; the new files must match."""
+"""May change if a ModelPin recorded the old files; the new files must match."""
 TRANSPORT = "weight_sync.transport"
-"""auto may resolve differently on another machine. Engines get the same bits by every transport except lora,
-because vLLM then computes with unmerged adapters.
+"""auto depends on the machine. All transports give engines the same bits except lora: vLLM then
+computes with unmerged adapters.
 """
 SAVED = ("final", "adapter")
-"""Weight folders written at the end of a run. Older ones stay until the new ones are complete."""
+"""Weight folders of a finished run. Older ones stay until the new ones are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Point to resume from: `checkpoint` is the newest complete one (None: the initial weights).
+    """Resume from `checkpoint`, the newest complete one (None: the initial weights).
 
-    `told`: skipped checkpoints and accepted changes, as text. `damaged`: the skipped checkpoints, set aside
-    once the run continues. `may_change_model`, `may_change_data`: their files may differ.
+    `told`: skipped checkpoints and accepted changes, as text. `damaged`: skipped checkpoints, set aside once
+    the run continues. `may_change_model`, `may_change_data`: the files may differ.
     """
 
     checkpoint: Whole | None
@@ -88,21 +86,18 @@ class ResumePoint:
 
     @property
     def version(self) -> int:
-        """Return the number of batches in the checkpoint."""
         return 0 if self.checkpoint is None else self.checkpoint.version
 
 
 def as_resume_mode(text: str) -> ResumeMode:
-    """Return the value of --resume. Raises ConfigError if it is unknown."""
+    """Check the value of --resume. Raises ConfigError if it is unknown."""
     if text not in get_args(ResumeMode):
         raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
     return cast(ResumeMode, text)
 
 
 def begun_dtype(run_dir: Path | None) -> str | None:
-    """Return model.dtype of the run in this directory, or None if none has begun. find_resume reports a
-    broken run.
-    """
+    """Return model.dtype of a run that has begun. find_resume reports a broken run."""
     with contextlib.suppress(AsyncrlError):
         if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):
             return load_config(run_dir / "config.yaml").model.dtype
@@ -122,10 +117,10 @@ def settle_saved(folder: Path) -> bool:
 def find_resume(
     run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
-    """Return the point to resume from, or None for a new run. Blocks while it reads checkpoints.
+    """Return None for a new run. Blocks while it reads checkpoints.
 
-    Raises ConfigError if the directory holds a run (mode never) or none (must), if that run is done, or if
-    keys that affect results changed and are not in `allow_change`. Raises CheckpointError for an unreadable
+    Raises ConfigError if the directory holds a run (mode never) or no run (must), if the run is done, or if
+    keys that affect results changed outside `allow_change`. Raises CheckpointError for an unreadable
     checkpoint.
     """
     saved = run_dir / "config.yaml"
@@ -158,8 +153,8 @@ def _refused(run_dir: Path, what: str, way_out: str = "choose another, or move t
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return section.key -> (old value, new value) for keys whose YAML differs: 1, 1.0 and '1' do, .nan and
-    .nan do not.
+    """Return section.key -> (old, new) for keys whose YAML differs: 1, 1.0 and '1' do, .nan and .nan do
+    not.
     """
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
@@ -210,7 +205,6 @@ def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
 
 
 def _is_named(key: str, allowed: Collection[str]) -> bool:
-    """Return True if the key, or a section that contains it, is in `allowed`."""
     return any(key == name or key.startswith(name + ".") for name in allowed)
 
 
@@ -231,7 +225,7 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
 
 
 def _refuse_fewer_steps(run_dir: Path, config: RunConfig, num_saved: int) -> None:
-    """Raise ConfigError if the run has more steps. `num_saved`: steps of the newest checkpoint, for a run
+    """Raise ConfigError if the run has more steps. `num_saved`: those of the newest checkpoint, for a run
     without its journal.
     """
     num_trained = num_saved
@@ -251,11 +245,10 @@ def _refuse_fewer_steps(run_dir: Path, config: RunConfig, num_saved: int) -> Non
 async def restore(
     parts: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
-    """Restore all parts except the engines; return the groups that continue once the engines have the
-    weights.
+    """Restore all parts except the engines; the returned groups continue once the engines have the weights.
 
-    Steps that may refuse come first: data, buffer, trainer state. Reporter and journal follow; after that
-    only a broken part can end the resume. Raises the errors of the parts.
+    Steps that may refuse come first: data, buffer, trainer state. Then only a broken part can end the resume.
+    Raises the errors of the parts.
     """
     feed, journal = parts.feed, parts.journal
     if state.order is not None:
@@ -324,7 +317,6 @@ def _from_journal(
 
 
 def _from_checkpoint_alone(checkpoint: Whole, parts: Parts) -> None:
-    """Restore without a journal."""
     try:
         parts.put_back(ControllerState.model_validate(checkpoint.controller), checkpoint.version)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # `feed` is checked by its reader

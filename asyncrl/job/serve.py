@@ -1,8 +1,8 @@
-"""`asyncrl serve`: run engine servers, and the gateway over them, until Ctrl-C or for a number of rollouts.
-Trains nothing, journals nothing.
+"""`asyncrl serve`: run engine servers, and the gateway, until Ctrl-C or for a number of rollouts. Trains and
+journals nothing.
 
-A lost engine server ends the command; workers are restarted. Ctrl-C (or SIGTERM) ends a running service with
-exit code 0; during startup, or with rollouts to do, it interrupts: 130 or 143.
+A lost engine server ends the command; workers restart. Ctrl-C (or SIGTERM) ends a running service with exit
+code 0; during startup and rollouts the code is 130 or 143.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def serve_gateway(
     record: Path | None = None,
     num_rollouts: int | None = None,
 ) -> int:
-    """Serve until Ctrl-C, or run `num_rollouts` of the config's rollouts. Return the exit code.
-
-    Raises AsyncrlError; no process remains in any case.
+    """Serve until Ctrl-C, or run `num_rollouts` rollouts; return the exit code. Raises AsyncrlError. No
+    process remains.
     """
     hide_memory()  # protect keys of all rollouts: a tried agent runs as the same user
     passed_env(config.generator.pass_env)
@@ -63,7 +62,7 @@ def serve_gateway(
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
-    """Serve one engine server until Ctrl-C. Return the exit code. Raises AsyncrlError."""
+    """Serve one engine until Ctrl-C; return the exit code. Raises AsyncrlError."""
     with open_folder(run_dir, name, config) as (folder, settled, launcher):
         serving = EngineServing(settled, folder, launcher=launcher)
         return asyncio.run(end_what_is_left(serving.run()))
@@ -73,8 +72,8 @@ def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
 def open_folder(
     run_dir: Path | None, name: str, config: RunConfig
 ) -> Iterator[tuple[Path, RunConfig, Launcher]]:
-    """Lock the directory for logs and a scratch model; yield it with the config settled for this machine, and
-    its launcher. Raises ConfigError if the directory holds something else.
+    """Lock the directory; yield it, the config settled for this machine, and its launcher. Raises
+    ConfigError if the directory holds something else.
     """
     with ExitStack() as stack:
         launcher = stack.enter_context(opened(config.launcher))
@@ -107,10 +106,7 @@ def open_folder(
 
 
 class Serving(Life):
-    """Lifetime of an `asyncrl serve` command."""
-
     async def launch(self) -> ServerMaker:
-        """Find or create the model, and return the server maker."""
         config = self.config
         self.tell("making the model" if config.model.scratch else "finding the model")
         model_path = await make_model_folder(config, self.run_dir)
@@ -121,7 +117,7 @@ class Serving(Life):
         return maker
 
     async def start(self, servers: Sequence[Server]) -> None:
-        """Start processes, wait until they answer, and watch them from then on."""
+        """Start processes and wait until they answer; from then on watch them."""
         self.tell(f"loading the model in {', '.join(server.name for server in servers)}")
         self.servers = servers
         for server in servers:
@@ -139,8 +135,6 @@ class Serving(Life):
 
 
 class EngineServing(Serving):
-    """`asyncrl serve engine`."""
-
     async def live(self) -> int:
         maker = await self.launch()
         (engine, *_), kind = maker.engines(), engine_kind(self.config)
@@ -162,7 +156,7 @@ class EngineServing(Serving):
 
 
 class GatewayServing(Serving):
-    """`asyncrl serve gateway`: for users, or for `num_rollouts` rollouts."""
+    """Gateway for users, or for `num_rollouts` rollouts."""
 
     def __init__(
         self,

@@ -29,9 +29,8 @@ STATE_TIMEOUT_S = 5.0
 class Server:
     """A child process and its HTTP caller.
 
-    `answers`: the type of /health. `health`: its last answer. `engine`: the client of an engine server, used
-    for health. `ready`: the engine kind's own readiness check, if a first answer is not enough. `start_s`:
-    limit for the first answer.
+    `answers`: type of /health. `health`: last answer. `engine`: an engine server's client, used for health.
+    `ready`: extra readiness check of the engine kind. `start_s`: limit for the first answer.
     """
 
     child: Process
@@ -44,17 +43,16 @@ class Server:
 
     @property
     def name(self) -> str:
-        """Return the name of the process, which its replacements keep."""
         return self.child.name
 
     async def ask(self, timeout_s: float) -> Health:
-        """Return the answer to /health. Raises CallLost, CallRefused or EngineError."""
+        """Query /health. Raises CallLost, CallRefused or EngineError."""
         if self.engine is not None:
             return await self.engine.health(timeout_s=timeout_s)
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
 
     async def check_alive(self, timeout_s: float) -> None:
-        """Ask /health. Raises RoomError if the process does not answer within `timeout_s`."""
+        """Query /health. Raises RoomError without an answer within `timeout_s`."""
         try:
             self.health = await self.ask(timeout_s)
         except (CallLost, CallRefused, EngineError) as error:
@@ -65,7 +63,6 @@ class Server:
             raise RoomError(self.name, what, rule=rule, way_out=way_out) from error
 
     async def state(self) -> ChildState:
-        """Return the state of the process and of its server."""
         process = self.child.seen()
         if self.child.returncode is not None:
             return ChildState(self.name, process, "asked nothing", is_well=False)
@@ -77,7 +74,7 @@ class Server:
         return ChildState(self.name, process, f"answers: {numbers}", is_well=True)
 
     def dump_stacks_nowait(self) -> None:
-        """Make the process write its stacks into its log, unless SIGUSR1 would end it."""
+        """Make the process log its stacks, unless SIGUSR1 would end it."""
         self.child.dump_stacks_nowait()
 
     async def watch(self) -> None:
@@ -109,8 +106,8 @@ class Server:
             await end_all([asking, watching])
 
     async def end(self) -> str:
-        """Kill the process, frozen or not, and close the connections; it can be replaced afterwards. Return a
-        description of what survives, if anything.
+        """Kill the process and close its connections; describe any survivor. A replacement can start
+        afterwards.
         """
         self.child.kill_nowait()
         await self.aclose()
@@ -119,7 +116,6 @@ class Server:
         return left
 
     async def aclose(self) -> None:
-        """Close the connections, then end the process."""
         await self.caller.aclose()
         await self.child.aclose()
 
@@ -130,7 +126,6 @@ def failure_text(error: CallLost | CallRefused | RoomError) -> str:
 
 
 async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -158,9 +153,8 @@ async def bring_up(
     """Start all processes and wait until they answer. Raises the first RoomError.
 
     On shared devices the engines start first and sleep, then the trainer, which may have to catch up before
-    their turn. No device holds more than one side, at the price of loading in sequence; sleeping engines lose
-    their weights, so their first turn begins with a push. Engines that stay in memory do not sleep; they also
-    start first, because vLLM measures free memory at its start.
+    their turn. So no device holds more than one side, and the engines' first turn begins with a push. Engines
+    that stay in memory also start first, because vLLM measures free memory at its start.
     """
     if not is_shared:
         await start_all([*trainers, *engines, *beside])
@@ -210,7 +204,7 @@ async def start_again(
 
 
 async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
-    """Return the death of one of the processes, if any; wait up to `timeout_s` for the first."""
+    """Return the first death, waiting up to `timeout_s`."""
     children = [server.child for server in servers if server.child.url]
     if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -219,7 +213,7 @@ async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError 
 
 
 async def end_server(server: Server, warn: Callable[[str], None]) -> None:
-    """End a server, and warn of processes that survive: they hold memory, perhaps a GPU."""
+    """End a server, and warn of survivors: they hold memory, perhaps a GPU."""
     await server.aclose()
     if server.child.left:
         warn(server.child.left)

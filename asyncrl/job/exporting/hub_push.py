@@ -1,4 +1,4 @@
-"""Push exports to the Hugging Face hub with huggingface_hub, its login, HF_TOKEN and HF_ENDPOINT."""
+"""Push exports to the Hugging Face hub, with its client's login, HF_TOKEN and HF_ENDPOINT."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class HubRepo:
 
     @classmethod
     def opened(cls, name: str, *, is_public: bool) -> HubRepo:
-        """Create the repository if it is missing, private unless `is_public`. Raises ConfigError for an
-        invalid name, a missing token, or a public repository without `is_public`; HubError.
+        """Create the repository if missing, private unless `is_public`. Raises ConfigError for an invalid
+        name, a missing token, or a public repository without `is_public`; HubError.
         """
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HFValidationError
@@ -60,7 +60,6 @@ class HubRepo:
 
 @contextlib.contextmanager
 def _words(name: str, folder: Path | None = None) -> Iterator[None]:
-    """Turn the client's many error types into HubError."""
     try:
         yield
     except AsyncrlError:

@@ -1,7 +1,7 @@
-"""`asyncrl export`: write the chosen weights of a run to a separate folder. The run directory is only read.
+"""`asyncrl export`: write weights of a run to a separate folder, without changing the run directory.
 
-The export is built next to OUT until it is complete. It replaces only an older export: a folder with exactly
-the files that its asyncrl.json lists.
+The export is built next to OUT. It replaces only an older export: a folder with exactly the files in its
+asyncrl.json.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model
 
 Tell = Callable[[str], None]
 MARK = "asyncrl.json"
-"""File in an export that records its policy_version and its files."""
+"""Record of an export's policy_version and files."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """Weights to export: a checkpoint, or the Hugging Face folders final/ and adapter/ (`is_final`)."""
+    """Checkpoint, or the Hugging Face folders final/ and adapter/ (`is_final`)."""
 
     version: int
     folder: Path
@@ -54,10 +54,10 @@ def export_run(
     public: bool = False,
     tell: Tell = print,
 ) -> None:
-    """Export weights of the run in `run_dir` to `out`, and with `push` to that hub repository.
+    """Export weights to `out`, and with `push` to that hub repository.
 
     Raises ConfigError for a request that does not fit the run, CheckpointError for a damaged or removed
-    checkpoint, HubError if the hub refuses.
+    checkpoint, HubError.
     """
     config = read_config(run_dir)
     _refuse_wrong(config, adapter=adapter, dtype=dtype, push=push, public=public)
@@ -88,8 +88,8 @@ def export_run(
 def find_source(
     run_dir: Path, config: RunConfig, step: str, *, is_as_trained: bool = True, tell: Tell = print
 ) -> WeightsSource:
-    """Return the weights that `step` names, after comparing a checkpoint with its manifest. final/ exists
-    only in the dtype of the run. Raises ConfigError that lists the available steps, or CheckpointError.
+    """Return the weights that `step` names, with a checkpoint verified. final/ exists only in the dtype of
+    the run. Raises ConfigError with the available steps, or CheckpointError.
     """
     versions = Checkpoints(run_dir, config.checkpoint).versions()
     final = _final_version(run_dir) if is_as_trained else None
@@ -125,13 +125,12 @@ def find_source(
 
 
 def _there(versions: list[int], final: int | None) -> str:
-    """Return the available versions as text."""
     found = f"checkpoints of steps {', '.join(map(str, versions))}" if versions else "no whole checkpoint"
     return found if final is None else f"{found}, and final/ of step {final}"
 
 
 def _final_version(run_dir: Path) -> int | None:
-    """Return the version of final/, or None if it is missing or older than a resumed run."""
+    """Return None if final/ is missing or older than a resumed run."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         version = summary.get("num_steps")
@@ -141,7 +140,6 @@ def _final_version(run_dir: Path) -> int | None:
 
 
 def _load(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) -> None:
-    """Write a checkpoint to `path`."""
     from asyncrl.trainer.saved_model import save_model, save_peft
     from asyncrl.trainer.state import read_state
 
@@ -166,7 +164,7 @@ def _load(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) ->
 
 
 def _copy(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) -> None:
-    """Copy final/ to `path`, or adapter/ with the tokenizer of final/ and the name of its base."""
+    """Copy final/, or adapter/ with the tokenizer of final/ and the name of its base."""
     kept = source.folder.with_name("adapter") if weights.is_adapter else source.folder
     tell(f"copying {kept}")
     shutil.copytree(kept, path)
@@ -181,7 +179,7 @@ def _copy(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) ->
 
 @contextlib.contextmanager
 def _removed(folder: Path, config: RunConfig) -> Iterator[None]:
-    """Raise CheckpointError instead if the run removed the checkpoint during the read."""
+    """Report a checkpoint that the run removed during the read."""
     try:
         yield
     except (CheckpointError, Refused, OSError) as error:
@@ -197,7 +195,6 @@ def _removed(folder: Path, config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(source: WeightsSource, out: Path) -> Iterator[None]:
-    """Turn read and write failures into AsyncrlError."""
     from safetensors import SafetensorError
 
     try:
@@ -214,9 +211,7 @@ def _told(source: WeightsSource, out: Path) -> Iterator[None]:
 
 
 def _free(run_dir: Path, out: Path, *, overwrite: bool) -> Path:
-    """Return the resolved path of the export. Raises ConfigError if it would replace anything except an
-    export.
-    """
+    """Return the resolved path. Raises ConfigError if it would replace anything except an export."""
     out, inside = out.expanduser().resolve(), run_dir.resolve()
     if out == inside or inside in out.parents:
         rule = "an export changes nothing in a run directory"

@@ -1,4 +1,4 @@
-"""Evaluations of a run: their sampling, on an eval engine or the rollout engines, and their results."""
+"""Evaluations of a run, on an eval engine or the rollout engines."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def make_evaluation(
     parts: Parts, job: Life, held_out: Mapping[str, EvalTask], on_result: Callable[[EvalResult], None]
 ) -> Evaluation:
-    """Return the evaluation, of single completions or of the run's own agent. A resumed run does not repeat
-    evaluations; checkpoints also get the results of the evaluation that ranks them.
+    """Evaluate single completions or the run's own agent. A resumed run does not repeat evaluations;
+    checkpoints also get the results that rank them.
     """
     config, scorers, made = job.config, list[TaskScorer](), list[HeldOut]()
     target = parts.eval_target

@@ -1,4 +1,4 @@
-"""Create the servers of a run without starting them: their specs, devices, nodes and clients."""
+"""Create the servers of a run without starting them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ MEET_FRACTION = 0.8
 
 @dataclass(frozen=True)
 class ServerMaker:
-    """Creates the servers of one command, and the clients of its engines. The launcher starts them."""
-
     config: RunConfig
     placement: Placement
     model_path: Path
@@ -49,7 +47,7 @@ class ServerMaker:
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
     async def find_store(self) -> str:
-        """Return the address where the ranks meet if they do not share the staging folder."""
+        """Return the address where ranks meet if they do not share the staging folder."""
         placement, num = self.placement, self.config.trainer.world_size
         if num == 1 or not any(placement.rank_node(rank) for rank in range(num)):
             return ""
@@ -80,14 +78,13 @@ class ServerMaker:
         return servers
 
     def _ranks_beside(self, rank: int) -> list[int]:
-        """Return all ranks on the node of `rank`."""
         node_of = self.placement.rank_node
         return [other for other in range(len(self.placement.trainer)) if node_of(other) == node_of(rank)]
 
     def trainer_spec(
         self, rank: int, staging_dir: Path, store: str = "", weights_store: str = ""
     ) -> TrainerSpec:
-        """Return the spec of a rank. It sees the devices of all ranks on its node and no others."""
+        """Return a rank's spec. It sees the devices of all ranks on its node only."""
         config, kind = self.config, engine_kind(self.config)
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, self.placement))
@@ -121,7 +118,7 @@ class ServerMaker:
         )
 
     def engines(self) -> list[Server]:
-        """Return the engine servers that sample for training: the run's own, or those in rollout.urls."""
+        """Return the engines that sample for training: the run's own, or those in rollout.urls."""
         rollout = self.config.rollout
         if rollout.urls is not None:
             key = os.environ.get(KEY_ENV, "")
@@ -135,12 +132,10 @@ class ServerMaker:
         ]
 
     def eval_engine(self) -> Server:
-        """Return the engine server for evaluation."""
         assert self.placement.evaluation is not None, "asked for where an eval engine is placed"
         return self._engine(EVAL_ENGINE, [self.placement.evaluation], None, self.placement.beside_node)
 
     def teacher(self, folder: Path) -> Server:
-        """Return the server that scores samples with the model in `folder`."""
         config, device = self.config, self.placement.teacher
         assert config.teacher is not None, "asked for where there is one"
         assert device is not None, "placed where there is one"
@@ -166,7 +161,7 @@ class ServerMaker:
 
     @cached_property
     def tokenizer(self) -> HFChatTokenizer:
-        """Return the model's tokenizer. The first call blocks."""
+        """Return the tokenizer. The first call blocks."""
         model = self.config.model
         return HFChatTokenizer(
             self.model_path,
@@ -175,8 +170,8 @@ class ServerMaker:
         )
 
     def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
-        """Create the client of an engine server before its start. `meeting`: the group for broadcast weights,
-        if the trainer sends them. The first call blocks.
+        """Create an engine server's client before its start. `meeting`: broadcast group. The first call
+        blocks.
         """
         server.engine = engine_kind(self.config).client(server, self, meeting)
         return server.engine
@@ -228,9 +223,8 @@ class ServerMaker:
         return self.launcher.process(node, order)
 
     async def hold(self, staging_dir: Path | None = None, num_engines: int = 0) -> None:
-        """Have the launcher reserve the servers' resources on nodes that can read their files. `staging_dir`:
-        None for a command with engines only. `num_engines`: the initial number, if it may change. Raises
-        ConfigError or RoomError.
+        """Reserve the servers' resources on nodes that can read their files. `staging_dir`: None with
+        engines only. `num_engines`: the initial number, if it may change. Raises ConfigError or RoomError.
         """
         serves_only = staging_dir is None
         parts = self.placement.parts(has_engines=self.config.rollout.urls is None, serves_only=serves_only)
@@ -242,7 +236,7 @@ class ServerMaker:
         await self.launcher.hold(parts, needs)
 
     def _needs(self, node: int, staging_dir: Path | None) -> Needs:
-        """Return the files (of the model, one) and packages that the processes on this node need. Blocks."""
+        """Return files (one of the model's) and packages that the node's processes need. Blocks."""
         config, placement, run_dir = self.config, self.placement, self.run_dir
         has_rank = staging_dir is not None and node in {one.node for one in placement.ranks}
         is_beside = staging_dir is not None and placement.beside_node == node

@@ -1,4 +1,4 @@
-"""Teacher of a run: find its model, refuse a different vocabulary, supervise its process."""
+"""Teacher of a run: its model, vocabulary check and supervision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "teacher.path"
 
 
 class TeacherSupervisor(Supervisor):
-    """Keeps the teacher running; while it is down, rollouts wait for their scores."""
+    """Keeps the teacher running; while it is down, rollouts wait for scores."""
 
     kind = "teacher"
 
@@ -50,8 +50,6 @@ class TeacherSupervisor(Supervisor):
 
 
 class Teaching:
-    """Process, client and supervisor of the teacher; not started yet."""
-
     def __init__(self, maker: ServerMaker, folder: Path, supervision: Supervision) -> None:
         settings, rollout = maker.config.teacher, maker.config.rollout
         assert settings is not None, "made where the config has the section"
@@ -70,8 +68,8 @@ class Teaching:
 
 
 async def make_teaching(maker: ServerMaker, supervision: Supervision) -> Teaching:
-    """Return the teacher, fetching its model from the hub if needed. Raises ConfigError if the model is
-    missing or has other tokens.
+    """Return the teacher, fetching its model if needed. Raises ConfigError if the model is missing or has
+    other tokens.
     """
     settings = maker.config.teacher
     assert settings is not None, "asked for where the config has the section"

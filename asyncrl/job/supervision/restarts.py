@@ -1,4 +1,4 @@
-"""Count the restarts of a part and limit them."""
+"""Count and limit the restarts of a part."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from asyncrl.errors import NodeLost, RoomError
 class Restarts:
     """Restart counter of one part.
 
-    Life: works_nowait() when it works -> again_nowait() when it is lost, and for each start that fails.
+    Life: works_nowait() when it works -> again_nowait() when it is lost, and for each failed start.
     Invariant: a restart counts until the part has worked for restart_window_s afterwards: a part that dies
         once a day never uses up max_restarts; a part that never comes up, or dies after each long recovery,
         always does. A missing node does not count while the run can do without it, nor within the first
-        node_wait_s; nor does a restart that discovers the missing node, the cause of the loss.
+        node_wait_s; nor does the restart that discovers it.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
         self._config = config
         self.num = 0
-        """Number of all restarts."""
         self._worked_s = 0.0
         self._works_since_s: float | None = None
         self._gone_since_s: float | None = None
@@ -31,7 +30,6 @@ class Restarts:
         """`_worked_s` at each counting restart."""
 
     def works_nowait(self) -> None:
-        """Note that the part works."""
         self._works_since_s, self._gone_since_s = asyncio.get_running_loop().time(), None
 
     def rests_nowait(self) -> None:
@@ -40,8 +38,8 @@ class Restarts:
         self._counting.clear()
 
     def again_nowait(self, lost: RoomError, *, goes_on: bool = False) -> str:
-        """Count a restart; return the remaining allowance as text. Raises the RoomError that ends the run if
-        there are too many. `goes_on`: the run can do without the part for now.
+        """Count a restart; return the remaining allowance as text. Raises the RoomError that ends the run.
+        `goes_on`: the run can do without the part for now.
         """
         now_s = asyncio.get_running_loop().time()
         if self._works_since_s is not None:
@@ -68,7 +66,7 @@ class Restarts:
 
     @property
     def num_counting(self) -> int:
-        """Return the number of restarts that count towards max_restarts."""
+        """Return the restarts that count towards max_restarts."""
         return len(self._counting)
 
     @property
@@ -77,7 +75,7 @@ class Restarts:
         return self._gone_since_s is not None
 
     def _waits(self, lost: RoomError, now_s: float, *, goes_on: bool) -> str:
-        """Return the text for a loss that does not count, otherwise an empty string."""
+        """Return text if the loss does not count."""
         if not isinstance(lost, NodeLost):
             return ""
         self._gone_since_s = now_s if self._gone_since_s is None else self._gone_since_s

@@ -1,4 +1,4 @@
-"""Keep the processes of a run alive: engine servers, trainer ranks, agents' workers, the teacher.
+"""Keep engine servers, trainer ranks, workers and the teacher running.
 
 A process that dies or does not answer is restarted and restored (weights for an engine; state and batches for
 the trainer). Too many restarts end the run.
@@ -40,22 +40,16 @@ logger = logging.getLogger("asyncrl.job.supervision.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0
-"""Seconds to wait, after a broken call, for the kernel to report the death of the process, which is the
-better error.
-"""
+"""Wait after a broken call for the kernel to report the process's death, the better error."""
 MAX_BACKOFF_S = 30.0
 NODE_PERIOD_S = 5.0
-"""Seconds between searches for a missing node while the run does without it."""
+"""Interval of searches for a missing node."""
 NO_LOSS = (PublishError, JournalError, TrainerError)
-"""Errors during a restart that another new process would not fix. TrainerLost, a subclass of TrainerError, it
-would.
-"""
+"""Errors that another new process would not fix. TrainerLost, a TrainerError, it would."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """Limits and loss callbacks shared by all supervisors of a run."""
-
     config: SupervisionConfig
     heartbeat_s: float
     warn: Callable[[str], None]
@@ -66,8 +60,8 @@ class Supervisor:
     """Watches processes that live and die together; if one is lost, all restart.
 
     Life: up -> lost: a process died, gave no answer for heartbeat_s, or broke a call (reported) -> down: all
-        are killed -> backoff -> free memory on shared devices -> new ones answer -> they are brought to the
-        state of the old ones -> up. A loss on the way counts like the first.
+        are killed -> backoff -> free memory on shared devices -> new ones answer -> they get the old ones'
+        state -> up. A loss on the way counts like the first.
     Waits: run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for free
         devices, for the start, and for bring_back, during which it still watches.
     Invariant: more than max_restarts (see Restarts) end the run with the reason of the last loss; with 0 the
@@ -83,20 +77,18 @@ class Supervisor:
         self._on_event, self._restarts = supervision.on_event, Restarts(supervision.config)
         self.is_up = True
         self.is_starting = False
-        """Old processes end or new ones start, within their own limits. False while they wait for devices or
-        weights, or train again: that progress is visible.
+        """Old processes end or new ones start, within their own limits. False while they wait for devices
+        or weights, or train again: that progress is visible.
         """
         self._report: RoomError | None = None
         self._reported = asyncio.Event()
 
     @property
     def name(self) -> str:
-        """Return the name of the first process."""
         return self._processes[0].name
 
     @property
     def num_restarts(self) -> int:
-        """Return the number of restarts, failed ones included."""
         return self._restarts.num
 
     async def run(self) -> None:
@@ -110,7 +102,7 @@ class Supervisor:
                 lost = await self._replace(lost)
 
     async def _replace(self, lost: RoomError) -> RoomError | None:
-        """Restart once; return the reason of another loss, or None once restored."""
+        """Restart once; return the reason of another loss, if any."""
         was_gone = self._restarts.is_node_gone
         try:
             words = self._restarts.again_nowait(lost, goes_on=self._goes_on())
@@ -143,13 +135,12 @@ class Supervisor:
         return again
 
     async def _end(self) -> None:
-        """End the processes, and warn of any that survive."""
         for process in self._processes:
             if left := await process.end():
                 self._warn(left)
 
     async def _start(self) -> RoomError | None:
-        """Start new processes; return the reason of another loss, or None once restored."""
+        """Start new processes; return the reason of another loss, if any."""
         self._report, self._reported = None, asyncio.Event()
         async with self._room():
             await self._before_start()
@@ -189,28 +180,28 @@ class Supervisor:
         return False
 
     def _down(self, lost: RoomError) -> None:
-        """Stop sending requests to the processes. Idempotent."""
+        """Stop sending requests. Idempotent."""
         self.is_up = False
 
     def _room(self) -> AbstractAsyncContextManager[None]:
-        """Wait until the devices are free for new processes, and hold them."""
+        """Wait for free devices and hold them."""
         return contextlib.nullcontext()
 
     async def _before_start(self) -> None:
         """Forget the old processes' state."""
 
     async def _bring_back(self) -> None:
-        """Bring new processes to the state of the old ones."""
+        """Restore the old processes' state."""
 
     async def _works_again(self) -> None:
         """Resume normal use."""
 
     def _told_up(self) -> Mapping[str, Any]:
-        """Return the journal's details of a completed restart."""
+        """Return details for the journal."""
         return {}
 
     async def _wait_unfit(self) -> None:
-        """Raise RoomError once processes answer but are unusable."""
+        """Raise RoomError if processes answer but are unusable."""
         await asyncio.Event().wait()
 
 
@@ -218,7 +209,7 @@ class EngineSupervisor(Supervisor):
     """Keeps one engine server running: while it is down, its calls are cut, and neither pool nor pushes wait
     for it.
 
-    Invariant: the pool sends it work only while its process serves the announced version, or a newer one.
+    Invariant: the pool sends it work only while it serves the announced version, or a newer one.
     """
 
     kind = "engine"
@@ -230,14 +221,11 @@ class EngineSupervisor(Supervisor):
         self._client, self._pool, self._turns = client, pool, turns
 
     def lost_nowait(self, error: EngineLost) -> None:
-        """Report a call of pool or publisher without an answer. The server is down on return; run restarts
-        it.
-        """
+        """Report a call without an answer. The server is down on return; run restarts it."""
         if not error.is_told:
             self._lost_by(error)
 
     def _goes_on(self) -> bool:
-        """Return True while another engine works."""
         return {*self._pool.load} - {*self._pool.down, self.name} != set()
 
     def _down(self, lost: RoomError) -> None:
@@ -267,7 +255,7 @@ class WorkerSupervisor(Supervisor):
     """Keeps one worker running. The rollouts of a lost worker fail as data and are retried; its replacement
     leases by itself.
 
-    A worker whose event loop blocks for lease_timeout_s is lost too: its rollouts have already failed.
+    A worker whose event loop blocks for lease_timeout_s is also lost: its rollouts have already failed.
     """
 
     kind = "worker"
@@ -281,8 +269,8 @@ class WorkerSupervisor(Supervisor):
         self._queue.worker_gone_nowait(self.name, in_short(lost))  # its rollouts fail now
 
     async def _wait_unfit(self) -> None:
-        """Wait for two answers with a blocked loop: /health comes from another thread, and after a pause of
-        the whole machine the first answer may precede the loop's recovery.
+        """Wait for two answers with a blocked loop: /health comes from another thread, and after a pause
+        of the whole machine the first answer may precede the loop's recovery.
         """
         health, was_stuck = None, False
         while True:
@@ -303,8 +291,8 @@ class WorkerSupervisor(Supervisor):
 async def until_lost(
     processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
 ) -> RoomError | None:
-    """Watch processes until a coroutine of `work` ends (None) or a process is lost (the reason). A death
-    takes precedence over a broken call, and that over a missed heartbeat. Raises other errors of `work`.
+    """Watch processes until `work` ends (None) or a process is lost (the reason). A death takes precedence
+    over a broken call, and that over a missed heartbeat. Raises other errors of `work`.
     """
     watching = [asyncio.ensure_future(process.watch()) for process in processes]
     working = [asyncio.ensure_future(coro) for coro in work]
@@ -327,12 +315,11 @@ async def until_lost(
 
 
 async def heartbeat(process: Server, limit_s: float) -> None:
-    """Poll a process's health forever. Raises RoomError once it does not answer within `limit_s`."""
+    """Poll a process's health forever. Raises RoomError without an answer within `limit_s`."""
     while True:
         await process.check_alive(limit_s)
         await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
 
 def in_short(lost: AsyncrlError) -> str:
-    """Return the failure without the end of the log."""
     return lost.what.splitlines()[0].split("; the end of ")[0]

@@ -1,6 +1,4 @@
-"""Trainer under supervision: when a process dies, all are restarted and restored, and lost calls repeated.
-Also makes the checkpoints that this needs.
-"""
+"""Trainer that restarts, recovers and repeats lost calls, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ logger = logging.getLogger("asyncrl.job.supervision.supervise_trainer")
 class SupervisedTrainer(Supervisor):
     """Trainer with one process per rank that survives their loss.
 
-    Life: as Supervisor; new ranks load the newest checkpoint, train again on later batches, and offload what
-        the old ones had offloaded. Lost calls are repeated.
+    Life: as Supervisor; new ranks load the newest checkpoint, train again on later batches, and repeat
+        offloads. Lost calls are repeated.
     Waits: calls sleep while the trainer is down, at most as long as restarts take; once run has given up,
         they raise its error.
     Invariant: a batch is trained once on the way to each version: `recover` repeats training lost with its
@@ -69,7 +67,6 @@ class SupervisedTrainer(Supervisor):
         return self.client.policy_version
 
     def gauges(self) -> dict[str, float]:
-        """Return its numbers by the names of observe/metrics.py."""
         return {
             "policy_version": self.policy_version,
             "trainer/restarts": self.num_restarts,
@@ -100,11 +97,10 @@ class SupervisedTrainer(Supervisor):
         return await self._when_up(lambda: self.client.train(batch))
 
     async def wait_version_above(self, version: int) -> int:
-        """Return policy_version once it is greater than `version`."""
         return await self.client.wait_version_above(version)
 
     async def wait_up(self) -> None:
-        """Return once the processes answer and are restored. Raises RoomError if they never will be."""
+        """Return once the processes are restored. Raises RoomError if they never will be."""
         with waiting("the trainer to be back", on="watch trainer"):
             while not self.is_up:
                 if self._over is not None:
@@ -112,40 +108,38 @@ class SupervisedTrainer(Supervisor):
                 await self._changed.wait()
 
     async def begin_export(self) -> int:
-        """Begin an export of the newest weights; return their version."""
+        """Begin an export; return its version."""
         return await self._when_up(self.client.begin_export)
 
     async def export(self) -> ExportResponse:
-        """Export the newest weights into staging, or wait for the export in progress. New processes export
-        the weights that are newest then.
+        """Export the newest weights, or wait for the export in progress. New processes export the weights
+        that are newest then.
         """
         return await self._when_up(self.client.export)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Export one chunk of the newest weights. New processes continue with the lost chunk."""
+        """Export one chunk. New processes continue with the lost chunk."""
         return await self._when_up(lambda: self.client.export_chunk(version, index))
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Broadcast without retries: the receiving engines have failed too, and new trainer processes copy
-        the weights again on request.
+        """Broadcast without retries: the receiving engines have failed too, and new processes copy the
+        weights again on request.
         """
         self._check_up()
         return await self.client.broadcast(request)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Move these parts off the trainer's device."""
         moved = await self._when_up(lambda: self.client.offload(parts))
         self._offloaded |= frozenset(parts)
         return moved
 
     async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Move these parts back to the device."""
         moved = await self._when_up(lambda: self.client.onload(parts))
         self._offloaded -= frozenset(parts)
         return moved
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Save the newest weights as a folder, replacing an existing one."""
+        """Save the newest weights, replacing an existing folder."""
         await self._when_up(lambda: self.client.save(path, merged=merged))
 
     async def begin_save_state(self, path: Path) -> int:
@@ -199,7 +193,7 @@ class SupervisedTrainer(Supervisor):
         await self._may_start()
 
     async def _bring_back(self) -> None:
-        """Recover the newest answered version, and repeat the old processes' offloads."""
+        """Recover the newest answered version and repeat offloads."""
         await self._recover(self.client.policy_version)
         if self._offloaded:
             await self.client.offload(sorted(self._offloaded))
@@ -218,7 +212,7 @@ class SupervisedTrainer(Supervisor):
 async def recover_trainer(
     client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int
 ) -> None:
-    """Bring a restarted trainer to `version`: newest complete checkpoint, then the journal's batches.
+    """Bring a restarted trainer to `version` from the newest complete checkpoint and the journal's batches.
 
     Raises JournalError if batches in between are gone, CheckpointError for an unreadable checkpoint,
     TrainerError.
@@ -237,7 +231,6 @@ async def recover_trainer(
 
 
 async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
-    """Yield batches start .. stop - 1 of the journal, one at a time."""
     for version in range(start, stop):
         yield await asyncio.to_thread(state.load_batch, version)
 
@@ -247,8 +240,8 @@ class Checkpointer:
 
     Life: after_step() -> begun (the copy is made during the next step) -> written, checked, renamed,
         journaled -> idle.
-    Waits: the train loop sleeps in after_step until the copy has begun; a separate task does the rest. It
-        sleeps until the state is written, then while a restarted trainer goes back to an older one.
+    Waits: the train loop sleeps in after_step until the copy has begun. A separate task sleeps until the
+        state is written, then while a restarted trainer goes back to an older one.
     Invariant: one at a time: a checkpoint due during another write is skipped with a warning. A failed write
         is a warning each time; older checkpoints and the run are unaffected.
     """
@@ -260,11 +253,10 @@ class Checkpointer:
         self.num_made = self.num_failed = 0
 
     def gauges(self) -> dict[str, float]:
-        """Return its numbers by the names of observe/metrics.py."""
         return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
 
     async def after_step(self, version: int) -> None:
-        """Begin a checkpoint if one is due at this version."""
+        """Begin a checkpoint if one is due."""
         every = self._checkpoints.config.every
         if every is None or version % every:
             return
@@ -275,9 +267,7 @@ class Checkpointer:
             self._writing = self._job.spawn(self._finish(*begun), name=f"checkpoint {version}")
 
     async def make_last(self, version: int) -> None:
-        """Make a checkpoint now, after the one in progress, and wait until it is complete. For the end of a
-        run.
-        """
+        """Make the final checkpoint, after the one in progress, and wait for it."""
         if self._checkpoints.config.every is None or version == 0:
             return
         if self._writing is not None:
