@@ -72,12 +72,10 @@ class Parts:
         self.eval_target: EngineClient | None = None
         self.teaching: Teaching | None = None
         self.meeting: Broadcasts | None = None
-        """With weight_sync.transport=nccl."""
         self.files: NodeFiles | None = None
-        """With several nodes."""
         self.harnessing: Harnessing | None = None
         self.evaluation: Evaluation | None = None
-        # scaling down cuts the last calls of an engine; nothing is lost
+        # with scaling, cut calls of a leaving engine must not end the run
         is_heard = job.config.supervision.max_restarts or job.config.rollout.is_scaled
         self._on_lost = self._engine_lost if is_heard else None
 
@@ -97,7 +95,6 @@ class Parts:
         return [] if self.teaching is None else [self.teaching.supervisor]
 
     async def open_journal(self) -> None:
-        """Open the journal and the staging folder."""
         job, config = self._job, self._config
         disk_dir = await asyncio.to_thread(disk_root, config.weight_sync.disk_dir)
         for root in dict.fromkeys((None, disk_dir)):
@@ -141,7 +138,6 @@ class Parts:
         return await make_model_folder(config, job.run_dir, commit=self.pin.revision)
 
     async def make_processes(self, model_path: Path) -> None:
-        """Create trainer, engines and clients without starting them."""
         config, job, sync = self._config, self._job, self._config.weight_sync
         maker = ServerMaker(config, self._placement, model_path, job.run_dir, job.warn, job.launcher)
         await maker.hold(self.staging_dir, self._num_first)

@@ -50,7 +50,6 @@ NUM_PROMPTS = 100
 """Prompts to tokenize. Rows have all their characters checked."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 CONFIG = "config"
-"""Name of the config in the first line of the child's standard input."""
 FINE = 64
 """Exit code after loading everything; unlikely as an exit code of user code."""
 
@@ -136,9 +135,7 @@ def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
         if config.rollout.facts.has_model:
             _refuse_beyond_positions(config, Path(tokenizer.model_path))
         if config.generator.is_harness or config.evaluates_agent:
-            with _refusing(
-                config, "the simplest chat"
-            ):  # the messages of a harness are unknown until it calls
+            with _refusing(config, "the simplest chat"):  # a harness's messages are still unknown
                 tokenizer.render([{"role": "user", "content": "Hello"}])
         asked = [("task", prompt) for prompt in prompts if not config.generator.is_harness]
         asked += [("eval task", prompt) for prompt in eval_prompts if not config.evaluates_agent]
@@ -181,12 +178,12 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
 
 
 def _first_prompts(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Sequence[Prompt]:
-    """Return the first prompts. Raises ConfigError if one cannot be made."""
+    """Raises ConfigError if a prompt cannot be made."""
     return list(_drawn(make_feed(config, tasks), min(NUM_PROMPTS, sum(map(len, tasks.values())))))
 
 
 def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator[Prompt]:
-    """Yield all prompts made from rows. Raises ConfigError if one cannot be made."""
+    """Raises ConfigError if a prompt cannot be made."""
     for name, task in tasks.items():
         if isinstance(task, RowTask):
             system = config.tasks[name].system_prompt

@@ -53,7 +53,6 @@ class Embedded:
         return 0
 
     def slots(self, name: str) -> int:
-        """Return the number of sequences decoded at once."""
         return self.config.eval_slots if name == EVAL_ENGINE else self.rollout.slots
 
     def spec(
@@ -109,7 +108,6 @@ class Embedded:
         return "/generate", {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
 
     def how_to_use(self, url: str, model_path: Path) -> str:
-        """Return a usage line for `asyncrl serve engine`."""
         return "  it speaks the messages of asyncrl/messages/calls.py and frames.py"
 
 

@@ -51,7 +51,7 @@ GOODBYE_S = 5.0
 next heartbeat.
 """
 TASK_SEED_TURN = -1
-"""Replaces the turn number in the seed for a harness's own draws."""
+"""Turn number in the seed for a harness's own draws."""
 
 
 def model_name(config: RunConfig) -> str:
@@ -59,7 +59,7 @@ def model_name(config: RunConfig) -> str:
 
 
 MAX_SAID = 500
-"""Most characters of a rollout that `serve gateway --rollouts` prints."""
+"""Limit per rollout that `serve gateway --rollouts` prints."""
 
 
 def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:

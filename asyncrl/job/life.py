@@ -77,7 +77,6 @@ class Voice:
     """Messages to the user. A closed console is no error."""
 
     def say(self, text: str) -> None:
-        """Print and log a line."""
         logger.info("%s", text)
         self.say_secret(text)
 
@@ -86,11 +85,9 @@ class Voice:
         outliving().write(f"{text}\n")
 
     def tell(self, text: str) -> None:
-        """Report the current activity."""
         self.say(f"{text} ...")
 
     def warn(self, text: str) -> None:
-        """Warn of a failure that the command survives."""
         logger.warning("%s", text)
         self.say_secret(f"WARNING: {text}")
 
@@ -123,9 +120,7 @@ class Life(ABC):
     """
 
     ending = "ending"
-    """Effect of the first signal, as text."""
     main_task = "main"
-    """Task name for stacks and waits."""
 
     def __init__(
         self,
@@ -155,7 +150,7 @@ class Life(ABC):
 
     @abstractmethod
     async def live(self) -> int:
-        """Do the work of the command inside the TaskGroup; return the exit code."""
+        """Do the command's work inside the TaskGroup; return the exit code."""
 
     async def run(self) -> int:
         """Return the exit code of live(), or 128 + the interrupting signal. Raises the AsyncrlError that

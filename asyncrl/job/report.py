@@ -93,12 +93,10 @@ class Reporter(Voice):
         self._before: dict[int, dict[str, float]] = {}
         """Totals by step, for reported steps about to be repeated."""
         self._journaled: dict[str, float] = {}
-        """Totals in the journal at the kill."""
         self._slots_at: tuple[float, float] | None = None
         """End of the last step, and busy seconds of engine slots until then."""
         self._warnings: list[str] = []
         self._told = set[str]()
-        """Warnings given once per run."""
         self._is_to_resume = goes_on
 
     def start(self) -> None:
@@ -130,7 +128,6 @@ class Reporter(Voice):
         return {**self._last, **evaluation, **self._now}
 
     def tell(self, text: str) -> None:
-        """Show the current activity on the console and in status.json."""
         self._activity = text
         self._console.show_activity(text)
 
@@ -337,7 +334,6 @@ class Reporter(Voice):
         write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def close_console(self) -> None:
-        """Stop repainting; idempotent."""
         self._console.close()
 
     def _count_on(self) -> None:

@@ -90,7 +90,7 @@ class ResumePoint:
 
 
 def as_resume_mode(text: str) -> ResumeMode:
-    """Check the value of --resume. Raises ConfigError if it is unknown."""
+    """Raises ConfigError for an unknown mode."""
     if text not in get_args(ResumeMode):
         raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
     return cast(ResumeMode, text)
@@ -117,7 +117,7 @@ def settle_saved(folder: Path) -> bool:
 def find_resume(
     run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
-    """Return None for a new run. Blocks while it reads checkpoints.
+    """Return the point to resume from, if any. Blocks while it reads checkpoints.
 
     Raises ConfigError if the directory holds a run (mode never) or no run (must), if the run is done, or if
     keys that affect results changed outside `allow_change`. Raises CheckpointError for an unreadable

@@ -95,9 +95,7 @@ def open_folder(
         make_run_dir(folder, config.observe.dir_mode)
         lock = RunLock(folder / "run.lock").acquire()
         try:
-            shutil.rmtree(
-                folder / "model", ignore_errors=True
-            )  # from an earlier start, perhaps of another config
+            shutil.rmtree(folder / "model", ignore_errors=True)  # perhaps of another config
             write_whole(own, run_config_yaml(config))
             with logging_to(folder):
                 yield folder, config, launcher
@@ -223,7 +221,6 @@ class GatewayServing(Serving):
         return 0
 
     async def _try(self, num_rollouts: int) -> int:
-        """Run the config's own generator on the first prompts of a run."""
         config, harnessing = self.config, None
         feed = make_feed(config, self._prompt_tasks)
         prompts = [feed.next_nowait() for _ in range(-(-num_rollouts // config.rollout.group_size))]

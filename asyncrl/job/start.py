@@ -121,7 +121,6 @@ class Server:
 
 
 def failure_text(error: CallLost | CallRefused | RoomError) -> str:
-    """Return the failure without the server's name."""
     return error.fault if isinstance(error, RoomError) else str(error)
 
 

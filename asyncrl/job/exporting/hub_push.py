@@ -21,8 +21,8 @@ class HubRepo:
 
     @classmethod
     def opened(cls, name: str, *, is_public: bool) -> HubRepo:
-        """Create the repository if missing, private unless `is_public`. Raises ConfigError for an invalid
-        name, a missing token, or a public repository without `is_public`; HubError.
+        """Create the repository if missing, private unless `is_public`. Raises HubError, and ConfigError
+        for an invalid name, a missing token, or a public repository without `is_public`.
         """
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HFValidationError

@@ -59,7 +59,6 @@ class ServerMaker:
         return await self._free_place() if is_far else ""
 
     async def _free_place(self) -> str:
-        """Return an address with a free port of rank 0's node."""
         first = self.placement.rank_node(0)
         return f"{address_of(first)}:{await self.launcher.free_port(first)}"
 
@@ -118,7 +117,7 @@ class ServerMaker:
         )
 
     def engines(self) -> list[Server]:
-        """Return the engines that sample for training: the run's own, or those in rollout.urls."""
+        """Return the run's own engines, or those in rollout.urls."""
         rollout = self.config.rollout
         if rollout.urls is not None:
             key = os.environ.get(KEY_ENV, "")
@@ -156,7 +155,6 @@ class ServerMaker:
         return Server(child, caller, EngineHealth, start_s)
 
     def start_s(self, folder: Path) -> float:
-        """Return the start limit of a process that loads this model."""
         return self.config.supervision.start_timeout_s + load_limit_s(folder)
 
     @cached_property

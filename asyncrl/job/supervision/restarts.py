@@ -25,7 +25,6 @@ class Restarts:
         self._worked_s = 0.0
         self._works_since_s: float | None = None
         self._gone_since_s: float | None = None
-        """Time when its node was found missing."""
         self._counting: deque[float] = deque()
         """`_worked_s` at each counting restart."""
 
@@ -66,7 +65,6 @@ class Restarts:
 
     @property
     def num_counting(self) -> int:
-        """Return the restarts that count towards max_restarts."""
         return len(self._counting)
 
     @property
@@ -75,7 +73,6 @@ class Restarts:
         return self._gone_since_s is not None
 
     def _waits(self, lost: RoomError, now_s: float, *, goes_on: bool) -> str:
-        """Return text if the loss does not count."""
         if not isinstance(lost, NodeLost):
             return ""
         self._gone_since_s = now_s if self._gone_since_s is None else self._gone_since_s

@@ -45,7 +45,7 @@ MAX_BACKOFF_S = 30.0
 NODE_PERIOD_S = 5.0
 """Interval of searches for a missing node."""
 NO_LOSS = (PublishError, JournalError, TrainerError)
-"""Errors that another new process would not fix. TrainerLost, a TrainerError, it would."""
+"""Errors that a new process would not fix. TrainerLost, a subclass of TrainerError, is excepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,6 @@ class Supervisor:
         """Resume normal use."""
 
     def _told_up(self) -> Mapping[str, Any]:
-        """Return details for the journal."""
         return {}
 
     async def _wait_unfit(self) -> None:

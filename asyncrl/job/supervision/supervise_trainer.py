@@ -57,7 +57,6 @@ class SupervisedTrainer(Supervisor):
         super().__init__(ranks, supervision)
         self.client, self._recover, self._may_start = client, recover, before_start
         self._over: RoomError | None = None
-        """Reason that the trainer will not return."""
         self._changed = asyncio.Event()
         self._offloaded = frozenset[TrainerPart]()
 
@@ -108,7 +107,6 @@ class SupervisedTrainer(Supervisor):
                 await self._changed.wait()
 
     async def begin_export(self) -> int:
-        """Begin an export; return its version."""
         return await self._when_up(self.client.begin_export)
 
     async def export(self) -> ExportResponse:
@@ -256,7 +254,6 @@ class Checkpointer:
         return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
 
     async def after_step(self, version: int) -> None:
-        """Begin a checkpoint if one is due."""
         every = self._checkpoints.config.every
         if every is None or version % every:
             return
