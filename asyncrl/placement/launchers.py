@@ -1,4 +1,4 @@
-"""Open the launcher that the config names; start processes on this machine."""
+"""Open the launcher of the config; start processes on this machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from asyncrl.placement.nodes import LOOPBACK, Launcher, Needs, Node, Order, look
 from asyncrl.placement.processes import ChildProcess, bind_socket
 
 IMPORTS = "imports"
-"""Folder in the specs of a run, with links to our packages, for a server under another Python."""
+"""Folder in a run's specs, with links to our packages for another Python."""
 
 
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[Launcher]:
-    """Yield the launcher of this name (`launcher` in the config). Raises ConfigError."""
+    """Yield the launcher of this name. Raises ConfigError."""
     launcher: Launcher = LocalLauncher()
     if name != "local":
         from asyncrl.placement.on_ray.ray_launcher import RayLauncher  # imports this file
@@ -34,7 +34,7 @@ def opened(name: str) -> Iterator[Launcher]:
 
 
 class LocalLauncher:
-    """Starts all processes on this machine, listening on loopback, with nothing to reserve."""
+    """Starts all processes on this machine, listening on loopback."""
 
     def __init__(self) -> None:
         self.nodes: tuple[Node, ...] = ()
@@ -67,8 +67,8 @@ class LocalLauncher:
 
 
 def child_of(order: Order, environ: Mapping[str, str], host: str = LOOPBACK) -> ChildProcess:
-    """Return the order as a child of this process. `environ` selects its devices. Another Python finds
-    only our packages of this machine. Raises ConfigError if that Python is missing.
+    """Return the order as a child process. `environ` selects its devices. Another Python finds only our
+    packages of this machine. Raises ConfigError if that Python is missing.
     """
     python = order.python() if order.python else None
     imports = {"PYTHONPATH": str(import_folder(order.run_dir / "specs" / IMPORTS))} if python else {}
@@ -87,7 +87,6 @@ def child_of(order: Order, environ: Mapping[str, str], host: str = LOOPBACK) -> 
 
 
 def free_port_at(host: str) -> int:
-    """Return a TCP port of this address that is free now."""
     with bind_socket("a port", None, host) as listener:
         port: int = listener.getsockname()[1]
         return port

@@ -44,7 +44,7 @@ ROUTINE = frozenset({"handover", "handover phase", "handed over"})
 @dataclass(frozen=True, slots=True)
 class Call:
     """POST /sleep or /wake of every engine, /offload or /onload of the trainer, or a push of the trainer's
-    weights into every engine, whose weights are awake and empty. Every call is repeatable.
+    weights into engines whose weights are awake and empty. Repeatable.
     """
 
     of: Literal["engines", "trainer", "publisher"]
@@ -56,15 +56,15 @@ class Call:
 
 
 Phase: TypeAlias = tuple[Call, tuple[Call, ...]]
-"""A call, and the calls that undo it, in order."""
+"""A call, and its undo calls in order."""
 
 SLEEP, PUSH = Call("engines", "sleep", ("kv", "weights")), Call("publisher", "push")
 WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake"), Call("engines", "wake", ("kv",))
 ONLOAD_WEIGHTS, OFFLOAD_WEIGHTS = Call("trainer", "onload"), Call("trainer", "offload")
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
 BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
-"""Sleeping weights are gone. The trainer still has that version: all engines sleep, then it pushes the
-version again.
+"""Sleeping engines lose their weights; the trainer still has that version: all engines sleep, then it
+pushes the version again.
 """
 
 TURNS: dict[Side, tuple[Phase, ...]] = {
@@ -84,11 +84,11 @@ FIRST: dict[Side, tuple[Phase, ...]] = {
     "engines": tuple((call, ()) for call in (OFFLOAD_REST, *BACK_TO_ENGINES)),
     "trainer": tuple((call, ()) for call, _ in TURNS["trainer"]),
 }
-"""Start of a run, before any turn: nothing to return to, and repeatable."""
+"""Start of a run: nothing to return to, and repeatable."""
 
 
 def staying(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
-    """Return the same turns for a trainer that stays in memory."""
+    """Drop the trainer's calls, for sides that stay in memory."""
     return {
         side: tuple(
             (call, tuple(undo for undo in undoing if undo.of != "trainer"))
@@ -106,9 +106,9 @@ class Lease:
         undone; if an undo also fails, the lease is broken for good.
     Waits: hand_to waits for the calls of a phase, timeout_s at most each, with all engines at once. An undo
         has the same limit and is not cut short by cancellation, which passes on afterwards.
-    Invariant: at most one owner, and exactly one from the first turn on, unless broken. When hand_to returns
-        or raises, the owner has all it needs and the other side has released it; or the lease is broken, and
-        the error and the event describe the remaining state.
+    Invariant: at most one owner, and exactly one from the first turn on, unless broken. After hand_to, the
+        owner has all it needs and the other side has released it; or the lease is broken, and the error and
+        the event describe the remaining state.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Lease:
         on_event: Callable[[str, Mapping[str, Any]], None],
         stays: bool = False,
     ) -> None:
-        """Initialize. `calls` begins a call and returns the pending answers by process name. `stays`: both
+        """Initialize. `calls` begins a call and returns pending answers by process name. `stays`: both
         sides stay in memory.
         """
         self._first, self._turns = (staying(FIRST), staying(TURNS)) if stays else (FIRST, TURNS)
@@ -127,9 +127,9 @@ class Lease:
         self.state: State = "idle"
         self.owner: Side | None = None
         self.phase = ""
-        """Current phase, '' outside a handover."""
+        """Empty outside a handover."""
         self.broken = ""
-        """The phase that failed, and the undo that failed after it; '' unless broken."""
+        """The failed phase and the failed undo; empty unless broken."""
         self.num_handovers = 0
 
     def __repr__(self) -> str:
@@ -189,8 +189,8 @@ class Lease:
             raise RoomError(name, what, way_out=way_out) from None
 
     async def _undo(self, begun: Sequence[Phase], why: str, error: BaseException) -> BaseException:
-        """Undo everything begun, complete or not; return the error to raise. A cancellation neither cuts
-        it short nor gets lost.
+        """Undo everything begun; return the error to raise. A cancellation neither cuts it short nor gets
+        lost.
         """
         phase = self.phase
         self._on_event("handover failed", {"phase": phase, "why": why})

@@ -1,4 +1,4 @@
-"""CUDA devices, cores and memory of a machine, without importing torch.
+"""CUDA devices, cores and memory of a machine, without torch.
 
 CUDA devices are numbered within CUDA_VISIBLE_DEVICES, in bus order, as in nvidia-smi.
 """
@@ -29,8 +29,8 @@ UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "Mi": 2**20, "Gi": 2**30, "Ti": 2*
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """A device. `name`: its name in CUDA_VISIBLE_DEVICES of a child process. `free_bytes` and
-    `total_bytes`: None if nvidia-smi reports none.
+    """CUDA device. `name`: as in CUDA_VISIBLE_DEVICES of a child. `free_bytes` and `total_bytes`: None if
+    nvidia-smi reports none.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Machine:
     has_bfloat16: bool
     is_here: bool = True
     has_compiler: bool = True
-    """torch.compile finds a compiler."""
+    """For torch.compile."""
 
 
 def this_machine() -> Machine:
@@ -96,7 +96,7 @@ def described_machine(devices: str | None, cores: int | None, memory: str | None
 
 
 def _bytes_of(text: str) -> int | None:
-    """Parse a size such as 80GB, 79.6GiB or 2TB. Return None for other text."""
+    """Parse a size such as 80GB, 79.6GiB or 2TB, or return None."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?)B", text)
     size = 0 if match is None else int(float(match[1]) * UNITS[match[2]])
     return size or None
@@ -128,7 +128,7 @@ def why_no_compiler(*, for_cuda: bool) -> str:
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:
-    """Return the devices that torch can use here, without CUDA support in torch an empty tuple."""
+    """Return the devices that torch can use here; empty if torch lacks CUDA."""
     if not torch_has_cuda():
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
@@ -163,8 +163,8 @@ def ask_nvidia_smi() -> str:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """Return True if torch was built with CUDA, from its version file, without importing it; also if torch
-    is not installed, because pip would install such a build.
+    """Read torch's version file, without an import. True also if torch is not installed, because pip would
+    install such a build.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -1,7 +1,7 @@
 """Machines of a run, and the interface of launchers that start processes on them.
 
-A Node is a machine; the controller's own is always first. A Launcher lists the nodes, reserves the devices of
-a Placement and creates processes: on this machine only (LocalLauncher), or with Ray on a cluster.
+The controller's own Node is always first. A Launcher lists the nodes, reserves the devices of a Placement and
+creates processes: on this machine (LocalLauncher), or with Ray on a cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True, slots=True)
 class Node:
     """A machine of the run. `name` is for display, `id` the launcher's. Other nodes reach its servers at
-    `address`; servers of a single-machine run listen on loopback only.
+    `address`; a single-machine run uses loopback.
     """
 
     name: str
@@ -32,14 +32,13 @@ class Node:
 
 
 def address_of(node: int) -> str:
-    """Return a placeholder in an Order's spec. Its launcher writes the address at the start, because
-    another machine may have replaced the node.
+    """Return a placeholder for an Order's spec, replaced at each start, because another machine may
+    replace the node.
     """
     return f"<address of node {node}>"
 
 
 def with_addresses(spec: str, nodes: Sequence[Node]) -> str:
-    """Return the spec with the nodes' current addresses."""
     for number, node in enumerate(nodes):
         spec = spec.replace(address_of(number), node.address)
     return spec
@@ -92,9 +91,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Requirements of a run's processes on a node. `files`: contents by absolute path ("": anything).
-    `package`, called there, returns the engines' package and version, equal on all nodes with engines, or
-    raises ConfigError.
+    """Requirements on a node. `files`: contents by absolute path ("": anything). `package`, called there,
+    returns the engines' package and version, equal on all nodes with engines, or raises ConfigError.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +110,7 @@ class NodeHas:
 
 
 def look(needs: Needs) -> NodeHas:
-    """Check needs on this machine. Blocks."""
+    """Check this machine. Blocks."""
     unseen = [path for path, token in needs.files.items() if not _holds(Path(path), token)]
     try:
         return NodeHas(unseen, needs.package() if needs.package else {})
@@ -128,8 +126,8 @@ def _holds(path: Path, token: str) -> bool:
 
 
 def misfit(name: str, seen: NodeHas, versions: dict[str, str]) -> ConfigError | None:
-    """Return the reason that the node does not fit, if any. `versions` is filled from the first node with
-    the packages.
+    """Return the reason that the node does not fit, if any. The first node with the packages fills
+    `versions`.
     """
     if seen.unseen:
         return ConfigError(
@@ -163,18 +161,18 @@ class Process(Protocol):
 
     name: str
     url: str
-    """Address of its server, "" before the start."""
+    """"" before the start."""
     left: str
     """Survivors of aclose(), as text."""
 
     @property
     def log_path(self) -> Path | str:
-        """Return the place of its output on the controller's machine."""
+        """Place of its output on the controller's machine."""
         ...
 
     @property
     def pid(self) -> int | None:
-        """Return its process id if it runs on the controller's machine."""
+        """Process id if it runs on the controller's machine."""
         ...
 
     @property
@@ -200,12 +198,12 @@ class Launcher(Protocol):
     """Starts the processes of a run; nothing else depends on the kind of launcher.
 
     Life: open() -> nodes known -> hold() -> devices reserved -> process(), any number, each ended by its
-        requester -> aclose(): all released -> close(). The first and the last run outside the event loop,
-        because placement precedes it.
+        requester -> aclose(): all released -> close(). open() and close() run outside the event loop, because
+        placement precedes it.
     """
 
     nodes: tuple[Node, ...]
-    """All nodes, the controller's own first."""
+    """The controller's own is first."""
     say: Callable[[str], None]
     """Shows messages about nodes to the user."""
 
@@ -226,9 +224,7 @@ class Launcher(Protocol):
         """Return a process, not started yet."""
         ...
 
-    async def free_port(self, node: int) -> int:
-        """Return a free TCP port of this node."""
-        ...
+    async def free_port(self, node: int) -> int: ...
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
         """Fetch a file of weights to this node; return its path there. Raises RoomError."""

@@ -1,4 +1,4 @@
-"""Start, watch and end a child process, with its whole process group."""
+"""Start, watch and end a child process and its process group."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ copies reach memory bandwidth.
 
 
 class ForeignProcess:
-    """Stand-in for ChildProcess for a server that the run did not start. Its heartbeat shows if it
-    answers; its end is not observable.
-    """
+    """Stand-in for ChildProcess: a server that the run did not start. Only its heartbeat is observable."""
 
     pid: int | None = None
     returncode: int | None = None
@@ -56,11 +54,9 @@ class ForeignProcess:
         """Do nothing: it is already running."""
 
     def renewed(self) -> ForeignProcess:
-        """Return itself, for a later server at the same address."""
         return self
 
     async def wait(self) -> None:
-        """Sleep forever."""
         await asyncio.Event().wait()
 
     watch = wait
@@ -87,13 +83,12 @@ class ChildProcess:
 
     Life: created -> start() -> running -> ended, by aclose() or by itself (then watch() raises); renewed()
         makes its successor, which continues the log. Its standard input is a pipe that only we hold: the
-        first line has the secrets, hidden from other processes, and if we die, in any way, the child reads
-        EOF and exits. It leads a process group that ends with it; members that clean up (the guard of a vLLM
-        server) get GROUP_TIMEOUT_S.
+        first line has the secrets, and if we die in any way, the child reads EOF and exits. It leads a
+        process group that ends with it; members that clean up (the guard of a vLLM server) get
+        GROUP_TIMEOUT_S.
 
-    `secret` opens its own server; `secrets` are further ones by name. `python`: the Python it runs under
-    (None: ours); another Python finds our packages through PYTHONPATH in `env` (fit.import_folder). `host`:
-    the address that its server listens on.
+    `secret` opens its own server; `secrets` are others by name. `python`: its Python (None: ours); another
+    one finds our packages through PYTHONPATH in `env` (fit.import_folder). `host`: the address to listen on.
     """
 
     name: str
@@ -126,7 +121,6 @@ class ChildProcess:
         return self._process.returncode if self._process else None
 
     def seen(self) -> str:
-        """Return the kernel's state of it as text."""
         if self.pid is None:
             return "not started"
         try:
@@ -160,7 +154,6 @@ class ChildProcess:
             os.write(self._stdin, json.dumps({**self.secrets, SECRET_ENV: self.secret}).encode() + b"\n")
 
     def renewed(self) -> ChildProcess:
-        """Return a successor, not started yet."""
         return replace(self)
 
     async def wait(self) -> None:
@@ -173,15 +166,13 @@ class ChildProcess:
         raise self.death()
 
     def death(self) -> RoomError:
-        """Return the reason of the end, from its last words or its log."""
         return death_of(self, f"process {self.pid}", read_log(self.log_path, self._log_start))
 
     def log_tail(self) -> str:
-        """Return the last lines of its log, indented."""
         return tail_of(read_log(self.log_path, self._log_start))
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End the process and its group: SIGTERM, and after `timeout_s` SIGKILL to it, then to the others;
+        """End the process and its group: SIGTERM, after `timeout_s` SIGKILL to it, then to the others;
         describe survivors in `left`. Idempotent.
         """
         process = self._process
@@ -244,7 +235,7 @@ def tail_of(log: str) -> str:
 
 
 def read_log(path: Path, start: int) -> str:
-    """Return the output of one process; the log may start with its predecessors'."""
+    """Return the output of one process; predecessors may have written the start of the log."""
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -254,7 +245,7 @@ def read_log(path: Path, start: int) -> str:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Return True if the process handles the signal; a new process has no handler and would die of it."""
+    """Return True if the process handles the signal; a new process would die of it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("SigCgt:"):
@@ -263,7 +254,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def bind_socket(owner: str, port: int | None, host: str = LOOPBACK) -> socket.socket:
-    """Return a listening socket at `port`, or at any free one. Raises ConfigError if the port is taken,
+    """Return a listening socket at `port` or any free one. Raises ConfigError if the port is taken,
     OSError otherwise.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -293,7 +284,7 @@ async def start_process(
 ) -> asyncio.subprocess.Process | fork_server.ForkedProcess:
     """Run `python -m module` in its own session, forked from the fork server if possible.
 
-    The first three of `files` become its standard streams; it inherits the others. `env` is added to our
+    The first three `files` become its standard streams; it inherits the others. `env` is added to our
     environment.
     """
     environ = {**({} if python else fork_server.ONE_THREAD), **os.environ, **(env or {})}
@@ -318,7 +309,7 @@ async def start_process(
 
 
 def group_members(leader: int) -> list[psutil.Process]:
-    """Return running processes in the group of this (former) leader, without the leader."""
+    """Return running processes of the group, except its leader."""
     found = []
     for member in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

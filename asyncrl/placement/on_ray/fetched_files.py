@@ -13,7 +13,7 @@ from asyncrl.messages.base import FileRequest
 from asyncrl.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 
 NUM_KEPT = 2
-"""Files kept per purpose: the current one and the next one."""
+"""The current file and the next one."""
 RETRY_S = 0.5
 SILENT_S = 10.0
 """Silence after which the trainer is lost."""
@@ -21,19 +21,18 @@ CHUNK_BYTES = 2**22
 
 
 class FetchedFiles:
-    """Files of one node in its shared memory. Any number of engines may request the same file."""
+    """Weight files in the shared memory of one node."""
 
     def __init__(self) -> None:
-        """Raises RoomError if there is no place for the files. Blocks."""
+        """Raises RoomError without a place for the files. Blocks."""
         clear_stale_staging()
         self.folder = new_staging_dir()
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._kept = defaultdict[str, list[Path]](list)
 
     async def fetch(self, request: FileRequest) -> str:
-        """Return the local path, after a download if needed.
-
-        Raises OSError if the file does not fit, or the trainer is silent or refuses it.
+        """Return the local path, after a download if needed. Raises OSError if the file does not fit, or
+        the trainer is silent or refuses it.
         """
         async with self._locks[request.purpose]:
             path = self.folder / f"{request.purpose}-{request.key}.safetensors"
@@ -54,9 +53,8 @@ class FetchedFiles:
 
 
 async def download(request: FileRequest, path: Path) -> None:
-    """Download a file, resuming broken connections with Range requests.
-
-    Raises ConnectionError if nothing has arrived for SILENT_S.
+    """Download a file, resuming broken connections with Range requests. Raises ConnectionError after
+    SILENT_S without data.
     """
     clock = asyncio.get_running_loop().time
     part = path.with_suffix(".part")

@@ -9,7 +9,7 @@ from asyncrl.placement.nodes import Node
 
 TRY_S = 1.0
 PIN = 0.001
-"""Amount of the resource unique to a node, which pins a bundle there."""
+"""Amount of a node's unique resource, which pins a bundle there."""
 
 
 def alive(ray: Any) -> list[dict[str, Any]]:
@@ -21,7 +21,6 @@ def pin_of(resources: Mapping[str, float]) -> str:
 
 
 def bundle_of(devices: Sequence[str]) -> dict[str, float]:
-    """Return the reservation for processes with these devices."""
     num_cuda = len({name for name in devices if name.startswith("cuda:")})
     return {"CPU": float(len(devices)), **({"GPU": float(num_cuda)} if num_cuda else {})}
 
@@ -31,7 +30,6 @@ def in_words(bundle: Mapping[str, float]) -> str:
 
 
 def free_words(nodes: Sequence[Node]) -> str:
-    """Return the free resources of each node as text."""
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()

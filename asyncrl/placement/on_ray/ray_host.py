@@ -1,8 +1,8 @@
-"""Ray actor that holds the processes of a run on one node, and the checks of a node before that. ray_node.py
-is the controller's end.
+"""Ray actor that holds the processes of a run on one node, and the checks of a node. The controller's end is
+ray_node.py.
 
-The processes are ordinary children of the actor: when it ends in any way, their standard inputs close, and
-they clean up and exit; a guard ends the rest. All arguments and answers are plain data, including errors.
+The processes are children of the actor: when it ends in any way, their standard inputs close, and they clean
+up and exit; a guard ends the rest. Arguments and answers are plain data, including errors.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from asyncrl.placement.on_ray.fetched_files import FetchedFiles
 from asyncrl.placement.processes import ChildProcess
 
 DESCRIBE_S = 120.0
-"""Limit for the first answer of each node: Ray starts a Python there."""
+"""Limit for each node's first answer: Ray starts a Python there."""
 MAX_LOG_BYTES = 2**18
-"""Per process in one answer."""
+"""Per process and answer."""
 ORPHANS_S = 20
 """Limit for processes whose actor has ended: longer than a vLLM server and its group take to end."""
 RUNTIME_ENV = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
-"""Settings of the actor. Without them Ray would SIGKILL our processes, which would leave weights in shared
-memory.
-"""
+"""Keeps Ray from sending SIGKILL to our processes, which would leave weights in shared memory."""
 _GUARD = """
 while read -r line; do groups=$line; done
 left=$(($1 * 10))
@@ -55,8 +53,8 @@ done
 shift
 rm -rf "$@"
 """
-"""Shell script that reads all current process groups from each line until the actor ends in any way. Then
-it waits up to $1 seconds, kills the surviving groups, frozen or not, and removes the given folders.
+"""Script that reads all current process groups from each line until the actor ends. Then it waits up to $1
+seconds, kills surviving groups, frozen or not, and removes the given folders.
 """
 EVERYWHERE = ("asyncrl", "python", "torch")
 """Packages with one version on all nodes."""
@@ -64,8 +62,6 @@ EVERYWHERE = ("asyncrl", "python", "torch")
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """URL and process id of a started server."""
-
     url: str
     pid: int
 
@@ -88,14 +84,14 @@ class RefusedStart:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """New log bytes of a process, and its exit code once the log is complete."""
+    """New log bytes, and the exit code once the log is complete."""
 
     log: bytes
     returncode: int | None
 
 
 def start_guard(*folders: Path, wait_s: int = ORPHANS_S) -> subprocess.Popen[bytes]:
-    """Return the guard of all processes whose groups are written to its standard input."""
+    """Return the guard of process groups written to its standard input."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "guard", str(wait_s), *map(str, folders)],
         stdin=subprocess.PIPE,
@@ -122,7 +118,7 @@ def ask_each(
     ray: Any, found: Sequence[Mapping[str, Any]], own: dict[str, str], needs: Needs
 ) -> list[Node | ConfigError]:
     """Return each node of Ray, or the reason it does not fit: no answer, unmet needs, or versions other
-    than `own`. An empty `own` is filled from the first node.
+    than `own`, which the first node fills if empty.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -168,9 +164,7 @@ class Host:
     """
 
     def __init__(self, address: str, numbers: Sequence[int]) -> None:
-        """Initialize. `numbers`: the CUDA devices' numbers in the placement, in the order that Ray assigns
-        them.
-        """
+        """Initialize. `numbers`: the CUDA devices' numbers in the placement, in Ray's order."""
         self._address, self._numbers = address, numbers
         self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
         self._files = FetchedFiles()
@@ -179,20 +173,18 @@ class Host:
         self._starts = defaultdict[str, asyncio.Lock](asyncio.Lock)
         """Held by a start, and by the end that waits for it."""
         self._given_up = set[str]()
-        """Keys whose end was requested."""
         self._ends = dict[str, asyncio.Future[None]]()
         self._changed = asyncio.Event()
         self._cuda = dict[int, CudaDevice]()
 
     async def ready(self) -> None:
-        """Look up the assigned devices."""
         import ray
 
         names = map(str, ray.get_gpu_ids())
         self._cuda = {number: CudaDevice(name) for number, name in zip(self._numbers, names, strict=True)}
 
     async def start(self, key: str, order: Order) -> Started | RefusedStart:
-        """Start a process under a new key, with its own folder for log and spec."""
+        """Start a process under a new key, with its own folder."""
         async with self._starts[key]:
             if key in self._given_up:
                 self._starts.pop(key)
@@ -219,8 +211,8 @@ class Host:
         return Started(child.url, child.pid)
 
     async def news(self, offsets: Mapping[str, int], wait_s: float) -> dict[str, News]:
-        """Return output and ends of the processes with these keys, whose logs are known up to these bytes.
-        Wait up to `wait_s` seconds for a start or an end.
+        """Return output and ends of these processes, whose logs are known up to these bytes. Wait up to
+        `wait_s` seconds for a start or an end.
         """
         self._changed.clear()
         known = {key: self._children[key] for key in offsets if key in self._children}
@@ -231,9 +223,7 @@ class Host:
         return {key: _news_of(child, offsets[key]) for key, child in known.items()}
 
     async def end(self, key: str) -> str:
-        """End a process and its group; describe survivors. A process that is being started ends after its
-        start.
-        """
+        """End a process, once its start is over, and its group; describe survivors."""
         self._given_up.add(key)
         async with self._starts[key]:
             if (child := self._children.get(key)) is None:  # the start was refused or never arrived
@@ -242,7 +232,6 @@ class Host:
             return child.left
 
     async def forget(self, key: str) -> None:
-        """Drop a process whose log was read completely."""
         self._starts.pop(key, None)
         if self._children.pop(key, None) is not None:
             self._tell_guard()
@@ -265,7 +254,6 @@ class Host:
         return free_port_at(self._address)
 
     async def fetch(self, request: FileRequest) -> str:
-        """Fetch a file of weights into this node's shared memory; return its path."""
         return await self._files.fetch(request)
 
     async def look(self, needs: Needs) -> NodeHas:

@@ -45,9 +45,7 @@ def import_ray() -> Any:
 
 
 class RayLauncher:
-    """The Launcher of nodes.py on Ray. `address`: HOST:PORT of the head; "": RAY_ADDRESS, or the cluster
-    on this machine.
-    """
+    """Launcher on Ray. `address`: HOST:PORT of the head; "": RAY_ADDRESS, or the cluster on this machine."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -61,11 +59,9 @@ class RayLauncher:
         self._bundles = dict[int, int]()
         self._needs: Mapping[int, Needs] = {}
         self._unfit = set[str]()
-        """Ids of nodes that do not fit."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """Join the cluster and query its nodes."""
         self._look(self._join(import_ray()))
 
     def _look(self, ray: Any) -> None:
@@ -160,9 +156,7 @@ class RayLauncher:
         words = ", ".join(f"{in_words(bundle)} of {self.nodes[key].name}" for key, bundle in wanted.items())
         group = await asyncio.to_thread(placement_group, pinned, strategy="PACK")
         with waiting(f"{words}, until Ray has them free", on="Ray"):
-            for _ in range(
-                int(HOLD_S / TRY_S)
-            ):  # short waits, so that a command that ends leaves no thread in Ray
+            for _ in range(int(HOLD_S / TRY_S)):  # short waits leave no thread in Ray at the end
                 if await asyncio.to_thread(group.wait, TRY_S):
                     self._group = group
                     self._bundles = {number: index for index, number in enumerate(wanted)}
@@ -193,9 +187,8 @@ class RayLauncher:
         return self.nodes[number], actor.remote(self.nodes[number].address, numbers)
 
     def _look_again(self, ray: Any, number: int) -> None:
-        """Check a node that has come back.
-
-        Raises ConnectionError if no node has its address, or if it no longer fits.
+        """Check a node that has come back. Raises ConnectionError if no node has its address, or if it no
+        longer fits.
         """
         own = self.nodes[number]
         node = next((node for node in alive(ray) if node["NodeManagerAddress"] == own.address), None)

@@ -1,4 +1,4 @@
-"""Controller's end of the actor on one node of a Ray cluster (ray_host.py), and of its processes."""
+"""Controller's end of a Ray node: its actor (ray_host.py) and processes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ NEWS_S = 0.5
 LOST_S = 15.0
 """Silence after which a node is lost."""
 ACTOR_S = 120.0
-"""Limit for the first answer of a new actor: Ray starts a Python for it."""
+"""Limit for a new actor's first answer: Ray starts a Python."""
 START_S = 180.0
-"""Limit for the start of a process, which may include a fork server's imports from a slow disk."""
+"""Limit for a start, which may include a fork server's imports from a slow disk."""
 END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
-"""Limit to end a process and its group."""
 DRAIN_S = 5.0
 """Limit for the last lines of an ended process."""
 _keys = itertools.count()
@@ -51,8 +50,8 @@ class RayNode:
         kill_actor: Callable[[Any], None],
         addressed: Callable[[str], str],
     ) -> None:
-        """Initialize. `make_actor` creates it on this node or a replacement; `addressed` fills current
-        node addresses into a spec.
+        """Initialize. `make_actor` uses this node or a replacement; `addressed` fills current node
+        addresses into a spec.
         """
         self.node, self._make, self._kill, self.addressed = node, make_actor, kill_actor, addressed
         self._actor: Any = None
@@ -89,9 +88,7 @@ class RayNode:
             self._asking.add_done_callback(self._asked)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
-        """Return the answer of a Host method. Raises NodeLost without an answer, RoomError if the method
-        raised.
-        """
+        """Call a Host method. Raises NodeLost without an answer, RoomError if the method raised."""
         if self._lost:
             raise self.gone(self.node.name)
         try:
@@ -164,7 +161,6 @@ class RayNode:
             self._lose(error)
 
     def forget_nowait(self, process: RayProcess) -> None:
-        """Drop a process whose log was read completely."""
         self._processes.pop(process.key, None)
         self.tell_nowait("forget", process.key)
 
@@ -177,9 +173,7 @@ class RayNode:
 
 
 class RayProcess:
-    """The Process of nodes.py on a Ray node. Its output arrives in RUN_DIR/logs while it runs, all of it
-    before its end is reported.
-    """
+    """Process on a Ray node. Its output arrives in RUN_DIR/logs, all of it before its end is reported."""
 
     def __init__(self, on: RayNode, order: Order, *, is_here: bool) -> None:
         """Initialize. `is_here`: the node is the controller's own machine."""
@@ -199,7 +193,6 @@ class RayProcess:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id, if it runs here."""
         return self._pid if self._is_here else None
 
     def seen(self) -> str:
@@ -211,7 +204,9 @@ class RayProcess:
         return f"process {self._pid} on {self._on.node.name} {how}"
 
     async def start(self) -> None:
-        """Start it; returns at once. Raises RoomError if the node is gone, ConfigError if a port is taken."""
+        """Start without waiting for readiness. Raises RoomError if the node is gone, ConfigError if a port
+        is taken.
+        """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -229,7 +224,6 @@ class RayProcess:
         self.url, self._pid = answer.url, answer.pid
 
     def renewed(self) -> RayProcess:
-        """Return a successor, not started yet."""
         return RayProcess(self._on, self._order, is_here=self._is_here)
 
     async def wait(self) -> None:
@@ -242,7 +236,6 @@ class RayProcess:
         raise self.death()
 
     def death(self) -> RoomError:
-        """Return the reason of the end, from its last words, its log, or its lost node."""
         log = read_log(self.log_path, self._log_start)
         return self._gone or death_of(self, f"process {self._pid} on {self._on.node.name}", log)
 
@@ -265,7 +258,6 @@ class RayProcess:
         self._on.forget_nowait(self)
 
     def kill_nowait(self) -> None:
-        """Send SIGKILL without waiting."""
         if self._pid is not None:
             self._on.tell_nowait("kill", self.key)
 
@@ -322,7 +314,7 @@ def _why_lost(error: Exception, waited_s: float) -> str:
 
 
 def _words(error: Exception) -> str:
-    """Return the line of Ray's text with the reason."""
+    """Return the line with the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = next(
         (line for line in lines if "because" in line or "detail" in line), (lines or [repr(error)])[-1]
