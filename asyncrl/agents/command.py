@@ -1,11 +1,9 @@
 """Harness `command`: one program, in any language, per rollout.
 
-The program reads the task as JSON on standard input. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY and
-OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR and generator.env. Its children
-inherit this environment, without the answer and the outcome key: these come with the task, through a pipe
-that is read once.
-This separates rollouts from each other and from the run's settings. Without generator.sandbox, a command may
-read and write everything that the worker's user may (sandbox.py).
+It reads the task as JSON on standard input. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
+OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR and generator.env. Answer and outcome
+key come only with the task, through a pipe that is read once, so that children do not inherit them. Without
+generator.sandbox, a command may read and write everything that the worker's user may (sandbox.py).
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ KEPT_ENV = ("PATH", "HOME", "LANG")
 ROLLOUT_ENV = ["TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
 ROLLOUT_ENV += ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
 OWN_PREFIX = "ASYNCRL_"
-"""Prefix of asyncrl's own variables: MARK_ENV, keys and secrets. Hidden from commands."""
+"""Prefix of asyncrl's own variables (keys and secrets included), hidden from commands."""
 STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 2**16
 
@@ -62,9 +60,8 @@ class CommandHarness:
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Initialize. `is_worker`: all children of this process are commands, so it adopts the orphans of
-        commands, and its own death by a signal kills them too. Arguments that name files of the working
-        directory become absolute, because the command runs elsewhere.
+        """Initialize. `is_worker`: adopt orphans of commands, and kill all commands if this process is
+        killed. Arguments that name files become absolute, because the command runs in another folder.
 
         Raises ConfigError if the program or sandbox is missing, generator.env sets a reserved variable, or a
         variable of generator.pass_env is unset.
@@ -82,7 +79,6 @@ class CommandHarness:
         self.sandbox = find_sandbox(config, [program, *self.command])
         self.max_output_bytes = config.max_output_bytes
         self.token = secrets.token_hex(8)
-        """Prefix of the marks of this harness's commands."""
         self._numbers = itertools.count()
         self._own_children: set[int] = set()
         self._num_starting = 0
@@ -94,8 +90,8 @@ class CommandHarness:
             self._own_children.add(self._guard.pid)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """Return the outcome on the command's last line (empty if outcomes are posted). Raises
-        RolloutFailure for an exit code other than 0, too much output, or an invalid last line.
+        """Return the outcome on the last line (empty if outcomes are posted). Raises RolloutFailure for an
+        exit code other than 0, too much output, or an invalid last line.
         """
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
         forwarder = None if self.sandbox is None else Forwarder(session.base_url)
@@ -117,9 +113,7 @@ class CommandHarness:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def kill_all_nowait(self) -> None:
-        """Kill all processes of this harness's commands, and cancel its rollouts. Callable from any
-        thread.
-        """
+        """Kill all commands and cancel their rollouts. Callable from any thread."""
         self._is_killed = True
         kill_group_nowait(self.token)
 
@@ -206,7 +200,7 @@ class CommandHarness:
                 reap_orphans(but=self._own_children)
 
     def _output(self, code: int, output: OutputPipe, errors: OutputPipe) -> str:
-        """Return the output. Raises RolloutFailure if the command failed."""
+        """Raises RolloutFailure if the command failed."""
         for pipe in (output, errors):
             pipe.take()
             if pipe.is_over:
@@ -220,7 +214,7 @@ class CommandHarness:
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
-    """Return the values of these variables. Raises ConfigError for an unset or a reserved variable."""
+    """Return these variables. Raises ConfigError for an unset or a reserved variable."""
     _refuse_own("generator.pass_env", names)
     if missing := [name for name in names if name not in os.environ]:
         what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
@@ -235,8 +229,8 @@ def _refuse_own(setting: str, names: Iterable[str]) -> None:
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
-    """Return the task as JSON, with the outcome key, which the command's children would inherit if it were
-    in the environment.
+    """Return the task with the outcome key, which the command's children would inherit from the
+    environment.
     """
     values = asdict(task) | {"name": task.name}
     if session.outcome_key is not None:
@@ -245,8 +239,8 @@ def _standard_input(task: AnyTask, session: Session) -> bytes:
 
 
 def last_line_outcome(text: str) -> Outcome:
-    """Parse the last non-empty line: a number, a JSON object of rewards, or nothing. Raises RolloutFailure
-    if it is invalid.
+    """Parse the last non-empty line: a number, a JSON object of rewards, or nothing. Raises
+    RolloutFailure.
     """
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     try:
@@ -260,11 +254,10 @@ def last_line_outcome(text: str) -> Outcome:
 
 
 class OutputPipe:
-    """A pipe with our reading end. Nothing waits for its EOF, so a process that keeps the writing end open
-    cannot block us.
+    """Pipe read without waiting for EOF, so that a process that keeps its end open cannot block the worker.
 
-    Life: both ends open -> passed to a process -> read() -> take() for the rest once the process has exited
-        -> close().
+    Life: both ends open -> passed to a process -> read() -> take() for the rest after the process's exit ->
+        close().
     Invariant: holds at most max_bytes and one chunk.
     """
 
@@ -288,7 +281,7 @@ class OutputPipe:
         return self._data.decode("utf-8", errors="replace")
 
     def read(self, on_overflow: Callable[[], None]) -> None:
-        """Read while the process runs. `on_overflow` is called once the output exceeds max_bytes."""
+        """Read while the process runs. `on_overflow` is called beyond max_bytes."""
 
         def readable() -> None:
             self.take()
@@ -299,7 +292,7 @@ class OutputPipe:
         asyncio.get_running_loop().add_reader(self._reading_end, readable)
 
     def take(self) -> None:
-        """Read the bytes written so far, up to max_bytes and one chunk."""
+        """Read the bytes written so far."""
         while not self.is_over:
             chunk = self._reading_end.read(_CHUNK_BYTES)
             if chunk is None:  # no data now

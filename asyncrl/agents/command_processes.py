@@ -1,9 +1,8 @@
-"""Find, end and reap the processes of a command.
+"""Find, end and reap the processes of a command: its process group, and processes with its mark in the
+environment.
 
-They are its process group and every process with the command's mark in its environment. Children inherit the
-mark, so processes with their own session (setsid, a daemon) are found. Two kinds are missed: a process with
-its own session started without the mark (`setsid env -i ...`), and a process of another user. A sandbox
-misses none: all its processes end with the first.
+Children inherit the mark, also with their own session (setsid, a daemon). Without a sandbox, two kinds are
+missed: a session started without the mark (`setsid env -i ...`), and a process of another user.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ for round in 1 2 3 4 5 6 7 8; do
 done
 rm -rf "$2"
 """
-"""Shell script that waits for the end of its worker in any way. Then it kills every process with the text
-$1 in its environment, including processes started during the kill, and removes the folder $2.
+"""Script that waits for its worker's end, kills every process with the text $1 in its environment,
+including processes started during the kill, and removes the folder $2.
 """
 
 
 def start_guard(token: str, folder: str) -> subprocess.Popen[bytes]:
-    """Adopt orphans of commands from now on, and start a guard that kills them if this process is killed.
-    The guard ends with the object.
+    """Adopt orphans of commands, and start a guard that kills them if this process is killed. The guard
+    ends with the object.
     """
     guard = subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "guard", f"{MARK_ENV}={token}", folder],
@@ -65,16 +64,16 @@ def _prctl(option: int, value: int) -> None:
 
 
 def hide_memory() -> None:
-    """Hide this process's environment, memory and files in /proc from other processes of this user: programs
-    of a model run as the same user, and workers and controllers hold the worker key and the answers.
+    """Hide environment, memory and files in /proc from other processes of this user, such as programs of a
+    model: workers and controllers hold the worker key and answers.
 
-    An exec undoes it, so child processes are visible. Linux only; root can still read everything.
+    Children are not hidden, because an exec undoes it. Linux only; root can still read everything.
     """
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def find_group(mark: str, group: int | None = None) -> list[int]:
-    """Return running processes of the group, or with a mark of this prefix; never this process."""
+    """Return running processes of the group, or with a mark of this prefix, except this one."""
     wanted = b"\0" + f"{MARK_ENV}={mark}".encode()
     found = []
     for pid in psutil.pids():
@@ -87,8 +86,8 @@ def find_group(mark: str, group: int | None = None) -> list[int]:
 
 
 def _environment(pid: int) -> bytes:
-    """Return the initial environment. During an exec both environment and arguments are briefly empty;
-    without repeated reads, a process that keeps calling exec would be missed every twentieth time.
+    """Return the initial environment, with repeated reads: during an exec, environment and arguments are
+    briefly empty.
     """
     process, num_settled = Path(f"/proc/{pid}"), 0
     for _ in range(_EXEC_LOOKS):
@@ -104,7 +103,7 @@ def _environment(pid: int) -> bytes:
 
 
 async def end_group(mark: str, group: int | None) -> list[int]:
-    """Send SIGTERM, and after GRACE_S SIGKILL, to all processes; return the survivors."""
+    """Send SIGTERM, and after GRACE_S SIGKILL; return the survivors."""
     now_s, found = asyncio.get_running_loop().time, list[int]()
     for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
         until_s, pause_s, signalled = now_s() + limit_s, _POLL_S, set[int]()
@@ -123,7 +122,7 @@ async def end_group(mark: str, group: int | None) -> list[int]:
 
 
 def kill_group_nowait(mark: str, group: int | None = None) -> None:
-    """Send SIGKILL to all processes, including processes started during the kill, without waiting."""
+    """Send SIGKILL without waiting, including to processes started during the kill."""
     for _ in range(_KILL_ROUNDS):
         found = find_group(mark, group)
         for pid in found:
@@ -133,7 +132,7 @@ def kill_group_nowait(mark: str, group: int | None = None) -> None:
 
 
 def reap_orphans(but: set[int]) -> None:
-    """Reap ended orphans; `but` are this process's own children, which asyncio reaps."""
+    """Reap ended orphans; asyncio reaps `but`, this process's own children."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:

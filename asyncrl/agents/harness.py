@@ -1,5 +1,5 @@
-"""Task and session of a harness, the harness `python` (a function of the user), and the conversion of an
-attempt to an outcome or failure.
+"""Task and session of a harness, the harness `python`, and the conversion of an attempt to an outcome or
+failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl.worker")
 
 GRACE_S = 30.0
-"""Seconds that a cancelled harness has to clean up before its slot goes to the next rollout."""
+"""Seconds for the cleanup of a cancelled harness, before its slot is reused."""
 MAX_RETRIES = 4
 """Client retries: the gateway samples a repeated call only once."""
 OUTCOME = TypeAdapter(Outcome)
@@ -38,9 +38,7 @@ _MAX_WORDS = 4000
 
 
 class MissingAnswerError(ConfigError, AttributeError):
-    """A harness read the answer of a task without one. As an AttributeError it works with hasattr and the
-    default of getattr.
-    """
+    """Read of a missing answer; an AttributeError for hasattr and getattr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,6 @@ class AnyTask:
 
     @property
     def name(self) -> str:
-        """Return the name of its task or evaluation; '' if unnamed."""
         return task_of(self.prompt_id)
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +70,7 @@ class AnyTask:
 
 @dataclass(frozen=True, slots=True)
 class Task(AnyTask):
-    """Task with the answer of its prompt, from JSON: generator.give_answer is true."""
+    """Task with an answer from JSON: generator.give_answer is true."""
 
     answer: Any = field(default=None, repr=False, kw_only=True)
 
@@ -82,10 +79,9 @@ class Task(AnyTask):
 class Session:
     """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI client, or `client`.
 
-    Life: opened for one attempt, after whose end every call gets 410.
+    Life: opened for one attempt; afterwards every call gets 410.
 
-    `outcome_key`: key for posting an outcome, if the program does. `http_client` makes the httpx client of
-    `client`; sessions may share one.
+    `outcome_key`: set if the program posts its outcome. Sessions may share the client of `http_client`.
     """
 
     base_url: str
@@ -96,8 +92,8 @@ class Session:
 
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
-        """Return an openai.AsyncOpenAI without time limits: rollout.timeout_s is the limit. Raises
-        ConfigError if openai is not installed.
+        """Return a client without time limits: rollout.timeout_s is the limit. Raises ConfigError if
+        openai is not installed.
         """
         client: AsyncOpenAI = _openai().AsyncOpenAI(
             base_url=self.base_url,
@@ -110,7 +106,7 @@ class Session:
 
 
 def make_http_client() -> Any:
-    """Return an httpx client for all sessions of a worker: creating one costs more than a call."""
+    """Return an httpx client for all sessions of a worker, because creating one costs more than a call."""
     import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -126,18 +122,18 @@ def _openai() -> Any:
 
 
 class Harness(Protocol):
-    """Runs rollouts. Any exception fails its rollout; only ConfigError ends the worker."""
+    """Runs rollouts. An exception fails its rollout; only ConfigError ends the worker."""
 
     async def run(self, task: AnyTask, session: Session) -> Any:
-        """Return the result for as_outcome; None or Outcome() leaves the reward to the task's own function.
+        """Return the result for as_outcome; None or Outcome() leaves the reward to the task.
 
-        After the return, an exception or a cancellation, no part of the rollout may keep running.
+        After the end, also by cancellation, no part of the rollout may keep running.
         """
         ...
 
 
 def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness:
-    """Return the harness of a worker or of a config check. Raises ConfigError if it cannot run here."""
+    """Return the harness of a worker or a config check. Raises ConfigError if it cannot run here."""
     kind = kind_of(config)
     assert kind is not None, "the config has a harness"
     module, _, name = kind.place.partition(":")
@@ -149,10 +145,10 @@ def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness
 class PythonHarness:
     """Calls `function(task, session, **args)`, concurrently up to the worker's slots.
 
-    An async function runs on the worker's event loop: blocking the loop stops all rollouts and, beyond
-    gateway.lease_timeout_s, loses them; a call that ignores its cancellation is abandoned (user_code.py). A
-    plain function runs in its own thread, which cannot be stopped: after a timeout it runs until its next
-    call of the model, which is refused.
+    An async function runs on the worker's event loop: blocking it stops all rollouts and, beyond
+    gateway.lease_timeout_s, loses them; a call that ignores cancellation is abandoned (user_code.py). A plain
+    function runs in its own thread: after a timeout it continues until its next call of the model, which is
+    refused.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
@@ -174,7 +170,6 @@ class PythonHarness:
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(called)
 
     async def run(self, task: AnyTask, session: Session) -> Any:
-        """Return the function's result. Raises its exceptions."""
         call = functools.partial(self._function, task, session, **self._args)
         self.calls.check()
         value = call() if self._is_async else await self.calls.run(asyncio.to_thread(_in_thread, call))
@@ -193,7 +188,7 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcome | ErrorBody:
-    """Return the result of an attempt. Failures of the harness are data; ConfigError passes."""
+    """Return an attempt's result. Failures of the harness are data; ConfigError passes."""
     given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
     task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
     limit = asyncio.timeout(item.timeout_s)
@@ -235,7 +230,6 @@ def as_outcome(value: object) -> Outcome:
 
 
 def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
-    """Return a failure that fits JSON, for any content of the exception."""
     rule, way_out = "", "the worker's log has the traceback."
     what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}"
     what += f": {words_of(error)}"
@@ -246,7 +240,6 @@ def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
 
 
 def first_fault(error: ValueError) -> str:
-    """Return the first error with its place."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

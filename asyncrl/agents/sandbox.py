@@ -1,7 +1,7 @@
 """Run a command in bubblewrap: read-only system files, private folders, no network except the gateway.
 
-The first program in the sandbox listens on the sandbox's loopback and passes that socket to the worker, which
-forwards each connection to the gateway.
+The first program in the sandbox listens on its loopback and passes that socket to the worker, which forwards
+connections to the gateway.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError
 
 HOME = "/rollout"
-"""Working folder of a command, inside the sandbox."""
+"""Working folder inside the sandbox."""
 PORT = 8700
-"""Port of the gateway, inside the sandbox."""
+"""Port of the gateway inside the sandbox."""
 TRIAL = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
 TRIAL_S = 60.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -54,7 +54,7 @@ except OSError as error:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """`paths` are readable in the sandbox. `max_bytes` limits the memory of each process (0: no limit)."""
+    """Sandbox with readable `paths`, and `max_bytes` of memory per process (0: no limit)."""
 
     paths: tuple[str, ...]
     max_bytes: int = 0
@@ -62,8 +62,7 @@ class Sandbox:
     def around(self, command: Sequence[str], folder: Path, channel: int) -> list[str]:
         """Return the command line that runs `command` in the sandbox.
 
-        `folder` contains `work`, `tmp` and `shm`. The listening socket is sent to the file descriptor
-        `channel`.
+        `folder` contains `work`, `tmp` and `shm`. The file descriptor `channel` gets the listening socket.
         """
         binds = {HOME: folder / "work", "/tmp": folder / "tmp", "/dev/shm": folder / "shm"}
         shown = {path: path for path in (sys.base_prefix, sys.prefix, *self.paths)}
@@ -73,9 +72,10 @@ class Sandbox:
 
 
 def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], folder: str) -> list[str]:
-    """Return options of bwrap for no network and read-only system files.
+    """Return bwrap options for no network and read-only system files.
 
-    `binds` are writable and `shown` readable, by their path in the sandbox. `folder` is the working folder.
+    `binds` (writable) and `shown` (readable) are keyed by path in the sandbox. `folder` is the working
+    folder.
     """
     options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in SYSTEM:
@@ -98,9 +98,8 @@ def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], fold
 
 
 def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
-    """Return the sandbox that generator.sandbox asks for, or None. It can read files named in `command`.
-
-    Raises ConfigError if bubblewrap does not work here.
+    """Return the sandbox of generator.sandbox, if any; it can read files named in `command`. Raises
+    ConfigError if bubblewrap does not work here.
     """
     if config.sandbox == "none":
         return None
@@ -125,7 +124,6 @@ def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | N
 
 
 def is_file(text: str) -> bool:
-    """Return True if an argument of a command names a file."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):  # such as a whole script
@@ -133,7 +131,7 @@ def is_file(text: str) -> bool:
 
 
 class Forwarder:
-    """Forwards connections from a socket inside a sandbox to the gateway only."""
+    """Forwards connections from inside a sandbox to the gateway."""
 
     def __init__(self, base_url: str) -> None:
         parts = urlsplit(base_url)
@@ -145,14 +143,14 @@ class Forwarder:
         if is_tls:
             self._gateway["ssl"] = True
         self.inner_url = f"http://127.0.0.1:{PORT}{parts.path}"
-        """URL of the gateway for a program in the sandbox."""
+        """Gateway URL inside the sandbox."""
         self._ours, self.their_end = socket.socketpair()
         self._ours.setblocking(False)
         self._server: asyncio.Server | None = None
         self._forwarding: set[asyncio.Task[Any]] = set()
 
     async def wait_open(self) -> None:
-        """Receive the sandbox's socket and serve it. Returns also if the sandbox ended without a socket."""
+        """Receive and serve the sandbox's socket. Returns also if the sandbox ended without one."""
         self.their_end.close()
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Parse tool calls and their arguments as models write them: JSON, tagged text, Python."""
+"""Parse tool calls and arguments as models write them: JSON, tagged text, Python."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""Tools of a call: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
+"""Tools of a request: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
 ReadArguments: TypeAlias = Callable[[str, int, Mapping[str, Any]], tuple[dict[str, Any], int]]
-"""(text, start of the arguments, schema of the parameters) -> (arguments, end). Raises MALFORMED errors."""
+"""(text, start, parameter schema) -> (arguments, end). Raises MALFORMED errors."""
 
 MAX_SCHEMAS = 64
-"""Limit on the parts of a parameter's schema searched for its type."""
+"""Limit on the parts of a schema searched for a type."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
@@ -27,13 +27,13 @@ MALFORMED = (ValueError, TypeError, RecursionError)
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value at `at`, and the start of the following text."""
+    """Return the JSON value at `at`, and the start of the next token."""
     value, end = _DECODER.raw_decode(text, skip(SPACE, text, at))
     return value, skip(SPACE, text, end)
 
 
 def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the end of the pattern's match at `at`, or `at` without a match."""
+    """Return the end of the pattern's match at `at`, or `at`."""
     found = pattern.match(text, at)
     return found.end() if found else at
 
@@ -58,10 +58,10 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", type(None): "null", 
 
 
 def typed(raw: str, key: str, parameters: Mapping[str, Any]) -> Any:
-    """Return the value of `raw` by the schema: JSON of one of the parameter's types, otherwise text.
+    """Return `raw` parsed as JSON if the parameter's type allows it, otherwise as text.
 
-    Without a type in the schema, valid JSON is parsed except quoted strings, because templates write text
-    unquoted. True, False and None count as JSON only if the schema has their type.
+    Without a type, JSON is parsed except quoted strings, because templates write text unquoted. True, False
+    and None count as JSON only if the schema has their type.
     """
     properties = parameters.get("properties")
     types = _types(properties.get(key), parameters) if isinstance(properties, Mapping) else set()
@@ -111,8 +111,8 @@ def _at_path(root: Any, path: str) -> Any:
 
 
 def tagged(pattern: str) -> ReadArguments:
-    """Return a reader of arguments between tags. Groups: `key`, `value`, and optionally `string` ("true":
-    the value is text). Values have the schema's types.
+    """Return a reader of arguments between tags, with groups `key`, `value` and optionally `string`
+    ("true": the value is text). Values have the schema's types.
     """
     arguments = re.compile(pattern, re.DOTALL)
 
@@ -133,8 +133,8 @@ def tagged(pattern: str) -> ReadArguments:
 
 
 class Values:
-    """Values of a language like JSON: `strings` are (pattern, conversion of its match), `key` a pattern of
-    unquoted keys. `outer`: the strings of arguments, if lists and objects use others.
+    """Values of a JSON-like language: `strings` are (pattern, conversion of its match), `key` matches
+    unquoted keys. `outer`: strings of arguments, if different inside lists and objects.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Values:
         self._outer = [(re.compile(outer, re.DOTALL), str), *self._strings] if outer else self._strings
 
     def arguments(self, text: str, at: int, parameters: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Read `{key:value}` or `(key=value)`, as ReadArguments."""
+        """Read `{key:value}` or `(key=value)`."""
         is_object = text.startswith("{", at)
         end, colon = ("}", ":") if is_object else (")", "=")
         return self._members(text, at + 1, end, colon, self._outer)
@@ -229,14 +229,14 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments`: a JSON object, as text."""
+    """Tool call with `arguments` as JSON text of an object."""
 
     name: str
     arguments: str
 
 
 ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int]]
-"""(text, end of a marker of calls, tools) -> (calls, end). Raises MALFORMED errors."""
+"""(text, end of the marker, tools) -> (calls, end). Raises MALFORMED errors."""
 
 
 def call_of(value: Any, keys: Sequence[str]) -> ToolCall:
@@ -255,9 +255,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
 
 
 def json_calls(end: str) -> ReadCalls:
-    """Return a reader of JSON objects with name and arguments, or lists of them; `end`: pattern after
-    them.
-    """
+    """Return a reader of JSON objects with name and arguments, or lists of them, followed by `end`."""
     ends = re.compile(end)
 
     def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:

@@ -1,8 +1,8 @@
-"""Harness `verifiers`: an unmodified environment of that library.
+"""Harness `verifiers`: an environment of https://github.com/PrimeIntellect-ai/verifiers.
 
-https://github.com/PrimeIntellect-ai/verifiers, API 0.4 (`verifiers.v1`): a package that exports a Taskset,
-and optionally a Harness (the program that calls the model) and an Env (agents of one task). The library's own
-server, here in the worker, catches the program's calls and passes them to the session.
+API 0.4 (`verifiers.v1`): a package that exports a Taskset, and optionally a Harness (the program that calls
+the model) and an Env (agents of one task). The library's server, here in the worker, passes the program's
+calls to the session.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.user_code import UserCalls, find_here
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
-"""The library reads keys from the environment, one per process; a session's key is in the address instead."""
+"""The library reads one key per process from the environment; a session's key is in the address instead."""
 
 _CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
 """Loggers of each call or rollout; httpx would log addresses with keys."""
@@ -34,8 +34,7 @@ _CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
 class VerifiersHarness:
     """Runs one task of the environment per rollout, concurrently up to the worker's slots.
 
-    The environment is loaded once. Its hooks and rewards run on the worker's event loop: blocking it stops
-    all rollouts.
+    Hooks and rewards of the environment run on the worker's event loop: blocking it stops all rollouts.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
@@ -50,8 +49,8 @@ class VerifiersHarness:
                 logging.getLogger(name).setLevel(logging.WARNING)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """Return the environment's reward and metrics. Raises RolloutFailure for its failures, ConfigError
-        for impossible settings.
+        """Return reward and metrics. Raises RolloutFailure for failures, ConfigError for impossible
+        settings.
         """
         played, vf = self._task(task), _library(self._name)
         address = f"{session.base_url.removesuffix('/v1')}/s/{session.api_key}/v1"
@@ -64,8 +63,8 @@ class VerifiersHarness:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """Share the taskset's tool servers and the results of its start(). The first rollout opens them
-        and the last closes them; others sleep during that.
+        """Share the taskset's tool servers and start(): the first rollout opens them, the last closes
+        them.
         """
         async with self._changing:
             if not self._is_open:
@@ -88,7 +87,7 @@ class VerifiersHarness:
         cleanup_at_exit()
 
     def _task(self, task: AnyTask) -> Any:
-        """Rebuild the environment's own task, like the library's servers from their clients' data."""
+        """Rebuild the environment's own task, like the library's servers do."""
         data = task.info.get(VERIFIERS_KEY)
         if data is None:
             what = f"prompt {task.prompt_id} is none of the verifiers environment {self._name}"
@@ -140,8 +139,8 @@ async def _serving(env: Any) -> AsyncIterator[None]:
 
 
 def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
-    """Return the environment whose taskset is `identifier`; `args` are the fields of its config. Modules of
-    the working directory are found.
+    """Return the environment whose taskset is `identifier`, also from the working directory; `args` are its
+    config.
 
     Raises ConfigError if library, environment or a setting is missing or wrong.
     """
@@ -178,11 +177,8 @@ def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
 
 
 def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the environment, and the name of the only agent that calls the session. Raises ConfigError
-    unless there is exactly one.
-
-    An agent without its own client gets the run's; with a second one, its words would be trained as the
-    policy's.
+    """Return the environment and the name of its only agent that calls the session. Raises ConfigError
+    unless there is exactly one: a second agent without its own client would be trained as the policy.
     """
     env, vf = load_environment(identifier, args), _library(identifier)
     agents = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}

@@ -1,9 +1,8 @@
 """Worker process: take work items from a gateway, run them in the harness, post the results. `python -m
 asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
 
-Harnesses run on the event loop of the main thread. A child answers GET /health in another thread, so that a
-harness that blocks the loop costs only its rollouts. SIGTERM or the parent's end stops a worker and all
-processes of its commands.
+Harnesses run on the main thread's event loop. A child answers GET /health in another thread: a harness that
+blocks the loop costs only its rollouts. SIGTERM or the parent's end stops a worker and all its commands.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 CALL_TIMEOUT_S = 15.0
 MAX_SIGN_PERIOD_S = 5.0
-"""Seconds between heartbeats; a quarter of lease_timeout_s if that is less. A worker learns at most this
-much later that a rollout was revoked.
+"""Seconds between heartbeats, at most a quarter of lease_timeout_s; also the delay to learn of revoked
+rollouts.
 """
 MAX_BACKOFF_S = 30.0
 TICK_S = 1.0
@@ -57,18 +56,17 @@ class Worker:
 
     Life: run() until it is cancelled, or the gateway reports the run's end: then every harness is cancelled,
         and the gateway learns that this worker leaves.
-    Waits: it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness. If
-        the gateway does not answer, it retries at most MAX_BACKOFF_S apart for `give_up_s`: the run may
-        resume.
+    Waits: it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness.
+        Without an answer from the gateway it retries, at most MAX_BACKOFF_S apart, for `give_up_s`.
     Invariant: an item is in `holding` from its arrival until its result was acknowledged, or it was
         cancelled. Heartbeats come from the harnesses' event loop: blocking it for lease_timeout_s loses all
-        items of the worker.
+        items.
     """
 
     def __init__(
         self, harness: Harness, caller: Caller, *, name: str, slots: int, give_up_s: float | None = None
     ) -> None:
-        """Initialize. `give_up_s` None: a worker of the run, which the run ends."""
+        """Initialize. A worker that the run ends has `give_up_s` None."""
         self.name, self.slots = name, slots
         self._harness, self._caller, self._give_up_s = harness, caller, give_up_s
         self._who = {"worker": name, "instance": secrets.token_hex(8)}
@@ -82,11 +80,10 @@ class Worker:
 
     @property
     def holding(self) -> list[str]:
-        """Return ids of unfinished items."""
         return list(self._running)
 
     def health(self, now_s: float) -> wire.WorkerHealth:
-        """Return the state, also from another thread, so that a blocked event loop does not delay the
+        """Return the state. Callable from another thread, so that a blocked event loop does not delay the
         answer. `now_s`: of the loop's clock.
         """
         lost_s = self._lost_since_s
@@ -169,7 +166,6 @@ class Worker:
         self._freed.set()
 
     def _http_client(self) -> Any:
-        """Return the client of all sessions, created in the worker's event loop."""
         if self._http is None:
             self._http = make_http_client()
         return self._http
@@ -183,7 +179,7 @@ class Worker:
             for item_id, why in answer.cancel.items():
                 if (running := self._running.get(item_id)) is not None:
                     log.info("%s is given up: %s", running.get_name(), why)
-                    running.cancel()  # also before its result is accepted
+                    running.cancel()  # also during the post of its result, which would be refused
 
     def _alive_request(self, *, is_leaving: bool = False) -> wire.AliveRequest:
         return wire.AliveRequest(**self._who, holding=self.holding, is_leaving=is_leaving)
@@ -197,9 +193,8 @@ class Worker:
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
     ) -> Answer:
-        """Post the message from `make` until there is an answer.
-
-        Raises CallRefused for 410, ConfigError if the gateway rejects this worker's key or messages.
+        """Post the message from `make` until there is an answer. Raises CallRefused for 410, ConfigError
+        if the gateway rejects this worker's key or messages.
         """
         backoff_s, now_s = 0.5, asyncio.get_running_loop().time
         while True:
@@ -226,16 +221,14 @@ class Worker:
                     log.warning("worker %s: the gateway answers again, after %.0f s", self.name, lost_s)
                 return found
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
-            await asyncio.sleep(
-                backoff_s * random.uniform(0.5, 1.0)
-            )  # jitter: many workers must not return at once
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # workers must not return at once
 
 
 # ---- the worker process
 
 
 class WorkerSpec(Message):
-    """Spec of a run's worker; the worker key is a separate secret, WORKER_KEY_ENV."""
+    """The worker key is a separate secret, WORKER_KEY_ENV."""
 
     name: str
     url: str
@@ -248,7 +241,7 @@ def work(
     harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
 ) -> int:
     """Work until SIGTERM or SIGINT and return its number, or until the run is done and return 0; a second
-    signal ends the process at once. Raises like Worker.run.
+    signal exits at once. Raises like Worker.run.
     """
 
     async def live() -> int:
@@ -316,13 +309,12 @@ def main() -> None:
 
 
 def _log_to_stderr() -> None:
-    """Log without a line for each call of the model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once: Python's own exit would wait for hanging threads of a harness."""
+    """Exit without waiting for hanging threads of a harness."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -349,10 +341,9 @@ def run_worker(
     """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or 130 after SIGTERM or
     Ctrl-C. Raises RoomError if the gateway gives no answer for `give_up_s`.
 
-    `key` None: read it from `key_file` or the environment, hidden from other users. `harness` has one option
-    of HARNESSES, `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables, `sandbox`
-    generator.sandbox and related settings (None: not given). Raises ConfigError for invalid options, or if
-    the gateway refuses this worker.
+    `key` None: read it from `key_file` or the environment. `harness` has one option of HARNESSES, `args` is a
+    JSON object, `env` has NAME=VALUE, `sandbox` generator.sandbox and related settings (None: not given).
+    Raises ConfigError for invalid options, or if the gateway refuses this worker.
     """
     worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
     os.environ.pop(WORKER_KEY_ENV, None)
@@ -384,7 +375,7 @@ def run_worker(
 
 
 def gateway_url(url: str) -> str:
-    """Return http://host:port, without the /v1 of client URLs. Raises ConfigError for an invalid address."""
+    """Return http://host:port, without /v1. Raises ConfigError for an invalid address."""
     address = url.rstrip("/").removesuffix("/v1")
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
