@@ -1,5 +1,5 @@
-"""Harnesses, which run a rollout that talks to the model itself, in the process of a worker. They get the
-gateway's address and a task, and see no token ids, no groups and no run.
+"""Harnesses: each runs a rollout, which calls the model itself, in a worker process. A harness sees the
+gateway's address and a task, but no token ids, groups or run.
 """
 
 from asyncrl.agents.harness import Harness, Session, Task

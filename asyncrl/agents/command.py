@@ -1,10 +1,10 @@
-"""The harness `command`: a program of any language, once a rollout.
+"""Harness `command`: one program, in any language, per rollout.
 
-It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
-OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR and generator.env. What it starts
-inherits the environment and does not find the answer or the outcome key there: those come with the task,
-through a pipe that is read once.
-This keeps rollouts apart from each other and from the run's settings. Without generator.sandbox a command may
+The program reads the task as JSON on standard input. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY and
+OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR and generator.env. Its children
+inherit this environment, without the answer and the outcome key: these come with the task, through a pipe
+that is read once.
+This separates rollouts from each other and from the run's settings. Without generator.sandbox, a command may
 read and write everything that the worker's user may (sandbox.py).
 """
 
@@ -46,28 +46,28 @@ KEPT_ENV = ("PATH", "HOME", "LANG")
 ROLLOUT_ENV = ["TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
 ROLLOUT_ENV += ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
 OWN_PREFIX = "ASYNCRL_"
-"""Prefix of asyncrl's own variables: MARK_ENV, keys and secrets. A command gets none of them."""
+"""Prefix of asyncrl's own variables: MARK_ENV, keys and secrets. Hidden from commands."""
 STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 2**16
 
 
 class CommandHarness:
-    """Runs a command for each rollout, in a session and a folder of its own.
+    """Runs a command for each rollout, in its own session and folder.
 
-    Life: run: folder made -> started -> exits, prints too much, or is cancelled -> its whole process group
+    Life: run: folder created -> started -> exits, prints too much, or is cancelled -> its whole process group
         ended and reaped -> folder removed.
-    Waits: run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long again
+    Waits: run sleeps until the command exits; then up to GRACE_S for the rest of its group, and as long again
         after SIGKILL.
-    Invariant: when run() is left, no process of the group lives, no pipe is open, no folder left.
+    Invariant: after run(), no process of the group, open pipe or folder remains.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """`is_worker`: this process has no children but commands: it adopts the processes that a command
-        leaves behind, and if this process itself is killed they are killed too. Arguments that name files of
-        the working directory are given as absolute paths: the command runs in another one.
+        """Initialize. `is_worker`: all children of this process are commands, so it adopts the orphans of
+        commands, and its own death by a signal kills them too. Arguments that name files of the working
+        directory become absolute, because the command runs elsewhere.
 
-        Raises ConfigError if there is no such program or sandbox, generator.env sets what is not its own, or
-        a variable of generator.pass_env is not set.
+        Raises ConfigError if the program or sandbox is missing, generator.env sets a reserved variable, or a
+        variable of generator.pass_env is unset.
         """
         _refuse_own("generator.env", config.env)
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
@@ -82,7 +82,7 @@ class CommandHarness:
         self.sandbox = find_sandbox(config, [program, *self.command])
         self.max_output_bytes = config.max_output_bytes
         self.token = secrets.token_hex(8)
-        """Prefix of the marks of all commands of this harness."""
+        """Prefix of the marks of this harness's commands."""
         self._numbers = itertools.count()
         self._own_children: set[int] = set()
         self._num_starting = 0
@@ -94,8 +94,8 @@ class CommandHarness:
             self._own_children.add(self._guard.pid)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """The outcome on the command's last line (empty where outcomes are posted). Raises RolloutFailure for
-        any exit code but 0, too much output, or a last line that is not an outcome.
+        """Return the outcome on the command's last line (empty if outcomes are posted). Raises
+        RolloutFailure for an exit code other than 0, too much output, or an invalid last line.
         """
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
         forwarder = None if self.sandbox is None else Forwarder(session.base_url)
@@ -107,7 +107,7 @@ class CommandHarness:
                 contextlib.closing(OutputPipe("standard error", self.max_output_bytes)) as errors,
             ):
                 code = await self._run(task, session, folder, forwarder, output, errors)
-                if self._is_killed:  # by this process as it ends: that is no result of the rollout
+                if self._is_killed:  # killed by this process at its end: no result of the rollout
                     raise asyncio.CancelledError
                 text = self._output(code, output, errors)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
@@ -117,7 +117,9 @@ class CommandHarness:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def kill_all_nowait(self) -> None:
-        """SIGKILL to all that any command of this harness has started; what runs is cancelled. Any thread."""
+        """Kill all processes of this harness's commands, and cancel its rollouts. Callable from any
+        thread.
+        """
         self._is_killed = True
         kill_group_nowait(self.token)
 
@@ -139,12 +141,12 @@ class CommandHarness:
             fds = (forwarder.their_end.fileno(),)
             command = self.sandbox.around(command, folder, fds[0])
             environment |= {"HOME": HOME, "TMPDIR": "/tmp"}
-        reading_end, writing_end = os.pipe()  # read once: a pipe keeps nothing
+        reading_end, writing_end = os.pipe()  # a pipe, so that the task can be read only once
         feed, _ = await asyncio.get_running_loop().connect_write_pipe(
             asyncio.BaseProtocol, os.fdopen(writing_end, "wb", buffering=0)
         )
         feed.write(_standard_input(task, session))
-        feed.close()  # once all is written
+        feed.close()  # after all is written
         process: asyncio.subprocess.Process | None = None
         try:
             self._num_starting += 1
@@ -171,7 +173,7 @@ class CommandHarness:
                 await forwarder.wait_open()
             return await process.wait()
         finally:
-            if feed.get_write_buffer_size():  # else all is written, and it is closed
+            if feed.get_write_buffer_size():  # otherwise written and closed
                 feed.abort()
             await self._end(process, mark)
 
@@ -193,18 +195,18 @@ class CommandHarness:
                 log.error("processes of command %s survive SIGKILL: %s", self.command[0], survivors)
             if process is not None:
                 await process.wait()
-        except asyncio.CancelledError:  # a second one: there is no time left
+        except asyncio.CancelledError:  # the second cancellation: no time left
             kill_group_nowait(mark, group)
             raise
         finally:
             if process is not None and process.returncode is not None:
                 self._own_children.discard(process.pid)
-            # while a child starts, asyncio does not know it yet and it might be taken for an orphan
+            # a starting child, unknown to asyncio so far, would look like an orphan
             if self._folder is not None and not self._num_starting:
                 reap_orphans(but=self._own_children)
 
     def _output(self, code: int, output: OutputPipe, errors: OutputPipe) -> str:
-        """What it printed. Raises RolloutFailure if it did not end well."""
+        """Return the output. Raises RolloutFailure if the command failed."""
         for pipe in (output, errors):
             pipe.take()
             if pipe.is_over:
@@ -218,9 +220,7 @@ class CommandHarness:
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
-    """The values of these variables in this process. Raises ConfigError for one that is not set, or that no
-    command may have.
-    """
+    """Return the values of these variables. Raises ConfigError for an unset or a reserved variable."""
     _refuse_own("generator.pass_env", names)
     if missing := [name for name in names if name not in os.environ]:
         what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
@@ -235,8 +235,8 @@ def _refuse_own(setting: str, names: Iterable[str]) -> None:
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
-    """The task as JSON, with the outcome key. The key is here alone: in the environment every child process
-    of the command would inherit it.
+    """Return the task as JSON, with the outcome key, which the command's children would inherit if it were
+    in the environment.
     """
     values = asdict(task) | {"name": task.name}
     if session.outcome_key is not None:
@@ -245,8 +245,8 @@ def _standard_input(task: AnyTask, session: Session) -> bytes:
 
 
 def last_line_outcome(text: str) -> Outcome:
-    """What the last line that is not empty says: a number, a JSON object of rewards, or nothing. Raises
-    RolloutFailure for a wrong one.
+    """Parse the last non-empty line: a number, a JSON object of rewards, or nothing. Raises RolloutFailure
+    if it is invalid.
     """
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     try:
@@ -260,12 +260,12 @@ def last_line_outcome(text: str) -> Outcome:
 
 
 class OutputPipe:
-    """A pipe whose reading end is ours. We do not wait for its end: a process that keeps the writing end open
+    """A pipe with our reading end. Nothing waits for its EOF, so a process that keeps the writing end open
     cannot block us.
 
-    Life: both ends open -> given to a process -> read() -> take() once the process has exited: the rest of
-        what it wrote -> close().
-    Invariant: holds max_bytes and one chunk at most.
+    Life: both ends open -> passed to a process -> read() -> take() for the rest once the process has exited
+        -> close().
+    Invariant: holds at most max_bytes and one chunk.
     """
 
     def __init__(self, name: str, max_bytes: int) -> None:
@@ -282,15 +282,13 @@ class OutputPipe:
 
     @property
     def is_over(self) -> bool:
-        """More than max_bytes came."""
         return len(self._data) > self.max_bytes
 
     def text(self) -> str:
-        """What came, as UTF-8; what is none is replaced."""
         return self._data.decode("utf-8", errors="replace")
 
     def read(self, on_overflow: Callable[[], None]) -> None:
-        """Of the process, which has its writing end. `on_overflow` is called once there is too much."""
+        """Read while the process runs. `on_overflow` is called once the output exceeds max_bytes."""
 
         def readable() -> None:
             self.take()
@@ -301,10 +299,10 @@ class OutputPipe:
         asyncio.get_running_loop().add_reader(self._reading_end, readable)
 
     def take(self) -> None:
-        """What has been written by now, while it is not too much."""
+        """Read the bytes written so far, up to max_bytes and one chunk."""
         while not self.is_over:
             chunk = self._reading_end.read(_CHUNK_BYTES)
-            if chunk is None:  # nothing for now
+            if chunk is None:  # no data now
                 return
             self._data += chunk
             if not chunk:

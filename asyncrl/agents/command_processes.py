@@ -1,9 +1,9 @@
-"""The processes of a command: how they are found, ended and reaped.
+"""Find, end and reap the processes of a command.
 
-They are its process group, and every process with the command's mark in its environment. Children inherit
-the mark, so a process with a session of its own (setsid, a daemon) is found too. Two kinds are not found: a
-process that has its own session and was started without the mark (`setsid env -i ...`), and one of another
-user. In a sandbox none is left: its processes end with its first.
+They are its process group and every process with the command's mark in its environment. Children inherit the
+mark, so processes with their own session (setsid, a daemon) are found. Two kinds are missed: a process with
+its own session started without the mark (`setsid env -i ...`), and a process of another user. A sandbox
+misses none: all its processes end with the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 
 MARK_ENV = "ASYNCRL_COMMAND"
 GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL; less than the worker itself is given."""
+"""Delay between SIGTERM and SIGKILL; less than the worker's own limit."""
 _POLL_S, _KILL_WAIT_S = 0.02, 5.0
 _KILL_ROUNDS = 20
 _EXEC_LOOKS, _EXEC_LOOK_S = 200, 0.0005
@@ -38,14 +38,14 @@ for round in 1 2 3 4 5 6 7 8; do
 done
 rm -rf "$2"
 """
-"""Started by a worker, it waits until that has ended, in whatever way; then it kills all that has the text $1
-in its environment, those included that they start meanwhile, and removes the folder $2.
+"""Shell script that waits for the end of its worker in any way. Then it kills every process with the text
+$1 in its environment, including processes started during the kill, and removes the folder $2.
 """
 
 
 def start_guard(token: str, folder: str) -> subprocess.Popen[bytes]:
-    """Adopt from now on what commands leave behind, and have a guard kill it if this process itself is
-    killed. The guard ends with the object.
+    """Adopt orphans of commands from now on, and start a guard that kills them if this process is killed.
+    The guard ends with the object.
     """
     guard = subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "guard", f"{MARK_ENV}={token}", folder],
@@ -65,21 +65,20 @@ def _prctl(option: int, value: int) -> None:
 
 
 def hide_memory() -> None:
-    """Hide this process's environment, memory and files in /proc from others of this user: what a model runs
-    is of the same user, and a worker and a run's controller have the worker key, and the answers of their
-    rollouts.
+    """Hide this process's environment, memory and files in /proc from other processes of this user: programs
+    of a model run as the same user, and workers and controllers hold the worker key and the answers.
 
-    An exec ends it, so child processes are not hidden. Linux only; root can still read everything.
+    An exec undoes it, so child processes are visible. Linux only; root can still read everything.
     """
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def find_group(mark: str, group: int | None = None) -> list[int]:
-    """Live processes of the group, or with a mark that has this prefix; never this process itself."""
+    """Return running processes of the group, or with a mark of this prefix; never this process."""
     wanted = b"\0" + f"{MARK_ENV}={mark}".encode()
     found = []
     for pid in psutil.pids():
-        with contextlib.suppress(OSError, psutil.Error):  # it is gone, or another user's
+        with contextlib.suppress(OSError, psutil.Error):  # gone, or another user's
             if pid == os.getpid() or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 continue
             if os.getpgid(pid) == group or wanted in b"\0" + _environment(pid):
@@ -88,26 +87,24 @@ def find_group(mark: str, group: int | None = None) -> list[int]:
 
 
 def _environment(pid: int) -> bytes:
-    """What it was started with. In the middle of an exec it has none for a moment, and no arguments either:
-    one that execs again and again would be missed every twentieth time.
+    """Return the initial environment. During an exec both environment and arguments are briefly empty;
+    without repeated reads, a process that keeps calling exec would be missed every twentieth time.
     """
     process, num_settled = Path(f"/proc/{pid}"), 0
     for _ in range(_EXEC_LOOKS):
         has_arguments = bool((process / "cmdline").read_bytes())
         if environment := (process / "environ").read_bytes():
             return environment
-        (process / "exe").readlink()  # a thread of the kernel has none: OSError
+        (process / "exe").readlink()  # OSError for a kernel thread
         num_settled = num_settled + 1 if has_arguments else 0
-        if num_settled == 3:  # more than once: an exec may have begun between the two readings
+        if num_settled == 3:  # repeat: an exec may begin between the two reads
             break
         time.sleep(_EXEC_LOOK_S)
     return b""
 
 
 async def end_group(mark: str, group: int | None) -> list[int]:
-    """SIGTERM, and after GRACE_S SIGKILL, to all of them; returns once none lives, or those that would not
-    die.
-    """
+    """Send SIGTERM, and after GRACE_S SIGKILL, to all processes; return the survivors."""
     now_s, found = asyncio.get_running_loop().time, list[int]()
     for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
         until_s, pause_s, signalled = now_s() + limit_s, _POLL_S, set[int]()
@@ -126,7 +123,7 @@ async def end_group(mark: str, group: int | None) -> list[int]:
 
 
 def kill_group_nowait(mark: str, group: int | None = None) -> None:
-    """SIGKILL to all of them, those included that they start meanwhile; waits for none."""
+    """Send SIGKILL to all processes, including processes started during the kill, without waiting."""
     for _ in range(_KILL_ROUNDS):
         found = find_group(mark, group)
         for pid in found:
@@ -136,7 +133,7 @@ def kill_group_nowait(mark: str, group: int | None = None) -> None:
 
 
 def reap_orphans(but: set[int]) -> None:
-    """Reap adopted processes that have ended; `but` are this process's own children, which asyncio reaps."""
+    """Reap ended orphans; `but` are this process's own children, which asyncio reaps."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:

@@ -1,5 +1,5 @@
-"""What a harness is given: a task, and a session with the model. Of the kinds of harness `python`,
-an async (or plain) function of the user's. How one attempt becomes an outcome, or a failure as data.
+"""Task and session of a harness, the harness `python` (a function of the user), and the conversion of an
+attempt to an outcome or failure.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl.worker")
 
 GRACE_S = 30.0
-"""Seconds that a cancelled harness has to clean up before its slot is given to the next rollout."""
+"""Seconds that a cancelled harness has to clean up before its slot goes to the next rollout."""
 MAX_RETRIES = 4
-"""Retries of the client: the gateway samples a call once, however often the client repeats it."""
+"""Client retries: the gateway samples a repeated call only once."""
 OUTCOME = TypeAdapter(Outcome)
 _MAX_WORDS = 4000
 
 
 class MissingAnswerError(ConfigError, AttributeError):
-    """A harness reads the answer of a task that has none. It is an AttributeError, so hasattr and getattr's
-    default work as usual.
+    """A harness read the answer of a task without one. As an AttributeError it works with hasattr and the
+    default of getattr.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class AnyTask:
-    """One attempt at one prompt. `info` has come as JSON: tuples are lists, keys are texts.
+    """An attempt at a prompt. `info` comes from JSON: tuples become lists, keys strings.
 
-    `seed`, in [0, 2**63), is for the harness's own draws: another one for each rollout and each attempt, the
-    same in a run that is repeated. `attempt` counts from 0.
+    `seed`, in [0, 2**63), is for the harness's own draws: different for each rollout and attempt, equal in a
+    repeated run. `attempt` counts from 0.
     """
 
     prompt_id: str
@@ -60,13 +60,11 @@ class AnyTask:
 
     @property
     def name(self) -> str:
-        """Of the task that its prompt is of, or the evaluation; '' where a run has one that has no name."""
+        """Return the name of its task or evaluation; '' if unnamed."""
         return task_of(self.prompt_id)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises MissingAnswerError for `answer` if generator.give_answer is false: a harness that reads it
-        gets this error and not None.
-        """
+        """Raises MissingAnswerError for `answer` if generator.give_answer is false."""
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
         way_out = "set generator.give_answer=true, or leave the reward to the task (return nothing)."
@@ -75,20 +73,19 @@ class AnyTask:
 
 @dataclass(frozen=True, slots=True)
 class Task(AnyTask):
-    """With the answer of its prompt, as it has come as JSON: generator.give_answer is true."""
+    """Task with the answer of its prompt, from JSON: generator.give_answer is true."""
 
     answer: Any = field(default=None, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Session:
-    """The model, as this one rollout may call it: any OpenAI client with `base_url` and `api_key`, or
-    `client`.
+    """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI client, or `client`.
 
-    Life: opened for one attempt; once that has ended, every call answers 410.
+    Life: opened for one attempt, after whose end every call gets 410.
 
-    `outcome_key`: what a program posts its outcome with (None: it posts none). `http_client` makes the httpx
-    client below `client`; several sessions may share one.
+    `outcome_key`: key for posting an outcome, if the program does. `http_client` makes the httpx client of
+    `client`; sessions may share one.
     """
 
     base_url: str
@@ -99,8 +96,8 @@ class Session:
 
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
-        """An openai.AsyncOpenAI for this session, without time limits of its own: rollout.timeout_s is the
-        limit. Raises ConfigError if openai is not installed.
+        """Return an openai.AsyncOpenAI without time limits: rollout.timeout_s is the limit. Raises
+        ConfigError if openai is not installed.
         """
         client: AsyncOpenAI = _openai().AsyncOpenAI(
             base_url=self.base_url,
@@ -113,7 +110,7 @@ class Session:
 
 
 def make_http_client() -> Any:
-    """An httpx client for all sessions of a worker: making one each would cost more than a call."""
+    """Return an httpx client for all sessions of a worker: creating one costs more than a call."""
     import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -129,19 +126,18 @@ def _openai() -> Any:
 
 
 class Harness(Protocol):
-    """A way to run a rollout. Whatever it raises fails this rollout, but ConfigError ends the worker."""
+    """Runs rollouts. Any exception fails its rollout; only ConfigError ends the worker."""
 
     async def run(self, task: AnyTask, session: Session) -> Any:
-        """What the rollout came to, for as_outcome; None or Outcome() if there is nothing to say: the task's
-        own reward function scores it, then.
+        """Return the result for as_outcome; None or Outcome() leaves the reward to the task's own function.
 
-        When it returns, raises or is cancelled, nothing of the rollout runs any more.
+        After the return, an exception or a cancellation, no part of the rollout may keep running.
         """
         ...
 
 
 def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness:
-    """The harness of a worker, or one to check a config. Raises ConfigError if it cannot be run here."""
+    """Return the harness of a worker or of a config check. Raises ConfigError if it cannot run here."""
     kind = kind_of(config)
     assert kind is not None, "the config has a harness"
     module, _, name = kind.place.partition(":")
@@ -151,19 +147,19 @@ def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness
 
 
 class PythonHarness:
-    """Calls `function(task, session, **args)`, with as many calls at once as the worker has slots.
+    """Calls `function(task, session, **args)`, concurrently up to the worker's slots.
 
-    An async function runs on the worker's event loop: what blocks that loop stops all its rollouts, and for
-    longer than gateway.lease_timeout_s loses them; one that does not end when it is cancelled is given up
-    (user_code.py). A plain one runs in a thread of its own, which nothing can end: after a timeout it goes
-    on until its next call of the model, which is refused.
+    An async function runs on the worker's event loop: blocking the loop stops all rollouts and, beyond
+    gateway.lease_timeout_s, loses them; a call that ignores its cancellation is abandoned (user_code.py). A
+    plain function runs in its own thread, which cannot be stopped: after a timeout it runs until its next
+    call of the model, which is refused.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Raises ConfigError if there is no such function, or it cannot be called so."""
+        """Raises ConfigError if the function is missing or has the wrong parameters."""
         spec, self._args = config.python or "", config.args
         if is_worker:
-            with contextlib.suppress(ModuleNotFoundError):  # while nothing runs: it takes seconds
+            with contextlib.suppress(ModuleNotFoundError):  # import now, before any rollout: it takes seconds
                 importlib.import_module("openai")
         usage = ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
         self._function: Callable[..., Any] = load_function(
@@ -178,18 +174,18 @@ class PythonHarness:
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(called)
 
     async def run(self, task: AnyTask, session: Session) -> Any:
-        """What the function returns. Raises whatever it raises."""
+        """Return the function's result. Raises its exceptions."""
         call = functools.partial(self._function, task, session, **self._args)
         self.calls.check()
         value = call() if self._is_async else await self.calls.run(asyncio.to_thread(_in_thread, call))
-        # of a plain function too: a partial, a decorator
+        # a plain function may also return an awaitable (a partial, a decorator)
         return await self.calls.run(value) if inspect.isawaitable(value) else value
 
 
 def _in_thread(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except StopIteration as error:  # no future carries it
+    except StopIteration as error:  # a future cannot carry StopIteration
         raise RuntimeError(f"StopIteration: {error}") from error
 
 
@@ -197,7 +193,7 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcome | ErrorBody:
-    """What an attempt came to. What goes wrong in a harness is data; ConfigError passes."""
+    """Return the result of an attempt. Failures of the harness are data; ConfigError passes."""
     given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
     task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
     limit = asyncio.timeout(item.timeout_s)
@@ -219,8 +215,8 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
 
 
 def as_outcome(value: object) -> Outcome:
-    """An Outcome from None, a finite number (of numpy and torch too), or an Outcome of such numbers. Raises
-    RolloutFailure for all else.
+    """Convert None, a finite number (also of numpy and torch), or an Outcome of such numbers. Raises
+    RolloutFailure for other values.
     """
     try:
         if isinstance(value, (str, bytes)):
@@ -239,7 +235,7 @@ def as_outcome(value: object) -> Outcome:
 
 
 def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
-    """Fit for JSON, whatever a harness has put into its exception."""
+    """Return a failure that fits JSON, for any content of the exception."""
     rule, way_out = "", "the worker's log has the traceback."
     what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}"
     what += f": {words_of(error)}"
@@ -250,7 +246,7 @@ def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
 
 
 def first_fault(error: ValueError) -> str:
-    """What is wrong first, and where."""
+    """Return the first error with its place."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -1,7 +1,7 @@
 """Run a command in bubblewrap: read-only system files, private folders, no network except the gateway.
 
 The first program in the sandbox listens on the sandbox's loopback and passes that socket to the worker, which
-forwards each connection to the gateway. Nothing else of the network exists in the sandbox.
+forwards each connection to the gateway.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], fold
         if not any(Path(place).is_relative_to(each) for each in seen):
             options += ["--ro-bind", path, place]
             seen.append(place)
-    # its root and /dev are in memory, which a command must not fill
+    # root and /dev are in memory, which a command must not fill
     return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
 
 
@@ -128,15 +128,14 @@ def is_file(text: str) -> bool:
     """Return True if an argument of a command names a file."""
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # a whole script, for example
+    except (OSError, ValueError):  # such as a whole script
         return False
 
 
 class Forwarder:
-    """Forward connections on a socket from inside a sandbox to the gateway, and nowhere else."""
+    """Forwards connections from a socket inside a sandbox to the gateway only."""
 
     def __init__(self, base_url: str) -> None:
-        """`base_url`: URL of the gateway."""
         parts = urlsplit(base_url)
         is_tls = parts.scheme == "https"
         self._gateway: dict[str, Any] = {
@@ -185,7 +184,7 @@ class Forwarder:
             ends.append(far)
             await asyncio.gather(_pump(reader, far), _pump(answers, writer))
         except (OSError, asyncio.CancelledError):
-            pass  # an end is gone, or the rollout has ended
+            pass  # one end is gone, or the rollout has ended
         finally:
             self._forwarding.discard(task)
             for end in ends:

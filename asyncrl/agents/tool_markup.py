@@ -1,4 +1,4 @@
-"""How models write tool calls and their arguments: JSON, text between tags, Python. What reads each."""
+"""Parse tool calls and their arguments as models write them: JSON, tagged text, Python."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""As a call gives them: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
+"""Tools of a call: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
 ReadArguments: TypeAlias = Callable[[str, int, Mapping[str, Any]], tuple[dict[str, Any], int]]
-"""(text, where arguments begin, schema of the parameters) -> (the arguments, where they end). Raises one of
-MALFORMED.
-"""
+"""(text, start of the arguments, schema of the parameters) -> (arguments, end). Raises MALFORMED errors."""
 
 MAX_SCHEMAS = 64
-"""Parts of a parameter's schema that are looked at for its type."""
+"""Limit on the parts of a parameter's schema searched for its type."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 MALFORMED = (ValueError, TypeError, RecursionError)
-"""Raised for text that is no tool call: it stays text."""
+"""Errors of text that is no tool call and stays text."""
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at `at`, and where the next thing after it is."""
+    """Return the JSON value at `at`, and the start of the following text."""
     value, end = _DECODER.raw_decode(text, skip(SPACE, text, at))
     return value, skip(SPACE, text, end)
 
 
 def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where what follows the pattern is; `at` where it is not there."""
+    """Return the end of the pattern's match at `at`, or `at` without a match."""
     found = pattern.match(text, at)
     return found.end() if found else at
 
@@ -45,11 +43,11 @@ def json_arguments(text: str, at: int, parameters: Mapping[str, Any]) -> tuple[d
     return value, end
 
 
-# ---- types of arguments that are written without quotes
+# ---- types of unquoted arguments
 
 
 def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The JSON schema of this tool's arguments; empty if there is none."""
+    """Return the JSON schema of the tool's arguments, or an empty one."""
     functions = [tool.get("function", tool) for tool in tools]
     found = [each.get("parameters") for each in functions if each.get("name") == name]
     return found[0] if found and isinstance(found[0], Mapping) else {}
@@ -60,10 +58,10 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", type(None): "null", 
 
 
 def typed(raw: str, key: str, parameters: Mapping[str, Any]) -> Any:
-    """The value that `raw` is, as the schema has it: JSON of one of the parameter's types, else the text.
+    """Return the value of `raw` by the schema: JSON of one of the parameter's types, otherwise text.
 
-    Without a type in the schema it is JSON if that is what it is, but no JSON text in quotes: templates write
-    texts without. True, False and None count as JSON only where the schema has their type.
+    Without a type in the schema, valid JSON is parsed except quoted strings, because templates write text
+    unquoted. True, False and None count as JSON only if the schema has their type.
     """
     properties = parameters.get("properties")
     types = _types(properties.get(key), parameters) if isinstance(properties, Mapping) else set()
@@ -82,7 +80,7 @@ def typed(raw: str, key: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """JSON types that a schema allows; empty if it does not say, or is too long."""
+    """Return the JSON types that a schema allows; empty if it is silent or too long."""
     found: set[str] = set()
     waiting = [schema]
     for _ in range(MAX_SCHEMAS):
@@ -106,15 +104,15 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
 
 def _at_path(root: Any, path: str) -> Any:
-    """What "#/$defs/Color" names in the schema; None if nothing."""
+    """Return the schema at a path such as "#/$defs/Color", or None."""
     for step in path.split("/")[1:]:
         root = root.get(step) if isinstance(root, Mapping) else None
     return root
 
 
 def tagged(pattern: str) -> ReadArguments:
-    """Arguments between tags: groups `key` and `value`, and `string` ("true": the value is a text), where
-    there is one. Values have the types of the schema.
+    """Return a reader of arguments between tags. Groups: `key`, `value`, and optionally `string` ("true":
+    the value is text). Values have the schema's types.
     """
     arguments = re.compile(pattern, re.DOTALL)
 
@@ -131,12 +129,12 @@ def tagged(pattern: str) -> ReadArguments:
     return read
 
 
-# ---- values of a language of their own
+# ---- values of JSON-like languages
 
 
 class Values:
-    """Values of a language like JSON: `strings` are (pattern, text of its match), `key` a pattern of keys
-    without quotes. `outer`: the strings of arguments, where others are used inside of lists and objects.
+    """Values of a language like JSON: `strings` are (pattern, conversion of its match), `key` a pattern of
+    unquoted keys. `outer`: the strings of arguments, if lists and objects use others.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class Values:
         self._outer = [(re.compile(outer, re.DOTALL), str), *self._strings] if outer else self._strings
 
     def arguments(self, text: str, at: int, parameters: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """A ReadArguments of `{key:value}`, or of `(key=value)`."""
+        """Read `{key:value}` or `(key=value)`, as ReadArguments."""
         is_object = text.startswith("{", at)
         end, colon = ("}", ":") if is_object else (")", "=")
         return self._members(text, at + 1, end, colon, self._outer)
@@ -210,7 +208,7 @@ def _word(word: re.Match[str] | None) -> Any:
 
 
 def python_string(quoted: str) -> str:
-    """The text of a Python string in quotes of either kind. What is no escape of JSON stays as it is."""
+    """Return the text of a Python string in either quotes. Escapes unknown to JSON stay unchanged."""
     text = re.sub(r"\\(x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)|\"", _as_json, quoted, flags=re.DOTALL)
     value: str = scanstring(f'{text}"', 0, False)[0]
     return value
@@ -238,28 +236,28 @@ class ToolCall:
 
 
 ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int]]
-"""(text, where a marker of calls ends, tools) -> (the calls there, where they end). Raises one of
-MALFORMED.
-"""
+"""(text, end of a marker of calls, tools) -> (calls, end). Raises MALFORMED errors."""
 
 
 def call_of(value: Any, keys: Sequence[str]) -> ToolCall:
-    """The call `{"name": ..., KEY: {...}}`, one of `keys` holding its arguments."""
+    """Return the call `{"name": ..., KEY: {...}}`, whose arguments are under some key of `keys`."""
     (arguments,) = [value[key] for key in keys if key in value]
     return make_call(value.get("name"), arguments)
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """A call that a harness can read and may send back."""
+    """Return a call that a harness can read and send back."""
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
         raise ValueError("a call needs the name of a tool, and an object of arguments")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    from_json(text)  # as it is read when it is sent back: no lone surrogates, and not too deep
+    from_json(text)  # as at its return: no lone surrogates, limited depth
     return ToolCall(name, text)
 
 
 def json_calls(end: str) -> ReadCalls:
-    """JSON objects with a name and arguments, or lists of them; `end`: a pattern of what follows."""
+    """Return a reader of JSON objects with name and arguments, or lists of them; `end`: pattern after
+    them.
+    """
     ends = re.compile(end)
 
     def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
@@ -278,8 +276,8 @@ def json_calls(end: str) -> ReadCalls:
 def named_calls(
     head: str, read_arguments: ReadArguments, tail: str, *, between: str | None = None, end: str = ""
 ) -> ReadCalls:
-    """Calls that begin with their name. All are patterns: `head` has a group `name`, `tail` ends a call,
-    `between` lies before the next one (None: there is one only), `end` follows the last.
+    """Return a reader of calls that begin with their name. Patterns: `head` has a group `name`, `tail`
+    ends a call, `between` separates calls (None: a single call), `end` follows the last.
     """
     heads, tails, ends = re.compile(head), re.compile(tail), re.compile(end)
     gaps = None if between is None else re.compile(between)

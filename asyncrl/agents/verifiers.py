@@ -1,9 +1,8 @@
-"""The harness `verifiers`: one environment of that library, as it is.
+"""Harness `verifiers`: an unmodified environment of that library.
 
-https://github.com/PrimeIntellect-ai/verifiers, the API of 0.4 (`verifiers.v1`): a package that exports a
-Taskset, and if it likes a Harness (the program that talks to the model) and an Env (how agents play one
-task). The library catches the program's calls in a server of its own, here in the worker, and passes them on
-to the session.
+https://github.com/PrimeIntellect-ai/verifiers, API 0.4 (`verifiers.v1`): a package that exports a Taskset,
+and optionally a Harness (the program that calls the model) and an Env (agents of one task). The library's own
+server, here in the worker, catches the program's calls and passes them to the session.
 """
 
 from __future__ import annotations
@@ -26,23 +25,21 @@ from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.user_code import UserCalls, find_here
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
-"""The library reads keys from the environment, one for the whole process; a session's key is in the address
-instead.
-"""
+"""The library reads keys from the environment, one per process; a session's key is in the address instead."""
 
 _CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
-"""They log each call or rollout; httpx would log addresses, and with them keys."""
+"""Loggers of each call or rollout; httpx would log addresses with keys."""
 
 
 class VerifiersHarness:
-    """Runs one task of the environment for each rollout, as many at once as the worker has slots.
+    """Runs one task of the environment per rollout, concurrently up to the worker's slots.
 
-    The environment is loaded once. Its hooks and rewards run on the worker's event loop: what blocks that
-    loop stops all its rollouts.
+    The environment is loaded once. Its hooks and rewards run on the worker's event loop: blocking it stops
+    all rollouts.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Raises ConfigError if there is no such environment, or it cannot be trained here."""
+        """Raises ConfigError if the environment is missing or cannot be trained."""
         self._name = config.verifiers or ""
         self._env, self._seat = _load_trainable(self._name, config.args)
         self._servers, self._changing, self._is_open = AsyncExitStack(), asyncio.Lock(), False
@@ -53,8 +50,8 @@ class VerifiersHarness:
                 logging.getLogger(name).setLevel(logging.WARNING)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """The environment's reward and metrics. Raises RolloutFailure for whatever fails in it, ConfigError
-        for what can never be.
+        """Return the environment's reward and metrics. Raises RolloutFailure for its failures, ConfigError
+        for impossible settings.
         """
         played, vf = self._task(task), _library(self._name)
         address = f"{session.base_url.removesuffix('/v1')}/s/{session.api_key}/v1"
@@ -67,8 +64,8 @@ class VerifiersHarness:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """With what rollouts share: the tool servers of the taskset, and what its start() builds. The first
-        rollout opens it and the last one to leave closes it; others sleep meanwhile.
+        """Share the taskset's tool servers and the results of its start(). The first rollout opens them
+        and the last closes them; others sleep during that.
         """
         async with self._changing:
             if not self._is_open:
@@ -78,22 +75,20 @@ class VerifiersHarness:
         try:
             yield
         finally:
-            self.num_users -= 1  # before the wait: one that is cancelled in it has left all the same
+            self.num_users -= 1  # before the wait, so that a cancelled rollout counts as gone
             async with self._changing:
                 if self._is_open and self.num_users == 0:
                     self._is_open = False
                     await self._servers.aclose()
 
     def kill_all_nowait(self) -> None:
-        """Free the runtimes that still live: their servers, sandboxes and folders."""
+        """Free remaining runtimes: their servers, sandboxes and folders."""
         from verifiers.v1.runtimes.base import cleanup_at_exit
 
         cleanup_at_exit()
 
     def _task(self, task: AnyTask) -> Any:
-        """The environment's own task again, built as the library's own servers build it from their clients'
-        data.
-        """
+        """Rebuild the environment's own task, like the library's servers from their clients' data."""
         data = task.info.get(VERIFIERS_KEY)
         if data is None:
             what = f"prompt {task.prompt_id} is none of the verifiers environment {self._name}"
@@ -129,11 +124,10 @@ class VerifiersHarness:
 
 @asynccontextmanager
 async def _serving(env: Any) -> AsyncIterator[None]:
-    """As Env.serving(), but each rollout has an interception server of its own, which ends with it.
+    """Like Env.serving(), but with one interception server per rollout.
 
-    verifiers 0.4.0: an interception server keeps one HTTP client for each address until it is stopped, and
-    each session has its own address. Use Env.serving() once InterceptionServer.unregister closes the unused
-    clients.
+    verifiers 0.4.0: an interception server keeps one HTTP client per address until it stops, and each session
+    has its own address. Use Env.serving() once InterceptionServer.unregister closes unused clients.
     """
     async with env.shared_tools() as shared:
         env._shared_tools = shared
@@ -146,10 +140,10 @@ async def _serving(env: Any) -> AsyncIterator[None]:
 
 
 def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
-    """The environment whose taskset is `identifier`; `args` are the fields of its config. Modules of the
-    working directory are found.
+    """Return the environment whose taskset is `identifier`; `args` are the fields of its config. Modules of
+    the working directory are found.
 
-    Raises ConfigError if the library, the environment or a setting is not there, or is wrong.
+    Raises ConfigError if library, environment or a setting is missing or wrong.
     """
     vf = _library(identifier)
     shown, taskset = f"generator.verifiers={identifier}", args.get("taskset", {})
@@ -167,7 +161,7 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
     except ModuleNotFoundError as error:
         what = f"{shown} is not in {here} and not installed: {error.__cause__ or error}"
         raise ConfigError(what, way_out="start asyncrl in its folder, or install it.") from error
-    except Exception as error:  # the environment's own code
+    except Exception as error:  # user code of the environment
         what = f"cannot be loaded with generator.args={dict(args)}: {type(error).__name__}: {error}"
         rule = "verifiers 0.4 loads a package that exports a Taskset in __all__"
         way_out = f"correct generator.args, or the environment; `vf-eval {identifier}` runs it by itself."
@@ -175,21 +169,20 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
 
 
 def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
-    """load_taskset of the environment that the config's generator names."""
     return partial(load_taskset, generator.verifiers or "", generator.args)
 
 
 def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
-    """The taskset of an environment that can be trained. Raises ConfigError."""
+    """Return the taskset of a trainable environment. Raises ConfigError."""
     return _load_trainable(identifier, args)[0].taskset
 
 
 def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
-    """The environment, and the name of the one agent that calls the session. Raises ConfigError if there is
-    none, or more than one.
+    """Return the environment, and the name of the only agent that calls the session. Raises ConfigError
+    unless there is exactly one.
 
-    An agent without a client of its own gets that of the run. What another agent says there would be trained
-    as the policy's.
+    An agent without its own client gets the run's; with a second one, its words would be trained as the
+    policy's.
     """
     env, vf = load_environment(identifier, args), _library(identifier)
     agents = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}

@@ -1,9 +1,9 @@
-"""The worker: takes work items from a gateway, has its harness run them, and posts what came of them. A
-process of its own: `python -m asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
+"""Worker process: take work items from a gateway, run them in the harness, post the results. `python -m
+asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
 
-Harnesses run on the event loop of the main thread. GET /health of a child is answered from another thread, so
-that a harness that blocks the loop costs its rollouts and not the run. SIGTERM ends a worker with all that
-its commands have started; so does the end of the parent.
+Harnesses run on the event loop of the main thread. A child answers GET /health in another thread, so that a
+harness that blocks the loop costs only its rollouts. SIGTERM or the parent's end stops a worker and all
+processes of its commands.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 CALL_TIMEOUT_S = 15.0
 MAX_SIGN_PERIOD_S = 5.0
-"""Seconds between two signs of life; a quarter of lease_timeout_s if that is less. A worker learns of a
-rollout that was taken back at most this much later.
+"""Seconds between heartbeats; a quarter of lease_timeout_s if that is less. A worker learns at most this
+much later that a rollout was revoked.
 """
 MAX_BACKOFF_S = 30.0
 TICK_S = 1.0
@@ -53,22 +53,22 @@ GOODBYE_TIMEOUT_S = 1.0
 
 
 class Worker:
-    """Runs as many rollouts at once as it has slots.
+    """Runs one rollout per slot.
 
-    Life: run() until it is cancelled, or the gateway says that the run is done: then every harness is
-        cancelled, and the gateway hears that this worker leaves.
-    Waits: it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness. When
-        the gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for `give_up_s`: the
-        run may be started again.
-    Invariant: an item is in `holding` from the answer that gave it until its result has been answered, or it
-        was cancelled. Signs of life come from the event loop that the harnesses run on: a harness that blocks
-        it for lease_timeout_s loses its worker all items.
+    Life: run() until it is cancelled, or the gateway reports the run's end: then every harness is cancelled,
+        and the gateway learns that this worker leaves.
+    Waits: it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness. If
+        the gateway does not answer, it retries at most MAX_BACKOFF_S apart for `give_up_s`: the run may
+        resume.
+    Invariant: an item is in `holding` from its arrival until its result was acknowledged, or it was
+        cancelled. Heartbeats come from the harnesses' event loop: blocking it for lease_timeout_s loses all
+        items of the worker.
     """
 
     def __init__(
         self, harness: Harness, caller: Caller, *, name: str, slots: int, give_up_s: float | None = None
     ) -> None:
-        """`give_up_s` None: a worker of the run's own, which the run ends."""
+        """Initialize. `give_up_s` None: a worker of the run, which the run ends."""
         self.name, self.slots = name, slots
         self._harness, self._caller, self._give_up_s = harness, caller, give_up_s
         self._who = {"worker": name, "instance": secrets.token_hex(8)}
@@ -82,12 +82,12 @@ class Worker:
 
     @property
     def holding(self) -> list[str]:
-        """The items that are not given back."""
+        """Return ids of unfinished items."""
         return list(self._running)
 
     def health(self, now_s: float) -> wire.WorkerHealth:
-        """State of the worker; another thread may ask, so a blocked event loop does not delay the answer.
-        `now_s`: of the loop's clock.
+        """Return the state, also from another thread, so that a blocked event loop does not delay the
+        answer. `now_s`: of the loop's clock.
         """
         lost_s = self._lost_since_s
         return wire.WorkerHealth(
@@ -102,8 +102,8 @@ class Worker:
     async def run(self) -> None:
         """Work until cancelled, or until the run is done.
 
-        Raises ConfigError if the gateway does not take this worker, or the harness cannot be run at all, and
-        RoomError if there is no gateway for `give_up_s`.
+        Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError without a
+        gateway for `give_up_s`.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -144,7 +144,7 @@ class Worker:
                 self._running[item.item_id] = tasks.create_task(self._run_item(item, answer.model), name=name)
 
     def _take_request(self) -> wire.TakeRequest:
-        """A new one for each try: what is held changes meanwhile."""
+        """Return a new request for each try, because the held items change."""
         self._number += 1
         numbers = {"slots": self.slots, "max_items": self.slots - len(self._running), "number": self._number}
         return wire.TakeRequest(**self._who, **numbers, holding=self.holding)
@@ -162,20 +162,20 @@ class Worker:
         except asyncio.CancelledError:
             self._free(item)
             raise
-        self._free(item)  # any other error ends the worker, which holds the item until it has said so
+        self._free(item)  # any other error ends the worker, which holds the item until it has reported it
 
     def _free(self, item: wire.WorkItem) -> None:
         del self._running[item.item_id]
         self._freed.set()
 
     def _http_client(self) -> Any:
-        """The one of all sessions; made in the worker's event loop by the first that asks."""
+        """Return the client of all sessions, created in the worker's event loop."""
         if self._http is None:
             self._http = make_http_client()
         return self._http
 
     async def _give_signs(self) -> None:
-        await self._is_known.wait()  # how often, and for what, is known from the first answer on
+        await self._is_known.wait()  # the first answer sets the interval
         while True:
             await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
             timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
@@ -183,7 +183,7 @@ class Worker:
             for item_id, why in answer.cancel.items():
                 if (running := self._running.get(item_id)) is not None:
                     log.info("%s is given up: %s", running.get_name(), why)
-                    running.cancel()  # also while its result is on its way: it is not taken
+                    running.cancel()  # also before its result is accepted
 
     def _alive_request(self, *, is_leaving: bool = False) -> wire.AliveRequest:
         return wire.AliveRequest(**self._who, holding=self.holding, is_leaving=is_leaving)
@@ -197,10 +197,9 @@ class Worker:
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
     ) -> Answer:
-        """Post what `make` makes until there is an answer.
+        """Post the message from `make` until there is an answer.
 
-        Raises CallRefused for 410, ConfigError if the gateway does not know this worker's key or its
-        messages.
+        Raises CallRefused for 410, ConfigError if the gateway rejects this worker's key or messages.
         """
         backoff_s, now_s = 0.5, asyncio.get_running_loop().time
         while True:
@@ -227,14 +226,16 @@ class Worker:
                     log.warning("worker %s: the gateway answers again, after %.0f s", self.name, lost_s)
                 return found
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # many workers do not come back at once
+            await asyncio.sleep(
+                backoff_s * random.uniform(0.5, 1.0)
+            )  # jitter: many workers must not return at once
 
 
-# ---- its process
+# ---- the worker process
 
 
 class WorkerSpec(Message):
-    """What a worker of a run gets; the worker key is a secret beside it, WORKER_KEY_ENV."""
+    """Spec of a run's worker; the worker key is a separate secret, WORKER_KEY_ENV."""
 
     name: str
     url: str
@@ -246,8 +247,8 @@ class WorkerSpec(Message):
 def work(
     harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
 ) -> int:
-    """Work until SIGTERM or SIGINT comes, and return its number, or until the run is done, and return 0; the
-    second signal ends the process at once. Raises as Worker.run does.
+    """Work until SIGTERM or SIGINT and return its number, or until the run is done and return 0; a second
+    signal ends the process at once. Raises like Worker.run.
     """
 
     async def live() -> int:
@@ -256,7 +257,7 @@ def work(
         assert task is not None
 
         def end(number: int) -> None:
-            if caught:  # the second one does not wait for what a harness cleans up
+            if caught:  # the second signal does not wait for the cleanup of harnesses
                 end_process(128 + number)
             caught.append(number)
             task.cancel()
@@ -278,7 +279,7 @@ def work(
 
 
 def main() -> None:
-    """Work until SIGTERM or the parent's end; ends with a fatal line if the spec cannot be met."""
+    """Work until SIGTERM or the parent's end; an invalid spec ends with a fatal line."""
     from asyncrl.messages.base import SECRET_ENV
     from asyncrl.serving import add_route, child_arguments, die_with_parent, fail, make_app, secret_of, serve
 
@@ -315,13 +316,13 @@ def main() -> None:
 
 
 def _log_to_stderr() -> None:
-    """The worker's log, without a line for each call of the model."""
+    """Log without a line for each call of the model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once: Python's own end would wait for threads that a harness has hanging."""
+    """End at once: Python's own exit would wait for hanging threads of a harness."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -345,13 +346,13 @@ def run_worker(
     sandbox: Mapping[str, Any],
     give_up_s: float,
 ) -> int:
-    """Run rollouts of the gateway at `url` until its run is done; the exit code is 0, or 143 or 130 after
-    SIGTERM or Ctrl-C. Raises RoomError if the gateway gives no answer for `give_up_s`.
+    """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or 130 after SIGTERM or
+    Ctrl-C. Raises RoomError if the gateway gives no answer for `give_up_s`.
 
-    `key` None: `key_file` or the environment has it, where no other user reads it. `harness` has the option
-    of one of HARNESSES; `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables,
-    `sandbox` has generator.sandbox and its like, None where not given. Raises ConfigError for what cannot be,
-    and if the gateway refuses this worker.
+    `key` None: read it from `key_file` or the environment, hidden from other users. `harness` has one option
+    of HARNESSES, `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables, `sandbox`
+    generator.sandbox and related settings (None: not given). Raises ConfigError for invalid options, or if
+    the gateway refuses this worker.
     """
     worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
     os.environ.pop(WORKER_KEY_ENV, None)
@@ -383,9 +384,7 @@ def run_worker(
 
 
 def gateway_url(url: str) -> str:
-    """http://host:port, without the /v1 that clients are given. Raises ConfigError if it is no such
-    address.
-    """
+    """Return http://host:port, without the /v1 of client URLs. Raises ConfigError for an invalid address."""
     address = url.rstrip("/").removesuffix("/v1")
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -395,7 +394,7 @@ def gateway_url(url: str) -> str:
 
 
 def _key_in(path: Path) -> str:
-    """A file with the key alone, or a run's gateway.json."""
+    """Return the key in a plain key file or a run's gateway.json."""
     try:
         text = path.read_text(encoding="utf-8").strip()
         return str(json.loads(text)["worker_key"]) if text.startswith("{") else text

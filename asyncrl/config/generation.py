@@ -35,7 +35,7 @@ class EngineFacts:
     free_settings: tuple[str, ...] = ()
     """The keys that may change when a run resumes."""
     package: str | None = None
-    """Its servers run under another Python that has this package: rollout.{package}_python."""
+    """Package of the other Python that runs its servers: rollout.{package}_python."""
     receives_transfers: bool = False
     """Weights may come from device to device."""
     opens_chunks: bool = True
@@ -45,7 +45,7 @@ class EngineFacts:
     sleeps_on_cpu: bool = True
     """When colocated, it can free its memory there."""
     keeps_turns: bool = False
-    """Has a second KV cache of equal size, for the conversations of agents."""
+    """A second KV cache of equal size, for the conversations of agents, is available."""
     returns_routing: bool = False
     """Can report the experts of each token."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"

@@ -1,5 +1,5 @@
-"""Reads a config: YAML plus `key=value` overrides. A wrong key is answered with the closest right one. And
-writes the settings as text, taken from the models: for `asyncrl keys` and docs/configuration.md.
+"""Read a config: YAML plus `key=value` overrides. Errors name the closest valid key. Also write the
+settings as text from the models, for `asyncrl keys` and docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -41,16 +41,14 @@ OTHER_NAMES = {
 }
 """Names of other frameworks for our settings, by the last part of the key, in the same section or in none."""
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
-"""Parts of an error's place that are no key: pydantic names the alternative that it tried."""
+"""Parts of an error's location that are no key: pydantic names the alternative that it tried."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """Exceptions of yaml: 2024-13-45 (a date) and 0x_ (a number) raise ValueError, [[[[... raises
 RecursionError."""
 
 
 class _KeysOnce(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, where YAML lets the second one silently replace the
-    first.
-    """
+    """Rejects duplicate keys in a mapping; YAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -97,8 +95,8 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML, which load_config reads back as the same: a key 1 stays a number, a date a
-    date, .inf itself.
+    """Return the resolved config as YAML that load_config reads back unchanged: a key 1 stays a number, a
+    date a date, .inf itself.
     """
     values = config.model_dump()
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -118,14 +116,14 @@ def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
 
 
 def _with(values: Any, override: str) -> dict[str, Any]:
-    """The values with that setting."""
+    """Return the values with that setting."""
     key, separator, text = override.partition("=")
     names = key.split(".")
     try:
         if not (separator and all(names)):
             raise ValueError("it is no key=value")
         plain = ".".join([names[0], *names[2:]]) if _is_of_several(values, names) else key
-        is_free = plain not in all_keys()  # inside task.args, say: no model is there to know what none means
+        is_free = plain not in all_keys()  # as in task.args: no model defines the meaning of none there
         value = None if text == "none" and is_free else _parse(text, yaml.SafeLoader, key)
         found: dict[str, Any] = _set(values, names, value)
         return found
@@ -137,7 +135,7 @@ def _with(values: Any, override: str) -> dict[str, Any]:
 
 
 def _is_of_several(values: Any, names: Sequence[str]) -> bool:
-    """It names one section of a list: task.0.size, or task.sums.size."""
+    """Return True if the key names one section of a list: task.0.size, or task.sums.size."""
     return isinstance(values, dict) and isinstance(values.get(names[0]), list)
 
 
@@ -173,8 +171,8 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
 
 
 def _closest(location: Sequence[str | int]) -> str | None:
-    """The known key nearest to a wrong one: by another name that it goes by, by its name in another section,
-    then by its letters in its own section, then anywhere.
+    """Return the known key nearest to a wrong one: by another framework's name, by the same name in
+    another section, then by its letters in its own section, then anywhere.
     """
     known, wrong = all_keys(), ".".join(map(str, location))
     section, _, name = wrong.rpartition(".")
@@ -202,7 +200,7 @@ class Key:
 
 
 def all_keys() -> list[str]:
-    """Every key of the config by its full dotted name, sections included, in the order of the models."""
+    """Return every key by its full dotted name, sections included, in the order of the models."""
     return [name for name, _ in _fields(RunConfig)]
 
 
@@ -247,8 +245,8 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def schema_text() -> str:
-    """The JSON schema of a config file (draft 2020-12), for editors: names, types, defaults and meanings.
-    What only several settings together can break is not in it.
+    """Return the JSON schema of a config file (draft 2020-12) for editors: names, types, defaults and
+    meanings. Rules across several settings are missing.
     """
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     return json.dumps(schema, indent=1) + "\n"
@@ -332,7 +330,7 @@ def _type_text(kind: Any) -> str:
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a section, also of a section that may be a list. None for other settings."""
+    """Return the model of a section, also of a section that may be a list, otherwise None."""
     return next(_models_in(info.annotation), None)
 
 

@@ -49,7 +49,7 @@ class ModelConfig(FrozenConfig):
 
     @property
     def source(self) -> str | None:
-        """Return model.path with its revision, if given; None for a model from scratch."""
+        """Return model.path with its revision, if given. A model from scratch has None."""
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
 

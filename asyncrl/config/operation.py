@@ -34,7 +34,7 @@ DEVICE_WORDS = ("auto", "cpu", "cuda", "all")
 
 
 def device_numbers(devices: Any) -> list[int] | None:
-    """Return the listed device numbers; None for a word or an invalid form."""
+    """Return the listed device numbers, or None if the text has another form."""
     if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
         devices = [*range(int(match[1]), int(match[2]) + 1)]
     numbers = devices if isinstance(devices, list) else [devices]

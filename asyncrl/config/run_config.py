@@ -29,7 +29,7 @@ from asyncrl.messages.base import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)
 MOST_IN_TURN = 10_000
-"""Longest cycle in which several tasks take turns."""
+"""Longest cycle of several interleaved tasks."""
 
 
 class RunConfig(FrozenConfig):
@@ -75,23 +75,23 @@ class RunConfig(FrozenConfig):
 
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
-        """Tasks by name, as in Prompt.task; a single task may be ''."""
+        """Return tasks by name, as in Prompt.task; a single task may be ''."""
         return _by_name("task", self.task if isinstance(self.task, list) else [self.task])
 
     @property
     def evals(self) -> Mapping[str, EvalConfig]:
-        """Evaluations by name; a single evaluation may be ''."""
+        """Return evaluations by name; a single evaluation may be ''."""
         given = [] if self.eval is None else self.eval
         return _by_name("eval", given if isinstance(given, list) else [given])
 
     @property
     def eval_engine(self) -> str:
-        """eval.engine, which is the same for all evaluations; rollout if there are none."""
+        """Return eval.engine, the same for all evaluations; rollout without evaluations."""
         return next((one.engine for one in self.evals.values()), "rollout")
 
     @property
     def eval_slots(self) -> int:
-        """Samples of evaluations that are decoded at once: evaluations run one after the other."""
+        """Return the samples decoded at once: evaluations run in sequence."""
         return max((one.slots for one in self.evals.values()), default=0)
 
     @property
@@ -104,20 +104,20 @@ class RunConfig(FrozenConfig):
 
     @property
     def filters(self) -> Mapping[str, str]:
-        """buffer.filter of each task."""
+        """Return buffer.filter of each task."""
         own = {name: task.filter for name, task in self.tasks.items()}
         return {name: self.buffer.filter if kind == "auto" else kind for name, kind in own.items()}
 
     @property
     def best_eval(self) -> str | None:
-        """Name of the evaluation that decides which checkpoint is the best; None if there is none."""
+        """Return the evaluation that decides the best checkpoint, if any."""
         named = self.checkpoint.keep_best
         return named if isinstance(named, str) else next(iter(self.evals), None)
 
     @property
     def evaluates_agent(self) -> bool:
-        """Samples of an evaluation are rollouts of the generator's harness. A verifiers environment has no
-        tasks but its own.
+        """Return True if evaluations run the generator's harness. A verifiers environment has only its own
+        tasks.
         """
         return self.eval is not None and self.generator.is_harness and self.generator.verifiers is None
 
@@ -133,9 +133,9 @@ class RunConfig(FrozenConfig):
         return self.rollout.facts.keeps_turns and self.generator.is_harness
 
     def is_deterministic(self, device: str, *, has_experts: bool = False) -> bool:
-        """Return whether tokens of an engine on `device` do not depend on what runs in parallel. Above
-        max_staleness 0, auto is false for vLLM: which weights sample a token depends on time anyway. For a
-        model with experts auto is false on a CPU.
+        """Return True if tokens of an engine on `device` do not depend on concurrent work. Above
+        max_staleness 0, auto is false for vLLM: the weights that sample a token depend on time anyway.
+        With experts, auto is false on a CPU.
         """
         if self.rollout.deterministic != "auto":
             return self.rollout.deterministic

@@ -35,7 +35,7 @@ class TransportFacts:
     is_transfer: bool = False
     """Tensors go from device to device."""
     is_one_kept: bool = False
-    """Only the trainer holds the newest export; it sends the weights itself."""
+    """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
     """When colocated, engines open the chunks in the trainer's device memory."""
     is_file_shared: bool = False

@@ -1,3 +1,1 @@
-"""Runs the parts together: starts and supervises processes, connects the parts, resumes, watches and reports
-a run.
-"""
+"""Start, connect, supervise, resume and report the parts of a run."""

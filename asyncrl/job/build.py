@@ -1,4 +1,4 @@
-"""Makes the parts of a run in their order, and closes them in the opposite one."""
+"""Build the parts of a run in order."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncrl.job.build")
 
 KEPT_TURNS = 100
-"""Events of each kind that the journal keeps of handovers."""
+"""Handover events of each kind that the journal keeps."""
 
 
 class Parts:
-    """All parts of a run; the methods make them in their order. An early part that has to call a later one is
-    given a method of this class.
+    """All parts of a run. An early part that calls a later one gets a method of this class as its
+    callback.
     """
 
     def __init__(self, job: Life, placement: Placement, num_first: int) -> None:
@@ -68,39 +68,36 @@ class Parts:
         self._num_first = num_first
         self.checkpoints = Checkpoints(job.run_dir, job.config.checkpoint)
         self.eval_server: Server | None = None
-        """Not one of `servers`: the run goes on without it. None: the rollout engines evaluate."""
+        """Kept out of `servers`: the run survives its loss. None: the rollout engines evaluate."""
         self.eval_target: EngineClient | None = None
         self.teaching: Teaching | None = None
-        """Where a teacher scores what was sampled."""
         self.meeting: Broadcasts | None = None
-        """Where engines and trainer form a group, with weight_sync.transport=nccl."""
+        """With weight_sync.transport=nccl."""
         self.files: NodeFiles | None = None
-        """How other nodes get weights, if the run has several nodes."""
+        """With several nodes."""
         self.harnessing: Harnessing | None = None
-        """Where rollouts are run by harnesses."""
         self.evaluation: Evaluation | None = None
-        # one that leaves has its last calls cut, which is no loss
+        # scaling down cuts the last calls of an engine; nothing is lost
         is_heard = job.config.supervision.max_restarts or job.config.rollout.is_scaled
         self._on_lost = self._engine_lost if is_heard else None
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """The ranks of the trainer, then the engine servers."""
         return (*self._ranks, *self._engine_servers)
 
     @property
     def beside(self) -> list[Server]:
-        """Eval engine and teacher, if there are any: nothing sampled there is trained on."""
+        """Return the eval engine and the teacher, if configured. Nothing sampled there is trained on."""
         found = (self.eval_server, None if self.teaching is None else self.teaching.server)
         return [server for server in found if server is not None]
 
     @property
     def supervisors_beside(self) -> list[Supervisor]:
-        """The teacher's; the eval engine has none."""
+        """Return the teacher's supervisor; the eval engine is unsupervised."""
         return [] if self.teaching is None else [self.teaching.supervisor]
 
     async def open_journal(self) -> None:
-        """And the folder where weights are staged."""
+        """Open the journal and the staging folder."""
         job, config = self._job, self._config
         disk_dir = await asyncio.to_thread(disk_root, config.weight_sync.disk_dir)
         for root in dict.fromkeys((None, disk_dir)):
@@ -115,8 +112,8 @@ class Parts:
         job.stack.callback(remove_staging_dir, self.staging_dir)
 
     async def read_tasks(self, *, may_change: bool) -> Mapping[str, EvalTask]:
-        """The prompts and what scores them; returns those of the evaluations. `may_change`: their data need
-        not be those that the run began with.
+        """Read the tasks; return the eval tasks by name. `may_change`: the data may differ from the start
+        of the run.
         """
         config, job = self._config, self._job
         found = await find_tasks(job)
@@ -137,14 +134,14 @@ class Parts:
         return held_out
 
     async def find_model(self, *, may_change: bool) -> Path:
-        """`may_change`: the model need not be the one that the run began with."""
+        """Return the model folder. `may_change`: it may differ from the start of the run."""
         config, job = self._config, self._job
         job.tell("making the model" if config.model.scratch else "finding the model")
         self.pin = ModelPin(job.run_dir, config.model.source, is_free=may_change)
         return await make_model_folder(config, job.run_dir, commit=self.pin.revision)
 
     async def make_processes(self, model_path: Path) -> None:
-        """Trainer and engines, not started yet, and their clients, the trainer's under its supervisor."""
+        """Create trainer, engines and clients without starting them."""
         config, job, sync = self._config, self._job, self._config.weight_sync
         maker = ServerMaker(config, self._placement, model_path, job.run_dir, job.warn, job.launcher)
         await maker.hold(self.staging_dir, self._num_first)
@@ -168,7 +165,7 @@ class Parts:
             how["store"] = lambda: with_addresses(store, job.launcher.nodes)
             self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, **how)
         self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
-        """The clients that sample for training: all but that of the eval engine."""
+        """Without the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
         how = {"on_change": self._resize, "num_first": self._num_first}
         self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, **how)
@@ -196,7 +193,7 @@ class Parts:
         )
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
-        """Returns when all answer. A run that goes on checks its model before they load it."""
+        """Start all processes and wait until they answer. A resumed run first checks its model."""
         job, engines = self._job, self._engine_servers[: self.scale.wanted]
         for server in (*self.servers, *self.beside):
             job.closes(server.name, partial(end_server, server, job.warn))
@@ -223,7 +220,6 @@ class Parts:
             await end_all([hashing])
 
     def make_producers(self) -> None:
-        """The buffer, and what fills it."""
         config, rollout, job = self._config, self._config.rollout, self._job
         self.buffer = Buffer(
             config.buffer,
@@ -251,9 +247,6 @@ class Parts:
         )
 
     def make_publisher(self) -> None:
-        """How weights reach the engines: beside generation, or in turns on shared devices; then what
-        supervises the engines, and what makes checkpoints.
-        """
         config, job, sync = self._config, self._job, self._config.weight_sync
         num_steps = config.trainer.num_steps
         nodes: dict[str, Any] = {} if self.files is None else {"locate": self.files.locate}
@@ -295,56 +288,50 @@ class Parts:
         self.checkpointer = Checkpointer(self, job)
 
     def _resize(self, num_engines: int) -> None:
-        """So many engines work."""
         self.producers.resize_nowait(num_rollouts(self._config, num_engines))
 
     def _engine_lost(self, error: EngineLost) -> None:
-        """Called when pool or publisher got no answer from this engine."""
         next(one for one in self.supervisors if one.name == error.room).lost_nowait(error)
 
     async def _before_trainer_starts(self) -> None:
-        """New ranks need room on the devices, and a new rendezvous file."""
+        """Wait for device memory, then remove the old rendezvous file."""
         await self.turns.wait_room_for_trainer()
         await self._forget_rendezvous()
 
     async def _forget_rendezvous(self) -> None:
-        """Remove what the ranks that have ended met by."""
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
         if self.meeting is not None:
             self.meeting.sender_gone_nowait()
 
     def _published(self, manifest: ExportResponse) -> None:
-        """A version is announced."""
         self.journal.published_nowait(manifest.version, manifest.digest)
         self._job.voice.published(manifest.version, manifest.digest)
         if self.evaluation is not None and self.eval_server is None:
             self.evaluation.served_nowait(manifest.version)
-        elif manifest.path:  # in turns only evaluated versions have a file
+        elif manifest.path:  # colocated: only evaluated versions have a file
             self._whole_published(manifest)
 
     def _whole_published(self, manifest: ExportResponse) -> None:
-        """All weights of a version lie in one file, until this returns."""
+        """Pass a version in one file to the evaluation. The file may disappear after the return."""
         if self.evaluation is not None:
             self.evaluation.published_nowait(manifest)
 
     def _handed_over(self, what: str, detail: Mapping[str, Any]) -> None:
-        """The journal notes what a handover did."""
         self.journal.event_nowait(what, detail, keep=KEPT_TURNS if what in ROUTINE else None)
 
     def write_pins(self) -> None:
-        """Remember model and data: the run begins, or goes on, with them. Raises OSError."""
+        """Record model and data. Raises OSError."""
         self.pin.write()
         self.data_pin.write()
 
     def controller_state(self) -> ControllerState:
-        """Of this moment, for a checkpoint."""
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
         out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
         return ControllerState(feed=self.feed.state(), out=out, next_group_id=self.buffer.next_group_id)
 
     def put_back(self, state: ControllerState, version: int) -> None:
-        """Go on from what a checkpoint of `version` says: what was in flight then is generated again. Raises
-        ValueError or TaskError for what the task cannot make.
+        """Restore a checkpoint's state; prompts in flight are generated again. Raises ValueError or
+        TaskError for prompts that the task cannot make.
         """
         self.feed.load_state(state.feed)
         for prompt_id, num_handed_back in state.out.items():
@@ -360,8 +347,8 @@ async def open_parts(
     *,
     num_first: int,
 ) -> Parts:
-    """Start the processes and make the parts; `job` closes them. `evaluated` is called with each evaluation.
-    `num_first`: engines to begin with. Raises AsyncrlError with nothing left behind once `job` is closed.
+    """Build and start all parts; `job` closes them. `evaluated` receives each evaluation. Raises
+    AsyncrlError; closing `job` then cleans up.
     """
     parts = Parts(job, placement, num_first)
     await parts.open_journal()
@@ -379,7 +366,7 @@ async def open_parts(
 
 
 async def find_tasks(job: Life, *, is_needed: bool = True) -> Found:
-    """Look at what the config names; `is_needed`: tasks that only the start of the run may read are read."""
+    """Check everything in the config. `is_needed`: also read tasks that only the start of a run may read."""
     job.tell("looking at what the config names")
     found = await asyncio.to_thread(look, job.config)
     for note in found.notes:

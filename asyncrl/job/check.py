@@ -1,9 +1,7 @@
-"""Checks a config before any process of the run starts: loads everything that needs no model weights, a
-model included.
+"""Check a config before any process starts: load everything except weights, with the code of the run itself.
 
-`asyncrl check` prints what is found, and a run looks first thing. Each check calls what the run itself calls.
-Torch, and code of the user's that the controller does not run (losses, advantages, agents), are left to a
-short-lived process: `python -m asyncrl.job.check`, which ends with a fatal line, or with exit code FINE.
+Torch and user code that the controller does not run (losses, advantages, agents) load in a short-lived
+process, `python -m asyncrl.job.check`, which ends with a fatal line or with exit code FINE.
 """
 
 from __future__ import annotations
@@ -49,18 +47,18 @@ from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, 
 from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
-"""Number of prompts that are tokenized, from the first on. Of rows all characters are looked at."""
+"""Prompts to tokenize. Rows have all their characters checked."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 CONFIG = "config"
-"""What the config is called in the first line of the child's standard input."""
+"""Name of the config in the first line of the child's standard input."""
 FINE = 64
-"""Exit code of a child that has loaded everything; unlikely to be the exit code of the user's own code."""
+"""Exit code after loading everything; unlikely as an exit code of user code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """`lines`: what was looked at, for people. `notes`: warnings for the user who starts a run. `tasks` and
-    `evals`, by name, are handed on to the run; those that only its start may read are not among them.
+    """Human-readable `lines`, `notes` to warn of at the start of a run, and tasks that the run reuses.
+    Tasks that only its start may read are missing.
     """
 
     lines: tuple[str, ...]
@@ -70,9 +68,7 @@ class Found:
 
 
 def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Iterator[str]:
-    """What `asyncrl check` prints, of this machine or these nodes. Raises ConfigError with the first that
-    cannot be.
-    """
+    """Yield the output of `asyncrl check`. Raises ConfigError at the first failure."""
     unseen = list[str]()
     with may_lack_train("trackers", unseen):
         check_trackers(config.observe)
@@ -93,7 +89,7 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
 
 
 def read_tasks(config: RunConfig, found: Mapping[str, PromptTask]) -> dict[str, PromptTask]:
-    """By name, those that `found` lacks read from start to end. Blocks."""
+    """Return all tasks by name; read in full any missing in `found`. Blocks."""
     load, tasks = taskset_loader(config.generator), dict[str, PromptTask]()
     for name, settings in config.tasks.items():
         known = found.get(name)
@@ -102,8 +98,8 @@ def read_tasks(config: RunConfig, found: Mapping[str, PromptTask]) -> dict[str, 
 
 
 def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
-    """Load everything but weights, and add to `unseen` the parts that need the missing extra train. Raises
-    ConfigError with the first that cannot be had.
+    """Load everything except weights, adding to `unseen` the parts that need the missing extra train.
+    Raises ConfigError at the first failure.
     """
     resolve(config.algorithm)
     tasks, evals, lines = dict[str, PromptTask](), dict[str, EvalTask](), list[str]()
@@ -140,7 +136,9 @@ def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
         if config.rollout.facts.has_model:
             _refuse_beyond_positions(config, Path(tokenizer.model_path))
         if config.generator.is_harness or config.evaluates_agent:
-            with _refusing(config, "the simplest chat"):  # what a harness asks is not known before it asks
+            with _refusing(
+                config, "the simplest chat"
+            ):  # the messages of a harness are unknown until it calls
                 tokenizer.render([{"role": "user", "content": "Hello"}])
         asked = [("task", prompt) for prompt in prompts if not config.generator.is_harness]
         asked += [("eval task", prompt) for prompt in eval_prompts if not config.evaluates_agent]
@@ -161,7 +159,7 @@ def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
 
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
-    """That of the run, None while it, or a part of it, is on the hub alone."""
+    """Return the tokenizer, or None if a part of it is only on the hub."""
     model, template, settings = config.model, config.model.chat_template, config.model.chat_template_kwargs
     if template is not None:
         read_template(Path(template))
@@ -183,12 +181,12 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
 
 
 def _first_prompts(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Sequence[Prompt]:
-    """Those that the run begins with. Raises ConfigError if one cannot be made."""
+    """Return the first prompts. Raises ConfigError if one cannot be made."""
     return list(_drawn(make_feed(config, tasks), min(NUM_PROMPTS, sum(map(len, tasks.values())))))
 
 
 def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator[Prompt]:
-    """All prompts of the tasks that are made from rows. Raises ConfigError if one cannot be made."""
+    """Yield all prompts made from rows. Raises ConfigError if one cannot be made."""
     for name, task in tasks.items():
         if isinstance(task, RowTask):
             system = config.tasks[name].system_prompt
@@ -206,7 +204,6 @@ def _drawn(feed: Feed, num: int) -> Iterator[Prompt]:
 
 @contextlib.contextmanager
 def _refusing(config: RunConfig, what: str) -> Iterator[None]:
-    """What the chat template refuses is a ConfigError."""
     template = config.model.chat_template
     whose = "the model's own template" if template is None else f"model.chat_template={template}"
     try:
@@ -218,7 +215,6 @@ def _refusing(config: RunConfig, what: str) -> Iterator[None]:
 
 
 def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if prompt and completion may be longer than the model's positions."""
     model = config.model.scratch.architecture if config.model.scratch is not None else None
     if model is None:
         model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
@@ -236,7 +232,6 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
 
 
 def _refuse_outside_alphabet(kind: str, prompts: Iterable[Prompt], characters: str) -> None:
-    """Raise ConfigError if the characters of a model from scratch lack one of a prompt, agents' included."""
     used: dict[str, set[str]] = {}
     for prompt in prompts:
         used.setdefault(prompt.task, set()).update(*(message["content"] for message in prompt.messages))
@@ -253,8 +248,8 @@ def _refuse_outside_alphabet(kind: str, prompts: Iterable[Prompt], characters: s
 def _check_prompts(
     name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
 ) -> list[str]:
-    """The number of prompts that are too long, as text, if there are any. Raises ConfigError if all are, or
-    if the chat template refuses one.
+    """Return a note on prompts that are too long. Raises ConfigError if all are, or if the chat template
+    rejects one.
     """
     limit = config.rollout.max_prompt_tokens
     with _refusing(config, f"a prompt of the {name}"):
@@ -271,7 +266,7 @@ def _check_prompts(
 
 
 def _ask_child(config: RunConfig) -> None:
-    """Raise the ConfigError that a process of its own finds, if there is something for it to load."""
+    """Check user code and LoRA layers in a child process. Raises its ConfigError."""
     names, kind = (config.algorithm.loss, config.algorithm.advantage), kind_of(config.generator)
     is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
     if not is_code and config.trainer.lora is None:
@@ -291,9 +286,9 @@ def _ask_child(config: RunConfig) -> None:
         with process:
             assert process.stdin is not None
             try:
-                with contextlib.suppress(BrokenPipeError):  # it died already: its exit code says so
+                with contextlib.suppress(BrokenPipeError):  # the child died; its exit code is reported below
                     process.stdin.write(json.dumps({CONFIG: run_config_yaml(config)}).encode() + b"\n")
-                    process.stdin.flush()  # and stays open: its end would tell the child that we are gone
+                    process.stdin.flush()  # keep the pipe open: at EOF the child assumes that its parent died
                 code = process.wait(limit_s := config.supervision.start_timeout_s)
             except subprocess.TimeoutExpired as error:
                 what = f"{loading} took longer than {limit_s:g} s"
@@ -310,7 +305,7 @@ def _ask_child(config: RunConfig) -> None:
 
 
 def check_in_child(config: RunConfig) -> None:
-    """Load what only the trainer and the workers of a run load. Raises ConfigError."""
+    """Load everything that only trainer and workers load. Raises ConfigError."""
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss)
     if ":" in config.algorithm.advantage:
@@ -327,7 +322,7 @@ def check_in_child(config: RunConfig) -> None:
 
 
 def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) -> None:
-    """The layers of a model that has names and shapes, and no weights."""
+    """Check the LoRA targets in a model without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -351,9 +346,7 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
 
 
 def main() -> None:
-    """Read the config from standard input, check, and end at once: a thread that a module has started is not
-    waited for.
-    """
+    """Check the config from standard input; exit without waiting for threads of user modules."""
     die_with_parent()
     code = 1
     try:
@@ -362,7 +355,7 @@ def main() -> None:
     except ConfigError as error:
         with contextlib.suppress(SystemExit):
             fail(error.what, rule=error.rule, way_out=error.way_out)
-    except BaseException:  # it ends here, whatever it was
+    except BaseException:  # the process ends here in any case
         traceback.print_exc()
     finally:
         sys.stdout.flush()

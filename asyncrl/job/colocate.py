@@ -1,8 +1,4 @@
-"""Trainer and engines side by side, or in turns on the devices that they share.
-
-The train loop announces when it needs the trainer and when there is a new version; the classes here do what
-the placement requires then.
-"""
+"""Run trainer and engines on separate or time-shared devices, as the train loop's calls require."""
 
 from __future__ import annotations
 
@@ -20,16 +16,16 @@ from asyncrl.rollouts.producers import Spawn
 from asyncrl.sync.publisher import Publisher
 from asyncrl.waits import uncut, waiting
 
-if TYPE_CHECKING:  # which supervises, and waits for turns
+if TYPE_CHECKING:  # for annotations only; it imports this module
     from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 
 T = TypeVar("T")
 
 
 class SideBySide:
-    """Each side has devices of its own: there are no turns, and the publisher goes on beside both.
+    """Separate devices for each side: no turns, the publisher runs in parallel.
 
-    `are_ours`: the run started the engines, with the initial weights; what foreign ones have is not known.
+    `are_ours`: the run started the engines, with the initial weights; external engines have unknown weights.
     """
 
     def __init__(self, publisher: Publisher, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
@@ -37,7 +33,7 @@ class SideBySide:
         self._are_ours = are_ours
 
     async def start(self, version: int) -> None:
-        """Before the first batch: engines serve `version` when this returns."""
+        """Start before the first batch: engines serve `version` on return."""
         must_push = version > 0 or not self._are_ours
         if must_push:
             self.publisher.start_before_nowait(version)
@@ -46,50 +42,45 @@ class SideBySide:
             await self.publisher.wait_announced(version)
 
     async def to_trainer(self) -> None:
-        """Return when the trainer may work: at once."""
+        """Return at once."""
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
-        """The trainer has made `version`. Returns once the copy of its weights is begun; the publisher
-        continues by itself.
-        """
+        """Return once the copy of `version`'s weights has begun; the publisher finishes in the background."""
         if version < self._num_steps:
             await self.publisher.wait_exported_or_busy(version)
 
     def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
-        """A block in which a new process of this engine starts and gets its weights."""
+        """Return a block in which a new engine process starts and gets its weights."""
         return contextlib.nullcontext()
 
     async def bring_up(self, name: str) -> None:
-        """Inside room_for_engine: give a new engine process the announced weights."""
+        """Send the announced weights to a new engine, inside room_for_engine."""
         with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
             await self.publisher.bring_up(name)
 
     async def wait_room_for_trainer(self) -> None:
-        """Return when new processes of the trainer may take memory."""
+        """Return when new trainer processes may take memory."""
 
     def status(self) -> dict[str, Any]:
-        """There are no turns."""
         return {}
 
     def gauges(self) -> dict[str, float]:
-        """None of its own."""
         return {}
 
 
 class TakingTurns:
-    """Trainer and engines share devices: one side works, then the other. The methods are those of SideBySide.
+    """Trainer and engines time-share devices. Same methods as SideBySide.
 
     Life: start() -> to_trainer() and to_engines() alternate, called by the train loop. After the last step
-        the trainer keeps the devices to save its weights; engines that evaluate get them after that. An
-        engine that died is started again in the engines' turn; then all engines sleep, and the trainer pushes
-        the served weights to all of them once more. A trainer that died is started again once the engines
-        sleep.
-    Waits: to_trainer sleeps until an evaluation on the engines has ended, and for a trainer that starts
-        again, as long as that takes. to_trainer, to_engines and room_for_engine sleep for each other;
-        wait_room_for_trainer and room_for_engine for the other side's turn to end.
-    Invariant: a version is announced only after the handover to the engines that brought it. Between two
-        handovers the side that has the lease has all it needs on the devices, and the other has nothing
-        there, unless both stay: then the other only rests. An engine that is down takes no part.
+        the trainer keeps the devices to save its weights; evaluating engines get them afterwards. A dead
+        engine restarts during the engines' turn; then all engines sleep, and the trainer pushes the served
+        weights to all of them again. A dead trainer restarts once the engines sleep.
+    Waits: to_trainer sleeps until an evaluation on the engines has ended, and for a restarting trainer.
+        to_trainer, to_engines and room_for_engine sleep for each other; wait_room_for_trainer and
+        room_for_engine sleep until the other side's turn ends.
+    Invariant: a version is announced only after the handover to the engines that brought it. Between
+        handovers the lease holder has all it needs on the devices and the other side nothing, or only rests
+        if both stay. An engine that is down takes no part.
     """
 
     def __init__(
@@ -104,8 +95,8 @@ class TakingTurns:
         on_lost: Callable[[EngineLost], None] | None,
         stays: bool = False,
     ) -> None:
-        """`on_lost` is called with a lost engine, which the handover then leaves out; None: the handover
-        fails. `stays`: both sides stay in memory, and only whose turn it is changes.
+        """Initialize. `on_lost` receives a lost engine, and the handover skips it; None: the handover
+        fails. `stays`: both sides stay in memory, and only the turn changes.
         """
         self._engines, self._trainer, self.publisher = tuple(engines), trainer, publisher
         self._num_steps, self._on_event, self._on_lost = num_steps, on_event, on_lost
@@ -115,15 +106,14 @@ class TakingTurns:
         self._changed = asyncio.Event()
         self._num_phases = 0
         self.last: dict[Side, Moved] = {}
-        """The last handover to the trainer, and the one to the engines since, if there was one."""
+        """Last handover to the trainer, and the later one to the engines, if any."""
 
     def status(self) -> dict[str, Any]:
-        """Whose turn it is, and the phase of a handover that is in hand."""
         lease = self.lease
         return {"state": lease.state, "phase": lease.phase, "num_handovers": lease.num_handovers}
 
     def gauges(self) -> dict[str, float]:
-        """Of the two handovers around a step, 0 for one that is still to come."""
+        """Return metrics of the handovers around a step; 0 before a handover."""
         seconds = {side: report.seconds for side, report in self.last.items()}
         return {
             "turns/phases": self._num_phases,
@@ -134,17 +124,15 @@ class TakingTurns:
         }
 
     async def start(self, version: int) -> None:
-        """Begin the first turn, which is the engines'. If the trainer has newer weights than those of the
-        engines' start, they are pushed first.
-        """
+        """Begin with the engines' turn, after a push if the trainer has newer weights."""
         async with self._one_at_a_time:
             await self.lease.hand_to("engines" if version == 0 else "trainer")
         if version > 0:
             await self.to_engines(version)
 
     async def to_trainer(self) -> None:
-        """Hand the devices to the trainer, unless it has them, once no evaluation needs the engines. Raises
-        RoomError, with the phase that failed.
+        """Hand the devices to the trainer once no evaluation needs the engines. Raises RoomError, with the
+        phase that failed.
         """
         await self.publisher.wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
@@ -153,7 +141,7 @@ class TakingTurns:
                     self.last = {"trainer": await self._hand_to_trainer()}
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
-        """Hand over to the engines with these weights, and announce them; after the last step only for an
+        """Hand the devices to the engines and announce the weights; after the last step only for an
         evaluation. Raises RoomError, with the phase that failed.
         """
         with waiting("the engines' turn", on="trainer and engines"):
@@ -166,9 +154,7 @@ class TakingTurns:
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
-        """A block inside the engines' turn, which lasts until the block ends. Raises RoomError if there can
-        be no such turn any more.
-        """
+        """Extend the engines' turn until the block ends. Raises RoomError if the lease is broken."""
         while True:
             async with self._one_at_a_time:
                 if self.lease.state == "broken":
@@ -181,9 +167,7 @@ class TakingTurns:
                 await self._changed.wait()
 
     async def bring_up(self, name: str) -> None:
-        """An empty turn: all engines sleep, and get the weights that are served from the trainer. Not cut
-        short by a cancellation.
-        """
+        """Run an empty turn: all engines sleep and get the served weights. Not cut short by cancellation."""
         self.publisher.up_nowait(name)
 
         async def empty_turn() -> None:
@@ -195,15 +179,13 @@ class TakingTurns:
             raise cancelled
 
     async def wait_room_for_trainer(self) -> None:
-        """Return when the engines have no turn, or a handover waits for the trainer."""
+        """Return when the engines have no turn, or when a handover waits for the trainer."""
         with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
             while self.lease.state in ("generating", "handover") and not self._num_needing:
                 await self._changed.wait()
 
     async def _hand_to_trainer(self) -> Moved:
-        """A trainer that is down starts first, on devices from which the engines have gone; that has limits
-        of its own.
-        """
+        """Hand over to the trainer, first waiting for its restart if it is down."""
         if not self._trainer.is_up:
             await asyncio.gather(*self._calls(Call("engines", "sleep", ("kv", "weights"))).values())
             await self._needing(self._trainer.wait_up())
@@ -218,7 +200,7 @@ class TakingTurns:
         return {"trainer": self._needing(ask(call.parts))}
 
     async def _ask(self, engine: EngineClient, call: Call) -> Moved:
-        """Leave a lost engine out of the handover: once it is down it has nothing on the device."""
+        """Call an engine, skipping a lost one, which holds nothing on the device."""
         if not self.publisher.is_down(engine.name):
             try:
                 if call.verb == "sleep":
@@ -231,7 +213,7 @@ class TakingTurns:
         return Moved(num_bytes=0, seconds=0.0)
 
     async def _needing(self, call: Awaitable[T]) -> T:
-        """A call for which a trainer that is down must start."""
+        """Await a call that restarts a dead trainer."""
         self._num_needing += 1
         self._wake()
         try:

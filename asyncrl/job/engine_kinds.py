@@ -1,7 +1,7 @@
-"""What differs between the engines that rollout.engine names: a class for each, and a line in KINDS.
+"""Engine kinds of rollout.engine: one class each, and a line in KINDS.
 
-What each needs of settings, devices and memory is its EngineFacts (asyncrl/config/generation.py); clients
-are in asyncrl/engines, servers in asyncrl_servers.KIND.
+EngineFacts (asyncrl/config/generation.py) has their settings, devices and memory; clients are in
+asyncrl/engines, servers in asyncrl_servers.KIND.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 Body: TypeAlias = dict[str, Any]
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
-"""weight_sync.canary_limit=auto, in nats. A vLLM with the right weights is measured at 6e-6 in float32, 0.09
-in bfloat16.
+"""weight_sync.canary_limit=auto, in nats. Measured for vLLM with correct weights: 6e-6 in float32, 0.09 in
+bfloat16.
 """
 CANARY_TOKENS = 160
 """Longer than vLLM's block on the CPU, so that its prefix cache takes part."""
 VLLM_STARTS = 3
-"""So many times supervision.start_timeout_s for vLLM, which compiles kernels at its first start."""
+"""Multiple of supervision.start_timeout_s: vLLM compiles kernels at its first start."""
 
 
 class Embedded:
-    """rollout.engine=embedded, and what the other kinds take from it."""
+    """Embedded engine, base of the other kinds."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.rollout = config, config.rollout
 
     def canary_tokens(self) -> int:
-        """Length of the text whose logprobs go with each push (0 = none is compared)."""
+        """Return the length of the text whose logprobs each push compares; 0 for none."""
         return 0
 
     def slots(self, name: str) -> int:
-        """Sequences that the engine of this name decodes at once."""
+        """Return the number of sequences decoded at once."""
         return self.config.eval_slots if name == EVAL_ENGINE else self.rollout.slots
 
     def spec(
@@ -67,9 +67,9 @@ class Embedded:
         share: float | None = None,
         cores: int | None = None,
     ) -> Body:
-        """What its server is started with. It sees its devices alone, so `device` needs no number. `stays`:
-        in turns it keeps its memory. `share`: the part of its devices' memory that it may take. `cores`: of
-        its node (None: of this machine).
+        """Return the start arguments. The server sees only its own devices, so `device` needs no number.
+        `stays`: keep memory when colocated. `share`: fraction of device memory. `cores`: of its node
+        (None: this machine).
         """
         is_replayed = self.config.algorithm.router_replay and name != EVAL_ENGINE
         sync = self.config.weight_sync
@@ -93,33 +93,30 @@ class Embedded:
         }
 
     def python(self) -> Callable[[], Path] | None:
-        """What finds the Python of its server, on the node where it is to start; None: ours."""
+        """Return a function that finds the server's Python on its node; None: this Python."""
         return None
 
     def package(self) -> Callable[[], dict[str, str]] | None:
-        """What finds there the package that its server runs under, and its version; None: it needs none."""
+        """Return a function that finds the required package and version on its node, if any."""
         return None
 
     def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
-        """The client of a server that is not started yet. `meeting`: where it receives what the trainer
-        sends.
-        """
+        """Return the client of a server before its start. `meeting`: broadcast group."""
         return EngineServer(server.caller, meeting=meeting)
 
     def request(self, sampling: Body) -> tuple[str, Body]:
-        """(path, body) of a call that samples, for a user who tries the server."""
+        """Return (path, body) of a sampling call to show users."""
         return "/generate", {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
 
     def how_to_use(self, url: str, model_path: Path) -> str:
-        """What `asyncrl serve engine` says of it beside address and key."""
+        """Return a usage line for `asyncrl serve engine`."""
         return "  it speaks the messages of asyncrl/messages/calls.py and frames.py"
 
 
 class Simulated(Embedded):
-    """rollout.engine=simulated: a latency model, whose tokens are drawn from the model's vocabulary."""
+    """Latency model that draws tokens from the model's vocabulary."""
 
     def spec(self, model_path: Path, name: str, device: str = "auto", **turns: Any) -> Body:
-        """The latency model; it has no device."""
         model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
         common = {"name": name, "slots": self.slots(name), "max_length": self.rollout.max_length}
@@ -127,10 +124,9 @@ class Simulated(Embedded):
 
 
 class Vllm(Embedded):
-    """rollout.engine=vllm: vLLM's own server, under a Python of its own."""
+    """vLLM's own server, under a separate Python."""
 
     def canary_tokens(self) -> int:
-        """As many tokens as the engines leave space for, and one more."""
         if self.config.weight_sync.canary_limit is None:
             return 0
         return max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))
@@ -146,7 +142,7 @@ class Vllm(Embedded):
         share: float | None = None,
         cores: int | None = None,
     ) -> Body:
-        """With the user's own arguments of `vllm serve`. An eval engine is split over no devices."""
+        """Add the user's own arguments of `vllm serve`. An eval engine is never split over devices."""
         args, lora = dict(self.rollout.vllm), self.config.trainer.lora
         if share is not None:
             args["gpu_memory_utilization"] = share
@@ -161,19 +157,17 @@ class Vllm(Embedded):
         }
 
     def python(self) -> Callable[[], Path]:
-        """The one that has vLLM."""
         return partial(find_python, self.rollout)
 
     def package(self) -> Callable[[], dict[str, str]]:
-        """Finds the version of vLLM, without importing it."""
         return partial(find_version, self.rollout)
 
     def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
-        """The server is ready once its settings are what the run counts on."""
+        """Return a client whose readiness includes a check of the server's settings."""
         config, placement, tokenizer = self.config, maker.placement, maker.tokenizer
         is_eval = server.name == EVAL_ENGINE
         device = placement.evaluation if is_eval else placement.rollout[0]
-        if device is None or device == NO_DEVICE:  # the run does not place a server that it has not started
+        if device is None or device == NO_DEVICE:  # rollout.urls: the run places no engine server
             device = placement.trainer[0]
         facts = VllmFacts(
             model_path=str(maker.model_path),
@@ -203,21 +197,19 @@ class Vllm(Embedded):
         return client
 
     def request(self, sampling: Body) -> tuple[str, Body]:
-        """The route for token ids of vLLM."""
         return "/inference/v1/generate", {
             "token_ids": [1, 2, 3],
             "sampling_params": sampling | {"logprobs": 0},
         }
 
     def how_to_use(self, url: str, model_path: Path) -> str:
-        """As one of rollout.urls."""
         model = "" if self.config.model.path else f" model.scratch=none model.path={model_path.absolute()}"
         command = f"{KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{url}]{model}"
         return f"  a run on this machine takes it with: {command}"
 
 
 def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
-    """Tokens that are no text, by their names. The vocabulary may have rows that are no token."""
+    """Return ids of non-text tokens by name. The vocabulary may have rows without a token."""
     special = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.text_ids]
     names = {tokenizer.decode([number], skip_special_tokens=False): number for number in special}
     return {name: number for name, number in names.items() if name}
@@ -227,5 +219,4 @@ KINDS: dict[str, type[Embedded]] = {"embedded": Embedded, "vllm": Vllm, "simulat
 
 
 def engine_kind(config: RunConfig) -> Embedded:
-    """That of rollout.engine."""
     return KINDS[config.rollout.engine](config)

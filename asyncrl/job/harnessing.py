@@ -1,6 +1,4 @@
-"""What runs rollouts: a harness (gateway, work queue, worker processes) or a single turn; and how an agent is
-tried, by a user or on some prompts.
-"""
+"""Run rollouts with a harness (gateway, work queue, workers) or as single turns, and try agents."""
 
 from __future__ import annotations
 
@@ -48,27 +46,25 @@ from asyncrl.tasks.scorer import Scorers, TaskScorer
 from asyncrl.waits import waiting
 
 NO_WORKER_S = 30.0
-"""Seconds without a worker after which the run reports it."""
 GOODBYE_S = 5.0
-"""Most seconds that the gateway of a run that is done waits for workers elsewhere to leave. One whose slots
-are all busy asks for work, and hears of the end, once its next sign of life has freed them.
+"""Limit on waiting for remote workers after a run. A worker with all slots busy learns of the end at its
+next heartbeat.
 """
 TASK_SEED_TURN = -1
-"""Takes the place of the turn number in the seed that a harness gets for its own draws."""
+"""Replaces the turn number in the seed for a harness's own draws."""
 
 
 def model_name(config: RunConfig) -> str:
-    """The policy's name in /v1/models."""
     return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
 
 
 MAX_SAID = 500
-"""Characters of a rollout that `serve gateway --rollouts` prints."""
+"""Most characters of a rollout that `serve gateway --rollouts` prints."""
 
 
 def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:
-    """Return the model's end-of-turn tokens, and its special tokens that are not markup of tool calls and
-    thoughts. Raises ConfigError for an unknown tool format.
+    """Return end-of-turn tokens, and special tokens outside the markup of tool calls and thoughts. Raises
+    ConfigError for an unknown tool format.
     """
     tool_format = find_tool_format(
         config.gateway.tool_format, tokenizer.template, tokenizer.response_template
@@ -80,7 +76,7 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
 
 
 def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
-    """Rollouts in flight at once while so many engines work (None: the most that may)."""
+    """Return the number of concurrent rollouts (`num_engines` None: with all engines)."""
     concurrency = config.generator.concurrency
     num = config.rollout.max_engines if num_engines is None else num_engines
     return config.rollout.slots * num if concurrency == "auto" else concurrency
@@ -94,8 +90,8 @@ def make_gateway(
     *,
     is_for_users: bool = False,
 ) -> tuple[Gateway, RolloutQueue]:
-    """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format
-    that is not known.
+    """Return the gateway, not open yet, and the work queue on its port. Raises ConfigError for an unknown
+    tool format.
     """
     config, seed, rollout = life.config, life.config.seed, life.config.rollout
     override = config.gateway.on_sampling_override
@@ -137,11 +133,11 @@ def make_gateway(
 
 
 class Harnessing:
-    """The gateway, the queue of work, and the run's own `workers` (none with generator.remote).
+    """Gateway, work queue, and the run's own `workers` (empty with generator.remote).
 
-    Life: made, with the port taken and nothing started; RUN_DIR/gateway.json says where it is, and to workers
-        elsewhere their key -> start -> aclose.
-    Waits: aclose() waits for workers elsewhere to leave a run that is over, GOODBYE_S at most.
+    Life: created with its port bound, its address and the key for remote workers in RUN_DIR/gateway.json ->
+        start -> aclose.
+    Waits: aclose() waits up to GOODBYE_S for remote workers to leave a finished run.
     """
 
     def __init__(
@@ -150,8 +146,8 @@ class Harnessing:
         path, is_remote = job.run_dir / "gateway.json", job.config.generator.remote
         written = json.loads(path.read_text(encoding="utf-8")) if path.exists() and is_remote else {}
         given = os.environ.get(WORKER_KEY_ENV) if is_remote else None
-        # Workers elsewhere connect again to a resumed run by the key that they have. That of our own stands
-        # nowhere: what a model runs under our user could take it, lease rollouts, and reward them.
+        # Remote workers reconnect to a resumed run with their old key. The key of local workers is in no
+        # file: a program of the model, under the same user, could read it, lease rollouts and reward them.
         self.worker_key = given or written.get("worker_key") or secrets.token_urlsafe(24)
         self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
         self.url = self.gateway.bind()
@@ -161,8 +157,8 @@ class Harnessing:
         self.supervisors = tuple(WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers)
 
     def _own_workers(self, config: RunConfig, run_dir: Path) -> tuple[Server, ...]:
-        """Each worker has a secret of its own: the run's secret opens engines and trainer, and programs that
-        a harness runs must not find it.
+        """Create workers, each with its own secret: the run's secret opens engines and trainer and must
+        stay hidden from programs of a harness.
         """
         generator, num_slots = config.generator, num_rollouts(config)
         if config.evaluates_agent:
@@ -177,10 +173,10 @@ class Harnessing:
         return tuple(workers)
 
     async def open(self, job: Life) -> None:
-        """Open the gateway and start the workers; returns when they answer. `job` closes them. Raises
+        """Open the gateway, start the workers and wait until they answer; `job` closes both. Raises
         ConfigError or RoomError.
 
-        Workers elsewhere are started by hand, with the command that is printed.
+        Users start remote workers with the printed command.
         """
         job.tell("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
@@ -196,9 +192,7 @@ class Harnessing:
             job.say_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
-        """A sentence for the log if rollouts wait and no worker runs them; None while a worker is there, or
-        was a moment ago.
-        """
+        """Return a warning if rollouts wait and no worker was seen for NO_WORKER_S."""
         work = self.queue.gauges()
         if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None
@@ -209,7 +203,6 @@ class Harnessing:
         return f"{work['harness/queued']:.0f} rollouts wait and {unseen}; {way_out}"
 
     async def aclose(self) -> None:
-        """No more work is given out, the workers end, every session ends."""
         await self.queue.aclose()
         if self.queue.is_over and not self.workers:
             with contextlib.suppress(TimeoutError), waiting("their goodbye", on="workers elsewhere"):
@@ -227,7 +220,6 @@ def make_generator(
     scorer: TaskScorer | Scorers,
     harnessing: Harnessing | None,
 ) -> Generator:
-    """What runs one rollout: a harness, or a single turn of our own."""
     if harnessing is not None:
         gateway, queue, on_overflow = harnessing.gateway, harnessing.queue, config.generator.on_overflow
         return HarnessGenerator(gateway, queue, scorer, on_overflow=on_overflow)
@@ -244,26 +236,25 @@ def make_generator(
 
 
 class UserKey:
-    """The keys of a user who tries an agent by hand: calls with one, an outcome with the other, then calls
-    again.
+    """Two keys of a user who tries an agent by hand, for calls and for outcomes.
 
-    Life: open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and is
-        recorded -> a new session -> ... -> close: what has no outcome yet is recorded without a reward. So
-        are the oldest conversations, when there are more than a key keeps (USER_SHARE).
-    Invariant: a completion is in one rollout: the calls that are in hand when an outcome comes are answered
-        410 and are in none.
+    Life: open -> calls -> a posted outcome: samples since the last outcome become a recorded rollout -> a new
+        session -> ... -> close. Samples without an outcome are recorded without a reward at close, or earlier
+        for the oldest conversations beyond a key's limit (USER_SHARE).
+    Invariant: a completion is in one rollout: calls in flight when an outcome arrives get 410 and are in
+        none.
     """
 
     def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
         self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
-        # Drawn, so that the next time does not draw the same tokens.
+        # random, so that a restart draws other tokens
         self._name = f"people/{secrets.token_hex(4)}"
         self._session = self._open(0)
         queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
 
     def close(self) -> None:
-        """No calls any more; what was begun is recorded. Raises RoomError if that cannot be written."""
+        """Refuse further calls and record the unfinished rollout. Raises RoomError if writing fails."""
         self._session.end_nowait("the gateway was ended")
         try:
             rollout = self._session.rollout(0, Outcome(), 0.0)
@@ -286,9 +277,7 @@ class UserKey:
             self._life.on_broken(error)
 
     def _take(self, outcome: Outcome) -> None:
-        """An outcome was posted. Raises RolloutFailure, and nothing has changed, if it does not fit what was
-        sampled.
-        """
+        """Record a posted outcome. Raises RolloutFailure, without changes, if it does not fit the samples."""
         reward, session = own_reward(outcome), self._session
         is_empty = bool(session.num_completions) and not session.has_trained
         rollout = None if is_empty else session.rollout(0, outcome, reward or 0.0)
@@ -307,7 +296,7 @@ class UserKey:
     def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
         messages = tuple(session.opening or ())
         digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-        # The same opening words are the same prompt: a group to be replayed.
+        # equal opening messages are one prompt: a group to replay
         prompt = Prompt(f"people/{digest}", messages)
         index = self._recorder.next_sample(prompt.prompt_id)
         numbered = tuple(replace(branch, sample_index=index) for branch in rollout)
@@ -317,18 +306,18 @@ class UserKey:
 
 
 def num_sampled(rollout: Rollout) -> int:
-    """Tokens, of all branches."""
     return sum(branch.num_sampled for branch in rollout)
 
 
 def shape_text(rollout: Rollout) -> str:
-    """Turns, tokens, and branches where there is more than one."""
     text = f"{several(num_turns(rollout), 'turn')}, {num_sampled(rollout)} sampled tokens"
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
 
 
 def result_table(prompts: Sequence[Prompt], results: Sequence[Rollout | FailedRollout]) -> Table:
-    """A line a prompt. `results`: in the order of prompts and samples; the last prompt may have fewer."""
+    """Return one row per prompt. `results` is ordered by prompt and sample; the last prompt may have
+    fewer.
+    """
     table = Table(box=None, padding=(0, 1))
     for title in ("prompt", "done", "failed", "reward", "lowest", "highest", "turns", "tokens"):
         table.add_column(title, justify="left" if title == "prompt" else "right", overflow="fold")
@@ -345,7 +334,7 @@ def result_table(prompts: Sequence[Prompt], results: Sequence[Rollout | FailedRo
 
 
 def said_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
-    """The text of the newest branch from its first sampled token on, special tokens included."""
+    """Return the newest branch from its first sampled token, special tokens included."""
     branch = rollout[-1]
     first = int(branch.loss_mask.argmax())
     text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
@@ -361,11 +350,11 @@ async def try_rollouts(
     recorder: RolloutRecorder,
     tokenizer: HFChatTokenizer,
 ) -> bool:
-    """Run `rollout.group_size` rollouts of each prompt, `num_tried` in all. Print each one as it ends, then a
-    table. Returns whether any was not a failure.
+    """Run `rollout.group_size` rollouts per prompt, `num_tried` in total; print each, then a table. Return
+    True if any succeeded.
 
-    They are recorded in the order of prompts and samples, each as soon as all before it are done. In the
-    order in which they end, a recording would begin with the short ones.
+    Recording follows the order of prompts and samples; in completion order, a recording would begin with the
+    short ones.
     """
     rollout, slots = life.config.rollout, Slots(num_rollouts(life.config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
@@ -394,7 +383,7 @@ async def try_rollouts(
         for place, task in enumerate(tasks):
             await asyncio.wait({task})
             record(place)
-    finally:  # cut short: what has ended behind one that has not
+    finally:  # cancelled: record rollouts that ended behind a running one
         for place in range(len(places)):
             record(place)
     Console(file=outliving()).print(result_table(prompts, [ended[place] for place in range(len(places))]))

@@ -1,6 +1,4 @@
-"""The life of one command that starts processes (`asyncrl run`, `asyncrl serve`): its directory and log, its
-signals, its tasks, and what is closed at its end.
-"""
+"""Lifetime of a command that starts processes: its directory, log, signals, tasks and shutdown."""
 
 from __future__ import annotations
 
@@ -50,9 +48,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Signals for a run that works beside the main thread, which alone gets those of the process.
+    """Signals for a run outside the main thread, where the process receives them.
 
-    Life: keeps what is sent until receive_by() names who gets it. Any thread may call send().
+    Life: keeps signals until receive_by() names a receiver. Any thread may call send().
     """
 
     def __init__(self) -> None:
@@ -61,7 +59,6 @@ class Interrupts:
         self._receive: Callable[[int], None] | None = None
 
     def send(self, number: int) -> None:
-        """Pass on a signal."""
         with self._lock:
             if self._receive is None:
                 self._kept.append(number)
@@ -69,7 +66,7 @@ class Interrupts:
                 self._receive(number)
 
     def receive_by(self, receive: Callable[[int], None] | None) -> None:
-        """Pass on what was kept, and all that comes, to `receive` (None: keep it)."""
+        """Pass kept and future signals to `receive` (None: keep them)."""
         with self._lock:
             self._receive = receive
             while self._kept and receive is not None:
@@ -77,25 +74,23 @@ class Interrupts:
 
 
 class Voice:
-    """The messages of a command to its user. A console that is not read any more (`| head`, a closed
-    terminal) is no error.
-    """
+    """Messages to the user. A closed console is no error."""
 
     def say(self, text: str) -> None:
-        """One line that stays, on the console and in the log."""
+        """Print and log a line."""
         logger.info("%s", text)
         self.say_secret(text)
 
     def say_secret(self, text: str) -> None:
-        """The same with a key in it: it is printed, and in no file of ours."""
+        """Print a line that contains a key; do not log it."""
         outliving().write(f"{text}\n")
 
     def tell(self, text: str) -> None:
-        """What is being done, or waited for, in words."""
+        """Report the current activity."""
         self.say(f"{text} ...")
 
     def warn(self, text: str) -> None:
-        """A warning: something failed, and the command goes on."""
+        """Warn of a failure that the command survives."""
         logger.warning("%s", text)
         self.say_secret(f"WARNING: {text}")
 
@@ -105,35 +100,32 @@ class Voice:
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        """A rollout has failed for good."""
+        """Report a rollout that failed for good."""
 
     def flush(self) -> None:
-        """Return when all that was told is in the files; any thread may call it."""
+        """Return when all reports are in the files. Callable from any thread."""
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """How it ended: done, interrupted or failed. Without `can_go_on` the same command would fail
-        again.
-        """
+        """Report the end: done, interrupted or failed. Without `can_go_on` a rerun would fail again."""
 
     async def aclose(self) -> None:
-        """After finish(): what is still told elsewhere has a limited time. A signal ends the wait."""
+        """Wait briefly for trackers after finish(). A signal ends the wait."""
 
 
 class Life(ABC):
-    """Everything between the first process that a command starts and the last one ended. Owns the one
-    TaskGroup.
+    """Lifetime of a command's processes. Owns the only TaskGroup.
 
-    Life: run() calls live(), which starts what it needs, and closes it at the end in the opposite order.
-    Waits: as long as live() does. A task that raises ends it, and so does a part that told on_broken.
-    Invariant: when run() returns or raises, no process that was started is left. The first SIGINT or SIGTERM
-        sets `stop` while `can_stop`, so that live() ends by itself, and cancels it else; the second one kills
-        all processes and ends at once.
+    Life: run() calls live(), which starts everything; shutdown happens in reverse order.
+    Waits: run() waits for live(). A task that raises, or on_broken, ends it.
+    Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop` while `can_stop`, so
+        that live() ends by itself, and otherwise cancels it; the second kills all processes and exits at
+        once.
     """
 
     ending = "ending"
-    """What the first signal does, in words."""
+    """Effect of the first signal, as text."""
     main_task = "main"
-    """The name of the task of run(), for stacks and waits."""
+    """Task name for stacks and waits."""
 
     def __init__(
         self,
@@ -142,32 +134,32 @@ class Life(ABC):
         voice: Voice | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        # on other nodes processes have another working folder
+        # processes on other nodes have another working directory
         self.run_dir = run_dir if config.launcher == "local" else run_dir.absolute()
         self.config, self.voice = config, voice or Voice()
         self.launcher: Launcher = launcher or LocalLauncher()
         self.say, self.say_secret = self.voice.say, self.voice.say_secret
         self.tell, self.warn = self.voice.tell, self.voice.warn
         self.servers: Sequence[Server] = ()
-        """The command needs all of these. If one has died, its death is reported, and not the call that
-        failed because of it.
+        """Servers that the command needs. Their deaths are reported in place of the resulting failed
+        calls.
         """
         self.stack = AsyncExitStack()
         self.stop, self.can_stop = asyncio.Event(), False
         self.interrupts: Interrupts | None = None
-        """Set by a caller that runs this beside the main thread, and whose process a signal must not end."""
+        """Signals from a caller that runs this outside the main thread."""
         self._signal: int | None = None
         self._group: asyncio.TaskGroup | None = None
-        self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # the group holds those that run
+        self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # weak: the group holds running tasks
         self._broken: Future[None] = Future()
 
     @abstractmethod
     async def live(self) -> int:
-        """What the command does, in the TaskGroup; returns its exit code."""
+        """Do the work of the command inside the TaskGroup; return the exit code."""
 
     async def run(self) -> int:
-        """The exit code: that of live(), or 128 + the signal that cut it. Raises the AsyncrlError that ended
-        it.
+        """Return the exit code of live(), or 128 + the interrupting signal. Raises the AsyncrlError that
+        ended it.
         """
         main = asyncio.current_task()
         assert main is not None
@@ -182,16 +174,15 @@ class Life(ABC):
             return self._finish(128 + self._signal)
         except BaseExceptionGroup as errors:
             raise self._fail(first_cause(errors)) from errors
-        except Exception as error:  # the outermost frame: foreign exceptions become an error of ours
+        except Exception as error:  # outermost frame: foreign exceptions become AsyncrlError
             raise self._fail(error) from error
         finally:
-            self.can_stop = False  # a signal cuts this wait, and nothing else
+            self.can_stop = False  # a signal now cuts this wait and nothing else
             with contextlib.suppress(asyncio.CancelledError):
                 await self.voice.aclose()
             self._stop_listening()
 
     def _listen(self, main: asyncio.Task[Any]) -> None:
-        """Receive signals: of the process in the main thread, else those that `interrupts` passes on."""
         loop = asyncio.get_running_loop()
         if self.interrupts is not None:
 
@@ -226,7 +217,7 @@ class Life(ABC):
                     code = await self.live()
                     self.end_tasks()
             except BaseExceptionGroup as errors:
-                # A call that broke may mean that its process just died: the kernel has a moment to say so.
+                # a broken call may mean that its process just died: give the kernel a moment to report it
                 timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
                 if (death := await first_death(self.servers, timeout_s)) is not None:
                     raise death from errors
@@ -234,35 +225,31 @@ class Life(ABC):
         return code
 
     def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task in the TaskGroup: if it raises, everything ends."""
+        """Start a task; if it raises, everything ends."""
         assert self._group is not None, "tasks are started while run() is under way"
         task = self._group.create_task(coro, name=name)
         self._tasks.add(task)
         return task
 
     def end_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
-        """Cancel the tasks of the group, those aside whose names start with one of `all_but`."""
+        """Cancel tasks, except names with a prefix in `all_but`."""
         for task in self._tasks:
             if not task.get_name().startswith(all_but):
                 task.cancel()
 
     def closes(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
-        """Close it at the end, before what was named earlier."""
+        """Register `close` for the end, before earlier registrations."""
         self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
 
     def on_broken(self, error: RoomError) -> None:
-        """Called by a part that answers clients (the gateway) when it is broken; wait_broken raises the
-        error.
-        """
+        """Report a broken part that answers clients, for wait_broken to raise."""
         if not self._broken.done():
             self._broken.set_exception(error)
 
     async def wait_broken(self) -> None:
-        """Wait for an error given to on_broken, and raise it."""
         await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
-        """The error to show."""
         if isinstance(error, OSError):
             error = refused_by_system(error, self.run_dir)
         elif not isinstance(error, AsyncrlError):
@@ -270,7 +257,7 @@ class Life(ABC):
             what = f"internal error {type(error).__name__}: {error}"
             error = RoomError("controller", what, way_out=f"report it, with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
-        with contextlib.suppress(RoomError, CallbackError):  # the first error is the one to tell
+        with contextlib.suppress(RoomError, CallbackError):  # keep the first error
             self.voice.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
         return error
 
@@ -279,7 +266,7 @@ class Life(ABC):
             main.cancel()
             return
         if self._signal is not None:
-            for server in self.servers:  # any other ends with the pipe that we hold
+            for server in self.servers:  # all other processes end with our pipe
                 server.child.kill_nowait()
             clear_own_staging()
             os._exit(128 + number)
@@ -292,11 +279,9 @@ class Life(ABC):
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
-    """Close one thing, shielded from our own cancellation and bounded in time. Late or failed is logged,
-    never raised.
+    """Close a resource within a time limit, shielded from cancellation; log a timeout or failure.
 
-    A cancellation that comes meanwhile (the first Ctrl-C, while a run that is done closes) passes once it is
-    closed.
+    A cancellation during the close (the first Ctrl-C after a finished run) passes on afterwards.
     """
     closing = asyncio.ensure_future(close())
     _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
@@ -310,15 +295,13 @@ async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitabl
 
 
 def new_run_dir(name: str) -> Path:
-    """Where a run goes that is given no directory."""
     return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def make_run_dir(folder: Path, mode: int) -> None:
-    """Make the directory, or find it there, with these permissions. Raises ConfigError if it cannot be
-    written.
+    """Create or reuse the directory with these permissions. Raises ConfigError if it cannot be written.
 
-    A directory with foreign files keeps its permissions: the caller refuses it next.
+    A directory with foreign files keeps its permissions; the caller refuses it next.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -327,7 +310,7 @@ def make_run_dir(folder: Path, mode: int) -> None:
             has = stat.S_IMODE(folder.stat().st_mode)
             try:
                 folder.chmod(has & ~0o777 | mode)
-            except PermissionError:  # a mounted volume, say, is another user's
+            except PermissionError:  # such as a mounted volume of another user
                 stays = f"is another user's and stays at mode {has:04o}, for {mode:04o}"
                 print(f"WARNING: {folder} {stays} (observe.readable_by).", file=sys.stderr)
         (folder / "logs").mkdir(exist_ok=True)
@@ -338,7 +321,7 @@ def make_run_dir(folder: Path, mode: int) -> None:
 
 @contextlib.contextmanager
 def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove the directory again if the block makes it and raises ConfigError before a group is admitted."""
+    """Remove a new directory if the block raises ConfigError before a group is admitted."""
     is_new = not folder.exists()
     try:
         yield
@@ -349,8 +332,8 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return True if a group was admitted or a checkpoint made. A start that failed before may be repeated
-    with corrected settings.
+    """Return True if a group was admitted or a checkpoint made; otherwise corrected settings may restart
+    the run.
     """
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
@@ -362,9 +345,7 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def run_id(run_dir: Path) -> str:
-    """The name of the run that lies in this directory, made with it; it stays when the directory is moved or
-    copied.
-    """
+    """Return the run's id, created if missing. Moving or copying the directory keeps it."""
     path = run_dir / "run.id"
     if not path.exists():
         write_whole(path, secrets.token_hex(8) + "\n")
@@ -372,22 +353,20 @@ def run_id(run_dir: Path) -> str:
 
 
 def run_again(folder: Path, *more: str) -> str:
-    """The command that goes on with the run in this directory."""
     return shlex.join(["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more])
 
 
 COLLECT_AFTER = (1_000, 20_000, 10)
-"""gc.set_threshold: new objects are looked at once, some thousand together; what is in flight after some 20
-million more objects were made than freed.
+"""gc.set_threshold: check new objects once, thousands at a time, older ones after about 20 million net
+allocations.
 """
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """A block in which Python's cycle collector leaves alone what is here already, and seldom looks at all
-    the rest: that stops the event loop for a microsecond an object, and a rollout has some 50.
-
-    Rollouts need no collector: what they leave behind has no cycles.
+    """Make the cycle collector skip existing objects and rarely check new ones inside the block: it blocks
+    the event loop for a microsecond per object, with about 50 per rollout, and finished rollouts contain
+    no cycles.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -402,13 +381,13 @@ def rare_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
-    """What asyncrl logs inside goes to logs/controller.log in this directory, and nowhere else. All that the
-    system allows may be opened: every request in flight is a connection, and the usual limit is 1024 files.
+    """Log to logs/controller.log only, and raise the open-file limit to its maximum: every request in
+    flight is a connection, and the usual limit is 1024 files.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
     handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
-    # A log that cannot be written (a full disk) must not bury the error that is being told.
+    # a log that cannot be written (a full disk) must not hide the error being reported
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("asyncrl")
@@ -419,12 +398,11 @@ def logging_to(folder: Path) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        with contextlib.suppress(OSError):  # a full disk was told already
+        with contextlib.suppress(OSError):  # a full disk was already reported
             handler.close()
 
 
 def refused_by_system(error: OSError, run_dir: Path) -> RoomError:
-    """Return the error to show for an OSError of the controller."""
     if error.errno in OUT_OF_FILES:
         way_out = (
             "raise the limit (ulimit -n) or lower rollout.slots and gateway.max_connections, then resume."

@@ -1,11 +1,11 @@
-"""One run: starts its parts, trains batch after batch, and ends everything that it started.
+"""Control loop of a run: start its parts, train batch after batch, end everything.
 
-Each wait is declared where it happens (asyncrl.waits.waiting), with what it is for and what ends it; `asyncrl
-status` and the watchdog list the open ones.
+Each wait is declared in place (asyncrl.waits.waiting) with its purpose and the event that ends it; `asyncrl
+status` and the watchdog list open waits.
 
-A part that breaks raises RoomError: the TaskGroup falls, everything is closed, and `run_job` raises that
-error. A process that is lost is started again first, supervision.max_restarts times. The evaluation is the
-exception: only the end of the run waits for it, and without its engine the run goes on, with a warning.
+A broken part raises RoomError, which closes everything and leaves `run_job`. A lost process first restarts,
+up to supervision.max_restarts times. Only the end of the run waits for the evaluation, and the loss of its
+engine is only a warning.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from asyncrl.waits import computed
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
-"""Tasks that stay until the weights are saved, by the start of their names."""
+"""Name prefixes of tasks that run until the weights are saved."""
 EVALUATING = ("publisher", "evaluation")
-"""Tasks that the last evaluation needs beside them."""
+"""Name prefixes of tasks that the last evaluation also needs."""
 
 logger = logging.getLogger("asyncrl.job.loop")
 
@@ -77,39 +77,39 @@ def run_job(
     trackers: Sequence[Tracker] = (),
     interrupts: Interrupts | None = None,
 ) -> int:
-    """Train as `config` says, from start to end or from where a killed run stood, and return the exit code.
-    `trackers` are told of it, beside those of the config. `interrupts`: signals, outside of the main thread.
+    """Train by `config`, from the start or from a killed run's state. Return 0, or 130 or 143 after SIGINT or
+    SIGTERM (resumable). `trackers` are added to the config's. `interrupts` delivers signals outside the main
+    thread.
 
-    0 done; 130 or 143 interrupted by SIGINT or SIGTERM, and can be resumed. Raises AsyncrlError when a part
-    of the run failed; by then everything is closed: no child process and no shared memory is left.
+    Raises AsyncrlError if a part failed, leaving no child process and no shared memory.
     """
     if config.generator.is_harness:
-        hide_memory()  # keys, answers and rewards of all rollouts
-    resolve(config.algorithm)  # a loss that is not known is refused before anything is made
-    passed_env(config.generator.pass_env)  # and so is a variable that is not set
+        hide_memory()  # protect keys, answers and rewards of all rollouts
+    resolve(config.algorithm)  # refuse an unknown loss before creating anything
+    passed_env(config.generator.pass_env)  # likewise an unset variable
     check_trackers(config.observe)
     with contextlib.ExitStack() as stack:
         launcher = stack.enter_context(opened(config.launcher))
-        num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may ask for others meanwhile
+        num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may change it at any time
         config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
         fetch_architectures(config)
         plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
         refuse_what_cannot_fit(plan, config)
         folder = run_dir or new_run_dir(name)
         if resume == "must" and not folder.exists():
-            find_resume(folder, config, resume)  # says that there is none
+            find_resume(folder, config, resume)  # raises ConfigError
         stack.enter_context(removed_if_refused(folder))
         make_run_dir(folder, config.observe.dir_mode)
         lock = RunLock(folder / "run.lock").acquire()
         try:
-            # Before anything may refuse: the weights of a run that is done are the last ones.
+            # before any refusal: the weights of a finished run are its last ones
             is_ours = settle_saved(folder)
             point = find_resume(folder, config, resume, allow_change)
-            if is_ours and point is None:  # of a start that failed
+            if is_ours and point is None:  # of a failed start
                 shutil.rmtree(folder / "model", ignore_errors=True)
                 for made in (MODEL_PIN, DATA_PIN):
                     (folder / made).unlink(missing_ok=True)
-            run_id(folder)  # before the config: a directory with a config and without an id is not a run's
+            run_id(folder)  # before the config: a directory with a config but no id is not a run's
             if point is None:
                 write_whole(folder / "config.yaml", run_config_yaml(config))
             with logging_to(folder):
@@ -118,7 +118,7 @@ def run_job(
                 )
                 job.interrupts = interrupts
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
-                    is_warning = words.startswith("model.dtype=")  # a slow choice of the user's
+                    is_warning = words.startswith("model.dtype=")  # a slow choice of the user
                     job.say(words) if is_warning else logger.info("%s", words)
                 return asyncio.run(end_what_is_left(job.run()))
         finally:
@@ -126,10 +126,10 @@ def run_job(
 
 
 class Job(Life):
-    """One run: open its parts -> catch up, if resumed -> train loop -> save -> close.
+    """A run: open its parts -> catch up, if resumed -> train loop -> save -> close.
 
-    The first SIGINT or SIGTERM lets the step in hand end, has a checkpoint made, and closes; the second one
-    ends at once: what was journaled is not lost.
+    The first SIGINT or SIGTERM finishes the step, makes a checkpoint and closes; the second ends at once,
+    without losing journaled work.
     """
 
     ending = "stopping after this step"
@@ -147,14 +147,12 @@ class Job(Life):
         *,
         num_first: int,
     ) -> None:
-        """`num_first`: engines that it begins with."""
         self.reporter = Reporter(config, run_dir, name, trackers, goes_on=point is not None)
         super().__init__(config, run_dir, self.reporter, launcher)
         self._point, self._placement = point, placement
         self._num_first = num_first
 
     async def live(self) -> int:
-        """The run, from its parts to its end."""
         self.reporter.start()
         if (server := self.reporter.status_server()) is not None:
             self.closes("status server", server.aclose)
@@ -177,7 +175,7 @@ class Job(Life):
         return 0 if self._signal is None else 128 + self._signal
 
     def _start_guards(self, parts: Parts) -> None:
-        """Start the tasks that supervise the run: from before the first batch until the weights are saved."""
+        """Start supervision, from before the first batch until the weights are saved."""
         watchdog = self._make_watchdog(parts)
         self.spawn(watchdog.run(), name="watchdog")
         self.spawn(self._report_status(parts, watchdog), name="status")
@@ -190,7 +188,6 @@ class Job(Life):
             self.spawn(self.wait_broken(), name="watch gateway")
 
     def _make_watchdog(self, parts: Parts) -> Watchdog:
-        """What it sees goes into the journal, too."""
         log_path = self.run_dir / "logs" / "controller.log"
         command = run_again(self.run_dir, "--resume", "must")
 
@@ -216,9 +213,7 @@ class Job(Life):
         )
 
     async def _catch_up(self, parts: Parts) -> Sequence[UnfinishedGroup]:
-        """Bring a killed run to where it stood; the returned groups continue once the engines have the
-        weights.
-        """
+        """Restore a killed run; the returned groups continue once the engines have the weights."""
         point = self._point
         if point is None:
             parts.write_pins()
@@ -227,7 +222,7 @@ class Job(Life):
         state = await parts.journal.read_resume(point.version)
         self.tell(f"training again on {state.next_version - point.version} journaled batches")
         unfinished = await restore(parts, self.reporter, point, state)
-        # Only now: a resume that was refused has changed nothing.
+        # only now: a refused resume must change nothing
         write_whole(self.run_dir / "config.yaml", run_config_yaml(self.config))
         parts.write_pins()
         for text in await asyncio.to_thread(set_aside, point.damaged):
@@ -248,7 +243,7 @@ class Job(Life):
         await parts.turns.start(version)
         if parts.evaluation is not None and parts.eval_server is None:
             self.spawn(self._stop_evaluation(parts.evaluation), name="evaluation stop")
-            if version == 0:  # else it was published
+            if version == 0:  # otherwise publishing reported it
                 parts.evaluation.served_nowait(version)
         self.tell("training")
         for group in unfinished:
@@ -259,21 +254,18 @@ class Job(Life):
             self.spawn(parts.scale.follow(), name="scale")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
-        """A run that is to stop does not wait for an evaluation on its rollout engines."""
         await self.stop.wait()
         evaluation.stop_nowait()
 
     async def _train_loop(self, parts: Parts) -> None:
-        """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the
-        next one.
-        """
+        """Repeat: take a batch within the staleness bound, train, publish."""
         self.can_stop = True
         while parts.trainer.policy_version < self.config.trainer.num_steps:
             batch = await self._next_batch(parts)
             if batch is None:
                 return
             with span("trainer", "journal", batch.version):
-                await parts.journal.batch_taken(batch)  # durable before it is acted on
+                await parts.journal.batch_taken(batch)  # durable before it is used
             with span("trainer", "to trainer", batch.version):
                 await parts.turns.to_trainer()
             with span("trainer", "train", batch.version):
@@ -289,7 +281,7 @@ class Job(Life):
                 await parts.checkpointer.after_step(report.policy_version)
 
     async def _next_batch(self, parts: Parts) -> Batch | None:
-        """The next batch, or None once the run is to stop."""
+        """Return None once the run stops."""
         if self.stop.is_set():
             return None
         waiting = asyncio.ensure_future(parts.buffer.wait_batch())
@@ -302,17 +294,15 @@ class Job(Life):
             stopping.cancel()
 
     async def _end(self, parts: Parts) -> None:
-        """All steps are taken, or the run was told to stop: save what is to be saved. Guarded, as at any
-        other time.
-        """
+        """Save after the last step or a stop, still under supervision."""
         if self._signal is not None:
             self.end_tasks(all_but=GUARDS)
             self.tell("writing a checkpoint")
             await parts.checkpointer.make_last(parts.trainer.policy_version)
             return
-        self.can_stop = False  # a signal cuts what comes now: there is no step to wait for
+        self.can_stop = False  # no step to wait for: from here a signal cancels
         self.end_tasks(all_but=GUARDS if parts.evaluation is None else GUARDS + EVALUATING)
-        # In turns the trainer's state is on the host now, where it may lie but once.
+        # colocated: the trainer's state is on the host now, which may lack memory for a second copy
         self.tell("writing a checkpoint")
         await parts.checkpointer.make_last(parts.trainer.policy_version)
         await parts.turns.to_trainer()

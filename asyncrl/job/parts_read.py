@@ -1,4 +1,4 @@
-"""Reads the parts: their processes, their numbers, and what of them the watchdog wants to know."""
+"""Read processes, numbers and watchdog state from the parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from asyncrl.observe.watchdog import Reported
 
 
 def processes(parts: Parts) -> tuple[Server, ...]:
-    """All child processes, those of evaluation and teacher included; parked engines have none, nor have nodes
-    that are away.
+    """Return all child processes, including evaluation and teacher. Parked engines and missing nodes have
+    none.
     """
     workers = () if parts.harnessing is None else parts.harnessing.workers
     servers = (*parts.servers, *parts.beside)
@@ -24,7 +24,7 @@ def processes(parts: Parts) -> tuple[Server, ...]:
 
 
 def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
-    """All numbers of the run by name; several by source, where a source may begin anew (a new process)."""
+    """Return all numbers by name, and by source if a new process restarts them from 0."""
     harnessing, found = parts.harnessing, dict[str, float | Mapping[str, float]]()
     sources: list[Any] = [parts.buffer, parts.producers, parts.engines, parts.publisher, parts.scorer]
     sources += [parts.trainer, parts.turns, parts.checkpointer, parts.scale]
@@ -51,7 +51,6 @@ def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
 
 
 def reported(parts: Parts) -> Reported:
-    """What the watchdog wants to know at this moment."""
     marks = {
         name: value
         for name, value in gauges(parts).items()
@@ -63,7 +62,7 @@ def reported(parts: Parts) -> Reported:
 
 
 def status_of(parts: Parts, now: Mapping[str, Any]) -> dict[str, Any]:
-    """What status.json says of the parts; `now`: their numbers."""
+    """Return the parts' section of status.json; `now`: current gauges."""
     down, producers = parts.engines.down, parts.producers
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
@@ -85,5 +84,5 @@ def status_of(parts: Parts, now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
-    """The totals of the whole run that a line of metrics.jsonl or eval.jsonl holds."""
+    """Return the run totals in a line of metrics.jsonl or eval.jsonl."""
     return {name: num for name, num in line.items() if is_total(name) and isinstance(num, int | float)}

@@ -1,6 +1,4 @@
-"""Collects the numbers of the parts, and turns them into step metrics, status and the end-of-run summary;
-observe/ shows and writes them.
-"""
+"""Turn numbers of the parts into step metrics, status and the summary; observe/ shows and writes them."""
 
 from __future__ import annotations
 
@@ -51,15 +49,14 @@ from asyncrl.trainer.step_report import GAP_WARNING
 logger = logging.getLogger("asyncrl.job.report")
 
 MOST_WARNINGS = 100
-"""Most warnings in status.json and the summary; logs/controller.log has all."""
+"""Limit for status.json and the summary; logs/controller.log has all."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
 class Reporter(Voice):
-    """All that a run shows and writes of itself. Life: start() -> step() and status() -> finish() and
-    close_console(), in any order.
+    """Reports of a run. Life: start() -> step() and status() -> finish() and close_console(), in any order.
 
-    A run that `goes_on` leaves what the killed one wrote as it is until resumes(): its start may be refused.
+    A resumed run (`goes_on`) keeps the killed run's files until resumes(): its start may be refused.
     """
 
     def __init__(
@@ -86,28 +83,25 @@ class Reporter(Voice):
         per_step, failed = config.observe.samples_per_step, config.observe.failed_samples_per_step
         self._samples = SampleMaker(run_dir, seed=config.seed, per_step=per_step, failed_per_step=failed)
         self._last: Mapping[str, Any] = {}
-        """Metrics of the last step; those of all steps are in metrics.jsonl alone."""
         self._opened_s = self._trained_since_s = time.monotonic()
         self._now: Mapping[str, Any] = {}
-        """Numbers of the last status."""
         self._activity = self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, dict[str, float]] = {}
-        """Metrics of each since the last step, by its name."""
+        """Metrics of each evaluation since the last step, by name."""
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
-        """Totals by step, of steps that were reported and are about to be taken again."""
+        """Totals by step, for reported steps about to be repeated."""
         self._journaled: dict[str, float] = {}
-        """Those that the journal had counted at the kill."""
+        """Totals in the journal at the kill."""
         self._slots_at: tuple[float, float] | None = None
-        """When the last step ended, and the seconds that slots of the engines had been busy by then."""
+        """End of the last step, and busy seconds of engine slots until then."""
         self._warnings: list[str] = []
         self._told = set[str]()
-        """What is said once a run."""
+        """Warnings given once per run."""
         self._is_to_resume = goes_on
 
     def start(self) -> None:
-        """Begin to show."""
         plain = json.loads(self.config.model_dump_json())
         shown_as = self.run_dir.resolve().name
         self._recorder.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
@@ -120,7 +114,9 @@ class Reporter(Voice):
         self._console.start()
 
     def status_server(self) -> StatusServer | None:
-        """That of observe.status_port, with its port taken. Raises ConfigError if it cannot be had."""
+        """Return the server of observe.status_port, if set, with its port bound. Raises ConfigError if the
+        port is unavailable.
+        """
         observe = self.config.observe
         if observe.status_port is None:
             return None
@@ -130,38 +126,34 @@ class Reporter(Voice):
         return server
 
     def _numbers(self) -> dict[str, Any]:
-        """Of the last step and the last evaluation; what is counted all the time, as it was a moment ago."""
         evaluation = self._evaluations[-1] if self._evaluations else {}
         return {**self._last, **evaluation, **self._now}
 
     def tell(self, text: str) -> None:
-        """What the run does right now, in words: on the console and in status.json."""
+        """Show the current activity on the console and in status.json."""
         self._activity = text
         self._console.show_activity(text)
 
     def say_secret(self, text: str) -> None:
-        """One line with a key in it: on the console, and in no file of ours."""
         self._console.say(text)
 
     def warn(self, text: str) -> None:
-        """What went wrong and does not end the run: on the console, in the log and in the summary."""
+        """Report a survivable failure on the console, in the log and in the summary."""
         if len(self._warnings) < MOST_WARNINGS:
             self._warnings.append(text)
         super().warn(text)
 
     def published(self, version: int, digest: str) -> None:
-        """Every engine serves these weights."""
         self._recorder.record_weights(version, digest)
 
     def warn_once(self, what: str, text: str) -> None:
-        """The first time that it happens in this run."""
         if what not in self._told:
             self._told.add(what)
             self.warn(text)
 
     def resumes(self, version: int, counted: Mapping[str, float]) -> None:
-        """The run goes on from the weights of `version`: the steps before stay, those after are about to be
-        reported again. `counted`: what the journal says that was counted by now.
+        """Continue from `version`: earlier steps stay, later ones will be reported again. `counted`: the
+        journal's totals.
         """
         self._is_to_resume = False
         self._timeline.open()
@@ -172,7 +164,7 @@ class Reporter(Voice):
             else:
                 self._before[int(line["step"])] = totals_in(line)
         self._last = self._recorder.keep_steps(version)
-        # without a journal all of it is made anew
+        # without a journal everything is generated again
         self._samples.goes_on_at(version + 1, keeps_failed=any(counted.values()))
         if (first := int(self._last.get("step", 0)) + 1) <= version:
             self.warn(f"steps {first}..{version} are missing in metrics.jsonl ({LOST})")
@@ -185,7 +177,7 @@ class Reporter(Voice):
         self._console.say(f"goes on from policy_version {version}")
 
     def training_starts(self) -> None:
-        """All processes answer: time_s counts from here, set-up is said beside it."""
+        """Start counting time_s, without setup."""
         self._count_on()
         version = int(self._last.get("step", 0))
         note_span("restarts", "start", self._opened_s, time.monotonic(), version)
@@ -195,17 +187,15 @@ class Reporter(Voice):
         self.tell("training")
 
     def counted_before_publish(self, parts: Parts, batch: Batch) -> dict[str, float]:
-        """What the engines have sampled, before they can sample for the next batch: at max_staleness 0 the
-        same in every run. For step().
+        """Return the sampled-token total before engines sample for the next batch: reproducible at
+        max_staleness 0.
         """
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         name = "tokens/generated"
         return {name: self._counted({name: parts.engines.gauges()[name]})[name]}
 
     def step(self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
-        """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console. `found`:
-        batch_metrics of the batch.
-        """
+        """Report an optimizer step. `found`: batch_metrics of the batch."""
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         metrics = self._metrics(parts, batch, report, found)
         for of_evaluation in self._new_evaluations.values():
@@ -220,11 +210,11 @@ class Reporter(Voice):
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        """The first ones after each step are written as samples."""
+        """Record the first failures after each step as samples."""
         self._samples.failed(group_id, prompt, failed, tokenizer)
 
     def flush(self) -> None:
-        """Samples are made beside the steps; all else is written at once."""
+        """Wait for samples, which a thread makes; everything else is already written."""
         self._samples.flush()
 
     def _show_samples(self) -> None:
@@ -240,9 +230,6 @@ class Reporter(Voice):
         self._timeline.slots(parts.engines.busy_s(now_s), now_s)
 
     def evaluated(self, result: EvalResult) -> None:
-        """An evaluation is done: a line of eval.jsonl, TensorBoard and the console, and part of the next
-        step's metrics.
-        """
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
         now_s = time.monotonic()
@@ -260,7 +247,7 @@ class Reporter(Voice):
             self.warn(f"{what}, the last failure: {result.last_failure}")
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
-        """Warnings about a step, each kind once a run; the log has each skipped step."""
+        """Warn once per run and kind; the log has each skipped step."""
         gap, logs = metrics.get("policy/logprob_gap_mean", 0.0), self.run_dir / "logs" / "trainer-0.log"
         if gap > GAP_WARNING:
             text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
@@ -275,14 +262,12 @@ class Reporter(Voice):
             saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
             text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}"
             text += f": loss or gradient was NaN or infinite; {logs} has the values, {saved} the batch"
-            if "skipped" in self._told:  # the first time, warn_once logs it
+            if "skipped" in self._told:  # warn_once logs the first
                 logger.warning("%s", text)
             self.warn_once("skipped", text)
 
     def status(self, parts: Parts, waits: Sequence[Wait]) -> None:
-        """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
-        now.
-        """
+        """Replace status.json. `waits`: the current waits."""
         self._show_samples()
         self._note_slots(parts)
         now = self._now = self._counted(gauges(parts))
@@ -303,9 +288,7 @@ class Reporter(Voice):
         )
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """Say how the run ended: verdict, plot and summary.json, as far as there are steps to speak of.
-        Raises RoomError if that cannot be written.
-        """
+        """Write verdict, plot and summary.json. Raises RoomError if writing fails."""
         try:
             self._samples.close()
             self._show_samples()
@@ -319,14 +302,14 @@ class Reporter(Voice):
             self._recorder.close_trackers(state)
 
     async def aclose(self) -> None:
-        """Give the trackers observe.tracker_close_s to send what they have."""
+        """Give the trackers observe.tracker_close_s to send the rest."""
         limit_s = self.config.observe.tracker_close_s
         await wait_closed(self._trackers, limit_s, self._console.say, self.warn)
 
     def _finish(self, state: str, why: str) -> None:
         self.close_console()
         status = {"state": state, "num_steps": self.config.trainer.num_steps, "why": why}
-        if self._is_to_resume:  # what the killed run wrote stays
+        if self._is_to_resume:  # keep the files of the killed run
             self._recorder.write_status(status)
             return
         self._timeline.close()
@@ -358,7 +341,7 @@ class Reporter(Voice):
         self._console.close()
 
     def _count_on(self) -> None:
-        """time_s continues from the last step: it never decreases in a resumed run, and leaves set-up out."""
+        """Continue time_s from the last step: it never decreases in a resumed run."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _metrics(
@@ -387,6 +370,6 @@ class Reporter(Voice):
         return metrics
 
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """The same numbers, with those that are counted over the whole run in place of a process's own."""
+        """Replace process totals by totals of the whole run."""
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}

@@ -1,10 +1,10 @@
-"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same;
-and how the parts of the run are brought there. Generates nothing.
+"""Decide if and from where a run directory can resume with this config, and restore the parts. Generates
+nothing.
 
-The checkpoint says what the weights were, the journal everything since: its batches are trained on again as
-they are, its ready groups are ready again, running groups continue from their partial turns, and prompts that
-had been handed back come first (those whose group failed at the version of the resume come after it, as in
-the old run). If settings were changed (--allow-change), groups that are too old for them are handed back too.
+The checkpoint holds the weights, the journal everything since: its batches are trained again unchanged, ready
+groups are ready again, running groups continue from their partial turns, and requeued prompts come first (if
+their group failed at the resumed version, after it, as in the old run). Groups too old for settings changed
+by --allow-change are requeued.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger("asyncrl.job.resume")
 ResumeMode = Literal["auto", "never", "must"]
 
 FREE_SECTIONS = ("launcher", "observe", "checkpoint", "journal", "supervision")
-"""What changes where a run is, how it is shown and stored, and not what it computes."""
+"""Sections that change location, display and storage, but no computed value."""
 FREE_KEYS = {
     "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "
     "compile logprob_gap_limit max_skipped_steps",
@@ -59,25 +59,23 @@ FREE_KEYS = {
     "gateway": "host port public_url max_calls max_concurrent_calls max_body_bytes read_timeout_s "
     "max_connections lease_timeout_s",
 }
-"""Keys that may change between two starts: limits, places, memory. With a constant schedule num_steps only
-says when to stop."""
+"""Keys for limits, places and memory. With a constant schedule, num_steps only sets the end."""
 MODEL_KEYS = ("model.path", "model.revision")
-"""They may change while it is known what lay there (ModelPin), which then has to be the same."""
+"""May change if a ModelPin recorded the old files; the new files must match."""
 TRANSPORT = "weight_sync.transport"
-"""What auto is may change with the machine. Engines get the same bits by each, but for lora, with which vLLM
-computes by adapters that are not merged."""
+"""auto depends on the machine. All transports give engines the same bits except lora: vLLM then
+computes with unmerged adapters.
+"""
 SAVED = ("final", "adapter")
-"""Folders of weights that a run writes at its end. Those of an earlier end stay until the new ones are
-whole."""
+"""Weight folders of a finished run. Older ones stay until the new ones are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run goes on: `checkpoint` is the newest whole one (None: from the initial weights).
+    """Resume from `checkpoint`, the newest complete one (None: the initial weights).
 
-    `told`: checkpoints that are passed over, and changes that were accepted, in words. `damaged`: the former,
-    to be set aside once the run goes on. `may_change_model`, `may_change_data`: their files need not be as
-    they were.
+    `told`: skipped checkpoints and accepted changes, as text. `damaged`: skipped checkpoints, set aside once
+    the run continues. `may_change_model`, `may_change_data`: the files may differ.
     """
 
     checkpoint: Whole | None
@@ -88,21 +86,18 @@ class ResumePoint:
 
     @property
     def version(self) -> int:
-        """Batches that the checkpoint has seen."""
         return 0 if self.checkpoint is None else self.checkpoint.version
 
 
 def as_resume_mode(text: str) -> ResumeMode:
-    """Of --resume. Raises ConfigError for any other word."""
+    """Check the value of --resume. Raises ConfigError if it is unknown."""
     if text not in get_args(ResumeMode):
         raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
     return cast(ResumeMode, text)
 
 
 def begun_dtype(run_dir: Path | None) -> str | None:
-    """model.dtype of the run in this directory; None if there is none that has begun. What is wrong with it
-    is for find_resume to say.
-    """
+    """Return model.dtype of a run that has begun. find_resume reports a broken run."""
     with contextlib.suppress(AsyncrlError):
         if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):
             return load_config(run_dir / "config.yaml").model.dtype
@@ -110,8 +105,8 @@ def begun_dtype(run_dir: Path | None) -> str | None:
 
 
 def settle_saved(folder: Path) -> bool:
-    """Restore or remove folders that a run was saving when it was killed. Returns whether the directory is a
-    run's; in any other nothing is touched.
+    """Restore or remove folders that a killed run was saving. Return True if the directory is a run's; any
+    other stays untouched.
     """
     is_ours = (folder / "run.id").exists()
     for saved in (*SAVED, "model") if is_ours else ():
@@ -122,11 +117,11 @@ def settle_saved(folder: Path) -> bool:
 def find_resume(
     run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
-    """None for a new run. Blocks while checkpoints are read.
+    """Return None for a new run. Blocks while it reads checkpoints.
 
-    Raises ConfigError if the directory holds a run and must not (never), holds none and must (must), if that
-    run is done, or if keys that alter what is computed are not as they were and not named in `allow_change`.
-    Raises CheckpointError if one cannot be read.
+    Raises ConfigError if the directory holds a run (mode never) or no run (must), if the run is done, or if
+    keys that affect results changed outside `allow_change`. Raises CheckpointError for an unreadable
+    checkpoint.
     """
     saved = run_dir / "config.yaml"
     if not has_begun(run_dir):
@@ -158,8 +153,8 @@ def _refused(run_dir: Path, what: str, way_out: str = "choose another, or move t
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """section.key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do,
-    .nan and .nan do not.
+    """Return section.key -> (old, new) for keys whose YAML differs: 1, 1.0 and '1' do, .nan and .nan do
+    not.
     """
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
@@ -181,7 +176,7 @@ def _keys(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
-    """The changes that were allowed, in words."""
+    """Return the allowed changes as text."""
     changes = changed_keys(before, now)
     found = {
         key: values
@@ -203,14 +198,13 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
 def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
     if key in MODEL_KEYS:
         return (run_dir / MODEL_PIN).exists()
-    if key == "trainer.num_steps":  # with a schedule that falls to 0 it is part of every learning rate
+    if key == "trainer.num_steps":  # a schedule that falls to 0 uses it in every learning rate
         return config.trainer.schedule == "constant"
     section, name = key.partition(".")[0], key.rpartition(".")[2]  # seed, task.KEY, or task.NAME.KEY
     return section in FREE_SECTIONS or name in FREE_KEYS.get(section, "").split()
 
 
 def _is_named(key: str, allowed: Collection[str]) -> bool:
-    """Named itself, or a section around it."""
     return any(key == name or key.startswith(name + ".") for name in allowed)
 
 
@@ -231,7 +225,9 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
 
 
 def _refuse_fewer_steps(run_dir: Path, config: RunConfig, num_saved: int) -> None:
-    """`num_saved`: steps of the newest checkpoint, for a run whose journal is lost."""
+    """Raise ConfigError if the run has more steps. `num_saved`: those of the newest checkpoint, for a run
+    without its journal.
+    """
     num_trained = num_saved
     if (journal := run_dir / "journal.sqlite").exists():
         with reading(journal) as connection:
@@ -249,10 +245,10 @@ def _refuse_fewer_steps(run_dir: Path, config: RunConfig, num_saved: int) -> Non
 async def restore(
     parts: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
-    """Restore all parts but the engines; returns the groups that continue once the engines have the weights.
+    """Restore all parts except the engines; the returned groups continue once the engines have the weights.
 
-    Steps that may refuse come first: data, buffer, and the trainer's state. Reporter and journal follow; from
-    then on only a broken part can end the resume. Raises what the parts raise.
+    Steps that may refuse come first: data, buffer, trainer state. Then only a broken part can end the resume.
+    Raises the errors of the parts.
     """
     feed, journal = parts.feed, parts.journal
     if state.order is not None:
@@ -283,7 +279,7 @@ async def restore(
     restored()
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)
-    for group_id, (prompt, why) in ended.items():  # their group did not fail: the same seeds
+    for group_id, (prompt, why) in ended.items():  # the group did not fail: keep the same seeds
         journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)
     return unfinished
 
@@ -291,7 +287,7 @@ async def restore(
 def _from_journal(
     parts: Parts, state: ResumeState
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
-    """(what goes on, what is handed back and why)."""
+    """Return (groups that continue, requeued prompts with the reason)."""
     feed, ready = parts.feed, [group for _, group in state.ready]
     feed.remember_nowait(state.memory, state.epochs, state.observed)
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
@@ -300,7 +296,7 @@ def _from_journal(
     ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
     for found in state.running:
         group_id, prompt = found.ticket.group_id, found.prompt
-        made = feed.make_again(prompt.prompt_id, prompt.num_handed_back)  # the task alone has its answer
+        made = feed.make_again(prompt.prompt_id, prompt.num_handed_back)  # only the task has its answer
         if tuple(map(dict, made.messages)) != prompt.messages:
             ended[group_id] = (prompt, "the task makes another prompt of it")
             continue
@@ -321,7 +317,6 @@ def _from_journal(
 
 
 def _from_checkpoint_alone(checkpoint: Whole, parts: Parts) -> None:
-    """The journal is gone."""
     try:
         parts.put_back(ControllerState.model_validate(checkpoint.controller), checkpoint.version)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # `feed` is checked by its reader

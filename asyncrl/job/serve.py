@@ -1,10 +1,8 @@
-"""`asyncrl serve`: engine servers, and the gateway over them, for as long as they are wanted, or for some
-rollouts that are tried. Trains nothing, journals nothing.
+"""`asyncrl serve`: run engine servers, and the gateway, until Ctrl-C or for a number of rollouts. Trains and
+journals nothing.
 
-The command waits for Ctrl-C, or for the rollouts that it was asked for; those for the engines and the
-workers. An engine server that is lost ends the command; workers are started again. Ctrl-C (or SIGTERM) is how
-something that is served is ended, with exit code 0; before it is ready, and while rollouts are to be done, it
-interrupts: 130 or 143.
+A lost engine server ends the command; workers restart. Ctrl-C (or SIGTERM) ends a running service with exit
+code 0; during startup and rollouts the code is 130 or 143.
 """
 
 from __future__ import annotations
@@ -53,12 +51,10 @@ def serve_gateway(
     record: Path | None = None,
     num_rollouts: int | None = None,
 ) -> int:
-    """Serve until Ctrl-C; with `num_rollouts`, run that number of the config's rollouts instead. Returns
-    the exit code.
-
-    Raises AsyncrlError; whatever happens, no process is left.
+    """Serve until Ctrl-C, or run `num_rollouts` rollouts; return the exit code. Raises AsyncrlError. No
+    process remains.
     """
-    hide_memory()  # keys of all rollouts: an agent that is tried runs as the same user
+    hide_memory()  # protect keys of all rollouts: a tried agent runs as the same user
     passed_env(config.generator.pass_env)
     with open_folder(run_dir, name, config) as (folder, settled, launcher):
         served = GatewayServing(settled, folder, launcher, record, num_rollouts)
@@ -66,7 +62,7 @@ def serve_gateway(
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
-    """Serve one engine server until Ctrl-C. Returns the exit code; raises AsyncrlError."""
+    """Serve one engine until Ctrl-C; return the exit code. Raises AsyncrlError."""
     with open_folder(run_dir, name, config) as (folder, settled, launcher):
         serving = EngineServing(settled, folder, launcher=launcher)
         return asyncio.run(end_what_is_left(serving.run()))
@@ -76,13 +72,12 @@ def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
 def open_folder(
     run_dir: Path | None, name: str, config: RunConfig
 ) -> Iterator[tuple[Path, RunConfig, Launcher]]:
-    """The directory for logs and a model from scratch, held by this process alone, the config with what this
-    machine has in place of what auto is, and its launcher. Raises ConfigError if the directory holds
-    something else.
+    """Lock the directory; yield it, the config settled for this machine, and its launcher. Raises
+    ConfigError if the directory holds something else.
     """
     with ExitStack() as stack:
         launcher = stack.enter_context(opened(config.launcher))
-        rollout, num = config.rollout, config.rollout.engine_range.first  # nothing scales what is served
+        rollout, num = config.rollout, config.rollout.engine_range.first  # serve never scales
         given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
         config = config.model_copy(update={"rollout": rollout.model_copy(update=given)})
         config, settled = settle(config, launcher.nodes)
@@ -100,7 +95,9 @@ def open_folder(
         make_run_dir(folder, config.observe.dir_mode)
         lock = RunLock(folder / "run.lock").acquire()
         try:
-            shutil.rmtree(folder / "model", ignore_errors=True)  # of the last time, perhaps of another config
+            shutil.rmtree(
+                folder / "model", ignore_errors=True
+            )  # from an earlier start, perhaps of another config
             write_whole(own, run_config_yaml(config))
             with logging_to(folder):
                 yield folder, config, launcher
@@ -109,10 +106,7 @@ def open_folder(
 
 
 class Serving(Life):
-    """The life of one `asyncrl serve`."""
-
     async def launch(self) -> ServerMaker:
-        """With the model found, or made."""
         config = self.config
         self.tell("making the model" if config.model.scratch else "finding the model")
         model_path = await make_model_folder(config, self.run_dir)
@@ -123,7 +117,7 @@ class Serving(Life):
         return maker
 
     async def start(self, servers: Sequence[Server]) -> None:
-        """Start processes; returns when they answer, and are watched from then on."""
+        """Start processes and wait until they answer; from then on watch them."""
         self.tell(f"loading the model in {', '.join(server.name for server in servers)}")
         self.servers = servers
         for server in servers:
@@ -135,16 +129,13 @@ class Serving(Life):
             self.spawn(beats, name=f"heartbeat {server.name}")
 
     async def wait_stopped(self) -> None:
-        """Sleep until Ctrl-C, which is no interruption from here on."""
+        """Sleep until Ctrl-C, from here a normal end."""
         self.can_stop = True
         await self.stop.wait()
 
 
 class EngineServing(Serving):
-    """`asyncrl serve engine`."""
-
     async def live(self) -> int:
-        """Until Ctrl-C."""
         maker = await self.launch()
         (engine, *_), kind = maker.engines(), engine_kind(self.config)
         maker.client(engine)
@@ -165,7 +156,7 @@ class EngineServing(Serving):
 
 
 class GatewayServing(Serving):
-    """`asyncrl serve gateway`: for people, or for `num_rollouts` rollouts."""
+    """Gateway for users, or for `num_rollouts` rollouts."""
 
     def __init__(
         self,
@@ -179,7 +170,6 @@ class GatewayServing(Serving):
         self._path, self._num_rollouts = path, num_rollouts
 
     async def live(self) -> int:
-        """Until Ctrl-C, or until the rollouts are done."""
         config, path = self.config, self._path
         self._prompt_tasks = (await find_tasks(self, is_needed=self._num_rollouts is not None)).tasks
         maker = await self.launch()
@@ -215,7 +205,7 @@ class GatewayServing(Serving):
         call, header = _json_data({"model": name, "messages": messages}), "Authorization: Bearer"
         logs = self.run_dir / "logs"
         self.say(f"gateway ready: model {name}, temperature {config.rollout.temperature}; logs in {logs}")
-        # The outcome key is not exported: an agent that is started there does not inherit it.
+        # the outcome key is not exported, so that an agent started there does not inherit it
         for line in (
             f"export OPENAI_BASE_URL={url}/v1",
             f"export OPENAI_API_KEY={people.key}",
@@ -233,7 +223,7 @@ class GatewayServing(Serving):
         return 0
 
     async def _try(self, num_rollouts: int) -> int:
-        """The config's own generator, on the prompts that a run would begin with."""
+        """Run the config's own generator on the first prompts of a run."""
         config, harnessing = self.config, None
         feed = make_feed(config, self._prompt_tasks)
         prompts = [feed.next_nowait() for _ in range(-(-num_rollouts // config.rollout.group_size))]

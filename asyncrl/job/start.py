@@ -1,7 +1,7 @@
-"""Starts the servers of a run, and asks how they are.
+"""Start the servers of a run and query their health.
 
-Waits: each process is given supervision.start_timeout_s (vLLM: three times as long) to answer, and
-    load_limit_s() of the model that it loads; one that dies first ends the start with its own last words.
+Waits: each process has supervision.start_timeout_s (vLLM: three times that) plus load_limit_s() of its model
+    to answer; a process that dies first ends the start with its last log lines.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ STATE_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class Server:
-    """A child process and the caller that speaks to it.
+    """A child process and its HTTP caller.
 
-    `answers`: what /health says. `health`: its last answer. `engine`: the client of an engine server, through
-    which it is asked. `ready`: what the kind of engine waits for where a first answer is not enough.
-    `start_s`: how long it may take to give the first one.
+    `answers`: type of /health. `health`: last answer. `engine`: an engine server's client, used for health.
+    `ready`: extra readiness check of the engine kind. `start_s`: limit for the first answer.
     """
 
     child: Process
@@ -44,17 +43,16 @@ class Server:
 
     @property
     def name(self) -> str:
-        """Of the process, and of those that take its place."""
         return self.child.name
 
     async def ask(self, timeout_s: float) -> Health:
-        """Its answer to /health. Raises CallLost, CallRefused or EngineError."""
+        """Query /health. Raises CallLost, CallRefused or EngineError."""
         if self.engine is not None:
             return await self.engine.health(timeout_s=timeout_s)
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
 
     async def check_alive(self, timeout_s: float) -> None:
-        """Ask /health. Raises RoomError if the process does not answer within `timeout_s`."""
+        """Query /health. Raises RoomError without an answer within `timeout_s`."""
         try:
             self.health = await self.ask(timeout_s)
         except (CallLost, CallRefused, EngineError) as error:
@@ -65,7 +63,6 @@ class Server:
             raise RoomError(self.name, what, rule=rule, way_out=way_out) from error
 
     async def state(self) -> ChildState:
-        """What is seen of the process, and what its server says."""
         process = self.child.seen()
         if self.child.returncode is not None:
             return ChildState(self.name, process, "asked nothing", is_well=False)
@@ -77,16 +74,16 @@ class Server:
         return ChildState(self.name, process, f"answers: {numbers}", is_well=True)
 
     def dump_stacks_nowait(self) -> None:
-        """Have the process write its stacks into its log, unless SIGUSR1 would end it."""
+        """Make the process log its stacks, unless SIGUSR1 would end it."""
         self.child.dump_stacks_nowait()
 
     async def watch(self) -> None:
-        """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
+        """Sleep until the process ends; then raise RoomError with the reason."""
         await self.child.watch()
 
     async def come_up(self) -> None:
-        """Start the process; returns when it can serve. Raises RoomError if it dies first or takes longer
-        than it may, ConfigError if it never can.
+        """Start the process and wait until it serves. Raises RoomError if it dies or takes too long,
+        ConfigError if it can never serve.
         """
         await self.child.start()
         self.caller.url = self.child.url
@@ -95,7 +92,7 @@ class Server:
         try:
             await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done() or asking.exception() is not None:
-                # A broken connection: the process is about to be reaped.
+                # broken connection: the process is about to be reaped
                 await asyncio.wait({watching}, timeout=2.0)
                 if watching.done():
                     raise self.child.death()
@@ -109,8 +106,8 @@ class Server:
             await end_all([asking, watching])
 
     async def end(self) -> str:
-        """Kill the process, frozen or not, and close the connections; another one can be started in its
-        place. Returns what is left of it, in words, if it does not die.
+        """Kill the process and close its connections; describe any survivor. A replacement can start
+        afterwards.
         """
         self.child.kill_nowait()
         await self.aclose()
@@ -119,25 +116,23 @@ class Server:
         return left
 
     async def aclose(self) -> None:
-        """Close the connections, then end the process."""
         await self.caller.aclose()
         await self.child.aclose()
 
 
 def failure_text(error: CallLost | CallRefused | RoomError) -> str:
-    """What failed, without the name of the server."""
+    """Return the failure without the server's name."""
     return error.fault if isinstance(error, RoomError) else str(error)
 
 
 async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel them, and return when they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def start_all(servers: Sequence[Server]) -> None:
-    """Start them, and sleep until all answer. Raises the RoomError of the first that cannot: the ranks of a
+    """Start all servers and wait until they answer. Raises the first RoomError at once: the ranks of a
     trainer wait for each other.
     """
     starts = [asyncio.ensure_future(server.come_up()) for server in servers]
@@ -155,12 +150,11 @@ async def bring_up(
     is_shared: bool,
     stays: bool = False,
 ) -> None:
-    """Start all processes; returns when they answer. Raises the RoomError of the first that cannot.
+    """Start all processes and wait until they answer. Raises the first RoomError.
 
-    On shared devices engines come first and go to sleep, then the trainer: it may have to catch up before
-    their turn. So no device holds more than one side, at the price of loading one after the other; what the
-    engines loaded is gone, and their first turn begins with a push. If the engines stay where they are, they
-    do not sleep; they come first all the same, because vLLM measures what is free while it starts.
+    On shared devices the engines start first and sleep, then the trainer, which may have to catch up before
+    their turn. So no device holds more than one side, and the engines' first turn begins with a push. Engines
+    that stay in memory also start first, because vLLM measures free memory at its start.
     """
     if not is_shared:
         await start_all([*trainers, *engines, *beside])
@@ -188,8 +182,8 @@ async def start_again(
     warn: Callable[[str], None],
     before_start: Callable[[], Awaitable[None]],
 ) -> None:
-    """Await `start`. If a signal kills a process on the way, start all of them again after `before_start`, up
-    to supervision.max_restarts times. Raises the RoomError of any other failure: it would repeat.
+    """Await `start`. If a signal kills a process, restart all after `before_start`, up to
+    supervision.max_restarts times. Raises the RoomError of any other failure, which would repeat.
     """
     restarts = Restarts(config)
     while True:
@@ -210,7 +204,7 @@ async def start_again(
 
 
 async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
-    """Why one of their processes has died, if one has; waits up to `timeout_s` for the first death."""
+    """Return the first death, waiting up to `timeout_s`."""
     children = [server.child for server in servers if server.child.url]
     if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -219,7 +213,7 @@ async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError 
 
 
 async def end_server(server: Server, warn: Callable[[str], None]) -> None:
-    """Report, at the run's end, processes that did not die: they hold memory, and perhaps a GPU."""
+    """End a server, and warn of survivors: they hold memory, perhaps a GPU."""
     await server.aclose()
     if server.child.left:
         warn(server.child.left)

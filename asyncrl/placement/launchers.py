@@ -15,15 +15,15 @@ from asyncrl.placement.nodes import LOOPBACK, Launcher, Needs, Node, Order, look
 from asyncrl.placement.processes import ChildProcess, bind_socket
 
 IMPORTS = "imports"
-"""Folder in the specs of a run, with links to our packages, for a server with another Python."""
+"""Folder in the specs of a run, with links to our packages, for a server under another Python."""
 
 
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[Launcher]:
-    """The launcher of this name (`launcher` in the config). Raises ConfigError."""
+    """Yield the launcher of this name (`launcher` in the config). Raises ConfigError."""
     launcher: Launcher = LocalLauncher()
     if name != "local":
-        from asyncrl.placement.on_ray.ray_launcher import RayLauncher  # which imports this file
+        from asyncrl.placement.on_ray.ray_launcher import RayLauncher  # imports this file
 
         launcher = RayLauncher(name.removeprefix("ray").removeprefix(":"))
     try:
@@ -34,45 +34,41 @@ def opened(name: str) -> Iterator[Launcher]:
 
 
 class LocalLauncher:
-    """Starts all on this machine, where everything listens on loopback and nothing has to be reserved."""
+    """Starts all processes on this machine, listening on loopback, with nothing to reserve."""
 
     def __init__(self) -> None:
         self.nodes: tuple[Node, ...] = ()
         self.say: Callable[[str], None] = print
 
     def open(self) -> None:
-        """Look at this machine."""
         self.nodes = (Node(platform.node(), LOOPBACK, this_machine()),)
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, Needs]) -> None:
-        """Check the needs. Devices were checked when they were placed."""
+        """Check the needs. Placement has checked the devices."""
         for given in needs.values():
             if why := misfit(self.nodes[0].name, await asyncio.to_thread(look, given), {}):
                 raise why
 
     def process(self, node: int, order: Order) -> ChildProcess:
-        """A child of this process."""
         return child_of(order, child_environ(order.devices, find_cuda_devices()))
 
     async def free_port(self, node: int) -> int:
-        """One of loopback."""
         return free_port_at(LOOPBACK)
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        """Not called: all processes of one machine read the same files."""
+        """Never called: all processes of one machine read the same files."""
         raise NotImplementedError
 
     async def aclose(self) -> None:
-        """Nothing was held."""
+        """Do nothing: nothing is reserved."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def child_of(order: Order, environ: Mapping[str, str], host: str = LOOPBACK) -> ChildProcess:
-    """The order as a child of this process. `environ`: shows it its devices. Under another Python it finds
-    this machine's packages of ours, whatever folders it shares with others. Raises ConfigError where there is
-    no such Python.
+    """Return the order as a child of this process. `environ` selects its devices. Another Python finds
+    only our packages of this machine. Raises ConfigError if that Python is missing.
     """
     python = order.python() if order.python else None
     imports = {"PYTHONPATH": str(import_folder(order.run_dir / "specs" / IMPORTS))} if python else {}
@@ -91,7 +87,7 @@ def child_of(order: Order, environ: Mapping[str, str], host: str = LOOPBACK) -> 
 
 
 def free_port_at(host: str) -> int:
-    """A TCP port of this address of this machine that nothing listens on now."""
+    """Return a TCP port of this address that is free now."""
     with bind_socket("a port", None, host) as listener:
         port: int = listener.getsockname()[1]
         return port

@@ -1,25 +1,25 @@
-"""Who holds the devices that trainer and engines share, in turns: the Lease.
+"""Lease of the devices that colocated trainer and engines time-share.
 
-A turn goes  generating -> handover -> training -> handover -> generating. What a handover does, and what
-undoes it, is data here:
+A turn goes  generating -> handover -> training -> handover -> generating. The calls of a handover, and their
+undo calls, are data:
 
-    to the trainer    1 engines sleep               (undo: what is done to the engines below, with the version
+    to the trainer    1 engines sleep               (undo: the steps to the engines below, with the version
                                                      that they served)
                       2 trainer onloads             (undo: offload the optimizer)
     to the engines    1 trainer offloads the rest   gradients and optimizer (undo: onload the optimizer)
                       2 engines wake weights        (undo: sleep weights)
                       3 push weights                chunk by chunk, digest checked (undone with 2)
                       4 trainer offloads weights    (undo: onload them)
-                      5 engines wake kv             (undo: sleep both; the weights are to be pushed again)
+                      5 engines wake kv             (undo: sleep both; push the weights again)
 
-The first turn is the engines', with the trainer's weights too: what they loaded at their start went when they
-gave their memory away.
+The first turn is the engines', also with pushed weights: they lost those loaded at their start when they
+released their memory.
 
-So a device holds the engines' weights and KV cache, or the trainer's state, or the weights twice: the largest
-of the three, not the sum.
+A device holds the engines' weights and KV cache, or the trainer's state, or the weights twice: the largest of
+the three, not the sum.
 
-Where both sides stay in memory, nothing is asked of the trainer: engines that sleep serve nothing and keep
-what they have, and a handover is a pause or a push.
+If both sides stay in memory, the trainer gets no calls: sleeping engines serve nothing and keep their memory,
+and a handover is a pause or a push.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
 RESTING: dict[Side, State] = {"engines": "generating", "trainer": "training"}
 ROUTINE = frozenset({"handover", "handover phase", "handed over"})
-"""Events of every step. All others tell of something that went wrong."""
+"""Events of every step; all others report a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """POST /sleep or /wake of every engine, /offload or /onload of the trainer, or the push of the trainer's
-    weights into every engine, whose weights are awake and empty. Every call may be made twice.
+    """POST /sleep or /wake of every engine, /offload or /onload of the trainer, or a push of the trainer's
+    weights into every engine, whose weights are awake and empty. Every call is repeatable.
     """
 
     of: Literal["engines", "trainer", "publisher"]
@@ -56,15 +56,15 @@ class Call:
 
 
 Phase: TypeAlias = tuple[Call, tuple[Call, ...]]
-"""A call, and the calls that undo it, in their order."""
+"""A call, and the calls that undo it, in order."""
 
 SLEEP, PUSH = Call("engines", "sleep", ("kv", "weights")), Call("publisher", "push")
 WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake"), Call("engines", "wake", ("kv",))
 ONLOAD_WEIGHTS, OFFLOAD_WEIGHTS = Call("trainer", "onload"), Call("trainer", "offload")
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
 BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
-"""Weights that slept lie nowhere. The trainer still has that version: all engines sleep first, then it pushes
-the version again.
+"""Sleeping weights are gone. The trainer still has that version: all engines sleep, then it pushes the
+version again.
 """
 
 TURNS: dict[Side, tuple[Phase, ...]] = {
@@ -84,11 +84,11 @@ FIRST: dict[Side, tuple[Phase, ...]] = {
     "engines": tuple((call, ()) for call in (OFFLOAD_REST, *BACK_TO_ENGINES)),
     "trainer": tuple((call, ()) for call, _ in TURNS["trainer"]),
 }
-"""The start of a run, before any turn: there is nothing to go back to, and it may be begun again."""
+"""Start of a run, before any turn: nothing to return to, and repeatable."""
 
 
 def staying(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
-    """The same where the trainer stays in its memory."""
+    """Return the same turns for a trainer that stays in memory."""
     return {
         side: tuple(
             (call, tuple(undo for undo in undoing if undo.of != "trainer"))
@@ -100,15 +100,15 @@ def staying(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ..
 
 
 class Lease:
-    """The turns of trainer and engines on shared devices.
+    """Turns of trainer and engines on shared devices.
 
-    Life: idle -> handover -> generating or training -> handover -> the other one -> ... A handover that fails
-        is undone, and the lease is where it was; if an undo fails too it is broken, for good.
-    Waits: hand_to waits for the calls of a phase, timeout_s at most each; all engines at once. An undo is
-        bounded the same, and not cut short by a cancellation: that passes once what had begun is undone.
+    Life: idle -> handover -> generating or training -> handover -> the other -> ... A failed handover is
+        undone; if an undo also fails, the lease is broken for good.
+    Waits: hand_to waits for the calls of a phase, timeout_s at most each, with all engines at once. An undo
+        has the same limit and is not cut short by cancellation, which passes on afterwards.
     Invariant: at most one owner, and exactly one from the first turn on, unless broken. When hand_to returns
-        or raises, the owner has what it needs and the other side has given it away; or the lease is broken,
-        and the error and the event say what was left.
+        or raises, the owner has all it needs and the other side has released it; or the lease is broken, and
+        the error and the event describe the remaining state.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Lease:
         on_event: Callable[[str, Mapping[str, Any]], None],
         stays: bool = False,
     ) -> None:
-        """`calls` makes a call: the answers that are under way, by the name of the process. `stays`: both
+        """Initialize. `calls` begins a call and returns the pending answers by process name. `stays`: both
         sides stay in memory.
         """
         self._first, self._turns = (staying(FIRST), staying(TURNS)) if stays else (FIRST, TURNS)
@@ -127,17 +127,17 @@ class Lease:
         self.state: State = "idle"
         self.owner: Side | None = None
         self.phase = ""
-        """The phase in hand, '' outside a handover."""
+        """Current phase, '' outside a handover."""
         self.broken = ""
-        """Which phase failed, and which undo of which phase after it; '' unless broken."""
+        """The phase that failed, and the undo that failed after it; '' unless broken."""
         self.num_handovers = 0
 
     def __repr__(self) -> str:
         return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
 
     async def hand_to(self, to: Side) -> Moved:
-        """Hand the devices over; returns the bytes that were freed, taken or moved. Raises RoomError, after
-        which the side that had them has them still.
+        """Hand the devices over; return the bytes freed, taken or moved. Raises RoomError, leaving the
+        devices with their owner.
         """
         if self.state in ("handover", "broken") or self.owner == to:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
@@ -167,11 +167,11 @@ class Lease:
         return moved
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
-        """Bytes of the call on all it is made on, and the first error. Returns once all of them are over."""
+        """Wait for the call on all processes; return the total bytes and the first error."""
         works = [self._one(name, call.verb, work) for name, work in self._calls(call).items()]
         outcomes = await asyncio.gather(*works, return_exceptions=True)
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
-        if isinstance(error, asyncio.CancelledError):  # not this task was cancelled: it has failed
+        if isinstance(error, asyncio.CancelledError):  # this task was not cancelled, so the call has failed
             error = RoomError("placement", "a call was cancelled from outside")
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
 
@@ -189,8 +189,8 @@ class Lease:
             raise RoomError(name, what, way_out=way_out) from None
 
     async def _undo(self, begun: Sequence[Phase], why: str, error: BaseException) -> BaseException:
-        """Undo what had begun, done or not; returns what is to be raised. A cancellation meanwhile does not
-        cut it short, and is not lost.
+        """Undo everything begun, complete or not; return the error to raise. A cancellation neither cuts
+        it short nor gets lost.
         """
         phase = self.phase
         self._on_event("handover failed", {"phase": phase, "why": why})
@@ -213,8 +213,8 @@ class Lease:
         return failed
 
     async def _undo_calls(self, begun: Sequence[Phase], why: str) -> None:
-        """Make the calls, one after the other. The first one that fails breaks the lease, and the rest are
-        not made: the memory for them may not be free.
+        """Make the undo calls in sequence. The first failure breaks the lease and skips the rest: the
+        memory for them may not be free.
         """
         for undone, calls in reversed(begun):
             for call in calls:

@@ -1,7 +1,6 @@
-"""What a machine has: CUDA devices, cores, memory. No torch is imported, nothing is loaded.
+"""CUDA devices, cores and memory of a machine, without importing torch.
 
-CUDA devices are numbered among those that CUDA_VISIBLE_DEVICES leaves, in the order of the bus, which is that
-of nvidia-smi.
+CUDA devices are numbered within CUDA_VISIBLE_DEVICES, in bus order, as in nvidia-smi.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Of /proc/cpuinfo, where a CPU multiplies in bfloat16; the last one is ARM's."""
+"""Flags in /proc/cpuinfo of a CPU that multiplies in bfloat16; the last one is ARM's."""
 CPUINFO = Path("/proc/cpuinfo")
 UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """One device. `name`: how CUDA_VISIBLE_DEVICES of a child process calls it. `free_bytes` and
-    `total_bytes`: None where nvidia-smi does not say.
+    """A device. `name`: its name in CUDA_VISIBLE_DEVICES of a child process. `free_bytes` and
+    `total_bytes`: None if nvidia-smi reports none.
     """
 
     name: str
@@ -41,9 +40,8 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`cores` and `memory`, bytes that are available: of the host, or what its container leaves to the run.
-    `has_bfloat16`: whether its CPU has instructions for it. `is_here`: it is this one; of one that is
-    described, nothing else is known.
+    """`cores` and `memory` (bytes) available on the host or in its container. `has_bfloat16`: the CPU has
+    instructions for it. `is_here`: False for a described machine, about which nothing else is known.
     """
 
     cuda: tuple[CudaDevice, ...]
@@ -52,11 +50,10 @@ class Machine:
     has_bfloat16: bool
     is_here: bool = True
     has_compiler: bool = True
-    """Whether torch.compile finds what it needs."""
+    """torch.compile finds a compiler."""
 
 
 def this_machine() -> Machine:
-    """What is here now."""
     cuda = find_cuda_devices()
     return Machine(
         cuda,
@@ -68,8 +65,8 @@ def this_machine() -> Machine:
 
 
 def described_machine(devices: str | None, cores: int | None, memory: str | None) -> Machine | None:
-    """The machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`, None where nothing is
-    given. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
+    """Return the machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`; None without
+    options. GB is 10^9 bytes, a lower bound for devices of that name. Raises ConfigError.
     """
     if devices is None and cores is None and memory is None:
         return None
@@ -99,14 +96,14 @@ def described_machine(devices: str | None, cores: int | None, memory: str | None
 
 
 def _bytes_of(text: str) -> int | None:
-    """Of 80GB, 79.6GiB or 2TB; None for what is no size."""
+    """Parse a size such as 80GB, 79.6GiB or 2TB. Return None for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?)B", text)
     size = 0 if match is None else int(float(match[1]) * UNITS[match[2]])
     return size or None
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
+    """Return False also if the CPU does not list its instructions."""
     if not CPUINFO.is_file():
         return False
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -115,14 +112,14 @@ def cpu_has_bfloat16() -> bool:
 
 
 def why_no_compiler(*, for_cuda: bool) -> str:
-    """What torch.compile lacks here, "" where it lacks nothing."""
+    """Return the reason that torch.compile cannot work here, "" if it can."""
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
         return "there is no C compiler, which torch.compile needs"
     if not for_cuda:
         return ""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed, which torch.compile needs on CUDA"
-    # Triton looks there too, and not where Debian's Python would put its own
+    # Triton looks in the prefix scheme too, not in Debian's local scheme
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme))
     if not (headers / "Python.h").is_file():
@@ -131,7 +128,7 @@ def why_no_compiler(*, for_cuda: bool) -> str:
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:
-    """The devices that torch can use here: none beside a torch that was built without CUDA."""
+    """Return the devices that torch can use here, without CUDA support in torch an empty tuple."""
     if not torch_has_cuda():
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
@@ -149,14 +146,14 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
     for name in shown:
         is_uuid = num_devices > 0 and name.startswith(("GPU-", "MIG-"))
         if not is_uuid and not (name.isdigit() and int(name) < num_devices):
-            break  # as CUDA reads it: the first that is no device hides all after it
+            break  # like CUDA: the first invalid name hides all after it
         names.append(name)
     return tuple(CudaDevice(name, *sizes.get(name, ())) for name in names)
 
 
 @functools.cache
 def ask_nvidia_smi() -> str:
-    """What nvidia-smi says, '' where there is none or it fails. Asked once a process."""
+    """Return the output of nvidia-smi, '' if it is missing or fails. Runs once per process."""
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -166,8 +163,8 @@ def ask_nvidia_smi() -> str:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """Return whether torch was built with CUDA, from its version file, without importing it. True if torch is
-    not installed: the plan is then for the build that pip installs.
+    """Return True if torch was built with CUDA, from its version file, without importing it; also if torch
+    is not installed, because pip would install such a build.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

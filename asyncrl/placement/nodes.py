@@ -1,8 +1,7 @@
-"""The machines of a run, and who starts processes on them: the words that both launchers share.
+"""Machines of a run, and the interface of launchers that start processes on them.
 
-A Node is a machine; the controller's own is always the first of a Placement's. A Launcher says which nodes
-there are, holds what a Placement takes of them, and makes processes there: on this machine alone
-(LocalLauncher), or by Ray on the nodes of a cluster.
+A Node is a machine; the controller's own is always first. A Launcher lists the nodes, reserves the devices of
+a Placement and creates processes: on this machine only (LocalLauncher), or with Ray on a cluster.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the run. `name`: for people. `address`: under which the others reach its servers;
-    servers of a run on one machine listen on loopback only. `id`: the launcher's name for it.
+    """A machine of the run. `name` is for display, `id` the launcher's. Other nodes reach its servers at
+    `address`; servers of a single-machine run listen on loopback only.
     """
 
     name: str
@@ -33,14 +32,14 @@ class Node:
 
 
 def address_of(node: int) -> str:
-    """Stands for the address of that node in the spec of an Order. Its launcher writes the address when the
-    process is started, for another machine may have taken the node's place by then.
+    """Return a placeholder in an Order's spec. Its launcher writes the address at the start, because
+    another machine may have replaced the node.
     """
     return f"<address of node {node}>"
 
 
 def with_addresses(spec: str, nodes: Sequence[Node]) -> str:
-    """The spec with the addresses that the nodes have."""
+    """Return the spec with the nodes' current addresses."""
     for number, node in enumerate(nodes):
         spec = spec.replace(address_of(number), node.address)
     return spec
@@ -49,9 +48,9 @@ def with_addresses(spec: str, nodes: Sequence[Node]) -> str:
 def described_nodes(
     devices: Sequence[str], cores: Sequence[int], memory: Sequence[str]
 ) -> tuple[Node, ...] | None:
-    """The nodes of `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`, node-0 and on; None
-    where nothing is given. Each more --devices is of more nodes, with --cores and --memory of its own or the
-    same. Raises ConfigError.
+    """Return the nodes of `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`, named node-0,
+    node-1, ...; None without options. Each further --devices adds nodes, with its own --cores and --memory
+    or the same. Raises ConfigError.
     """
     num, machines = max(len(devices), 1), list[Machine]()
     for name, given in {"--cores": cores, "--memory": memory}.items():
@@ -73,11 +72,10 @@ def described_nodes(
 
 @dataclass(frozen=True)
 class Order:
-    """A process to be started: what is the same wherever it runs. `module` is run as `python -m module` with
-    `spec` (JSON) in a file and a listening socket, at `port` or any free one; `devices` (cpu, cuda:1, ...)
-    are those of its node that it sees, and no others. Its log is RUN_DIR/logs/NAME.log on the controller's
-    machine. `python`: called on its node, finds the Python that it runs under (None: ours); raises
-    ConfigError.
+    """A process to start, independent of the machine. `module` runs as `python -m module` with `spec`
+    (JSON) in a file and a listening socket, at `port` or any free one. It sees only `devices` (cpu,
+    cuda:1, ...) of its node. Its log is RUN_DIR/logs/NAME.log on the controller's machine. `python`,
+    called on its node, finds its Python (None: ours) or raises ConfigError.
     """
 
     name: str
@@ -94,9 +92,9 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a node must have for the processes of the run there. `files`: by their absolute paths, and what
-    each holds ("": anything). `package`: called there, finds what its engines run under, by its name, and the
-    version, which is the same on all nodes with engines; raises ConfigError where there is none.
+    """Requirements of a run's processes on a node. `files`: contents by absolute path ("": anything).
+    `package`, called there, returns the engines' package and version, equal on all nodes with engines, or
+    raises ConfigError.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
@@ -105,16 +103,16 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class NodeHas:
-    """What a node has of its Needs. `unseen`: the files that are not there, or hold something else."""
+    """State of Needs on a node. `unseen`: files that are missing or differ."""
 
     unseen: Sequence[str]
     package: Mapping[str, str]
     refusal: ConfigError | None = None
-    """That it has no such package."""
+    """Set if the package is missing."""
 
 
 def look(needs: Needs) -> NodeHas:
-    """On this machine. Blocks."""
+    """Check needs on this machine. Blocks."""
     unseen = [path for path, token in needs.files.items() if not _holds(Path(path), token)]
     try:
         return NodeHas(unseen, needs.package() if needs.package else {})
@@ -130,8 +128,8 @@ def _holds(path: Path, token: str) -> bool:
 
 
 def misfit(name: str, seen: NodeHas, versions: dict[str, str]) -> ConfigError | None:
-    """Why nothing of the run can be on the node of this name, if so. The `versions` of packages are those of
-    the first node that has them: they are put into it.
+    """Return the reason that the node does not fit, if any. `versions` is filled from the first node with
+    the packages.
     """
     if seen.unseen:
         return ConfigError(
@@ -157,33 +155,32 @@ def misfit(name: str, seen: NodeHas, versions: dict[str, str]) -> ConfigError | 
 
 
 class Process(Protocol):
-    """A server of the run in a process of its own, here or on another node. It can be started, watched and
-    ended.
+    """A server of the run in its own process, here or on another node.
 
-    Life: created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed()
-        makes its successor, which writes on in the same log.
+    Life: created -> start() -> running -> ended, by aclose() or by itself (then watch() raises); renewed()
+        makes its successor, which continues the log.
     """
 
     name: str
     url: str
-    """Of its server, "" until it is started."""
+    """Address of its server, "" before the start."""
     left: str
-    """That aclose() could not end it, in words."""
+    """Survivors of aclose(), as text."""
 
     @property
     def log_path(self) -> Path | str:
-        """Where what it writes to its standard streams can be read on the controller's machine."""
+        """Return the place of its output on the controller's machine."""
         ...
 
     @property
     def pid(self) -> int | None:
-        """Its process id if it runs on the controller's machine, else None."""
+        """Return its process id if it runs on the controller's machine."""
         ...
 
     @property
     def returncode(self) -> int | None: ...
     def seen(self) -> str:
-        """What is known of it without asking its server, in words."""
+        """Describe its state without a request to its server."""
         ...
 
     async def start(self) -> None: ...
@@ -195,42 +192,42 @@ class Process(Protocol):
     async def aclose(self) -> None: ...
     def kill_nowait(self) -> None: ...
     def dump_stacks_nowait(self) -> None:
-        """Have it write its stacks into its log, unless SIGUSR1 would end it."""
+        """Make it log its stacks, unless SIGUSR1 would end it."""
         ...
 
 
 class Launcher(Protocol):
-    """Who starts the processes of a run. Nothing else knows which launcher it is.
+    """Starts the processes of a run; nothing else depends on the kind of launcher.
 
-    Life: open() -> the nodes are known -> hold() -> what the placement takes is ours -> process(), any
-        number, each ended by who asked for it -> aclose(): all that it held is free -> close(). The first and
-        the last are called outside the event loop: a placement is settled before there is one.
+    Life: open() -> nodes known -> hold() -> devices reserved -> process(), any number, each ended by its
+        requester -> aclose(): all released -> close(). The first and the last run outside the event loop,
+        because placement precedes it.
     """
 
     nodes: tuple[Node, ...]
-    """Those that there are, the controller's own first."""
+    """All nodes, the controller's own first."""
     say: Callable[[str], None]
-    """Is told what people are to know of the nodes."""
+    """Shows messages about nodes to the user."""
 
     def open(self) -> None:
-        """Look at the nodes. Blocks; raises ConfigError."""
+        """Query the nodes. Blocks; raises ConfigError."""
         ...
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, Needs]) -> None:
         """Reserve these devices on each node (by its index in `nodes`), one entry per process: `cpu` or
         `cuda:K`.
 
-        Raises ConfigError for more than exists, or for needs that a node does not meet, RoomError if the
-        devices do not become free in time.
+        Raises ConfigError for more devices than exist or for unmet needs, RoomError if the devices do not
+        become free in time.
         """
         ...
 
     def process(self, node: int, order: Order) -> Process:
-        """Not started yet."""
+        """Return a process, not started yet."""
         ...
 
     async def free_port(self, node: int) -> int:
-        """A TCP port that nothing on this node listens on now."""
+        """Return a free TCP port of this node."""
         ...
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
@@ -238,6 +235,4 @@ class Launcher(Protocol):
         ...
 
     async def aclose(self) -> None: ...
-    def close(self) -> None:
-        """Idempotent."""
-        ...
+    def close(self) -> None: ...

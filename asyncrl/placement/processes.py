@@ -1,4 +1,4 @@
-"""One child process: started on a bound socket, watched, and ended with all that it started."""
+"""Start, watch and end a child process, with its whole process group."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ logger = logging.getLogger("asyncrl.placement.processes")
 
 LOG_TAIL_LINES = 12
 GROUP_TIMEOUT_S = 12.0
-"""Longer than the guard of a vLLM server gives the rest of its group to end."""
+"""Longer than the guard of a vLLM server gives its group to end."""
 STACKS = signal.SIGUSR1
 KILL_TIMEOUT_S = 5.0
 """SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
 
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Has torch ask for huge pages for its large tensors on the CPU: new memory is ready in a third of the time,
-and a copy of weights is as fast as the memory is."""
+"""Makes torch use huge pages for large CPU tensors: allocation takes a third of the time, and weight
+copies reach memory bandwidth.
+"""
 
 
 class ForeignProcess:
-    """In place of a ChildProcess, for a server that the run did not start: an address and nothing else. Its
-    heartbeat says whether it answers; its end cannot be observed.
+    """Stand-in for ChildProcess for a server that the run did not start. Its heartbeat shows if it
+    answers; its end is not observable.
     """
 
     pid: int | None = None
@@ -49,53 +50,50 @@ class ForeignProcess:
         self.log_path = f"the log of {self.url}"
 
     def seen(self) -> str:
-        """Nothing of it is."""
         return "no process of this run"
 
     async def start(self) -> None:
-        """It runs already."""
+        """Do nothing: it is already running."""
 
     def renewed(self) -> ForeignProcess:
-        """The server that answers at the same address later."""
+        """Return itself, for a later server at the same address."""
         return self
 
     async def wait(self) -> None:
-        """Sleep for ever."""
+        """Sleep forever."""
         await asyncio.Event().wait()
 
     watch = wait
 
     def death(self) -> RoomError:
-        """Of a server whose end cannot be observed."""
         return RoomError(self.name, f"the server at {self.url} ended")
 
     def log_tail(self) -> str:
-        """Its log is not ours to read."""
         return f"    (in {self.log_path})"
 
     async def aclose(self) -> None:
-        """Does nothing: the server runs on with its present weights."""
+        """Do nothing: the server keeps its present weights."""
 
     def kill_nowait(self) -> None:
-        """Does nothing: the run did not start this server, so it does not end it."""
+        """Do nothing."""
 
     def dump_stacks_nowait(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class ChildProcess:
-    """A server of the run in a process of its own. It can be started, watched and ended.
+    """A server of the run in its own process.
 
-    Life: created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed()
-        makes its successor, which writes on in the same log. Its standard input is a pipe that only we hold:
-        its first line has the secrets, which no other process can read; if we die, however, the child reads
-        its end and exits. It leads a process group, which ends with it: a member that is to clear up (the
-        guard of a vLLM server) has GROUP_TIMEOUT_S for that.
+    Life: created -> start() -> running -> ended, by aclose() or by itself (then watch() raises); renewed()
+        makes its successor, which continues the log. Its standard input is a pipe that only we hold: the
+        first line has the secrets, hidden from other processes, and if we die, in any way, the child reads
+        EOF and exits. It leads a process group that ends with it; members that clean up (the guard of a vLLM
+        server) get GROUP_TIMEOUT_S.
 
-    `secret` opens its own server, `secrets` are others that it has by name. `python`: the one that it runs
-    under (None: ours); another finds our packages through PYTHONPATH in `env` (fit.import_folder). `host`:
-    the address of this machine that its server listens on.
+    `secret` opens its own server; `secrets` are further ones by name. `python`: the Python it runs under
+    (None: ours); another Python finds our packages through PYTHONPATH in `env` (fit.import_folder). `host`:
+    the address that its server listens on.
     """
 
     name: str
@@ -110,28 +108,25 @@ class ChildProcess:
     host: str = LOOPBACK
     url: str = field(default="", init=False)
     left: str = field(default="", init=False)
-    """That aclose() could not end it, in words."""
+    """Survivors of aclose(), as text."""
     _process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = field(default=None, init=False)
     _stdin: int | None = field(default=None, init=False)
     _log_start: int = field(default=0, init=False)
 
     @property
     def log_path(self) -> Path:
-        """What it writes to its standard streams."""
         return self.run_dir / "logs" / f"{self.name}.log"
 
     @property
     def pid(self) -> int | None:
-        """Process id, None before start()."""
         return self._process.pid if self._process else None
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, None while it runs."""
         return self._process.returncode if self._process else None
 
     def seen(self) -> str:
-        """What the kernel says of it."""
+        """Return the kernel's state of it as text."""
         if self.pid is None:
             return "not started"
         try:
@@ -140,7 +135,7 @@ class ChildProcess:
             return f"process {self.pid} ended with {self.returncode}"
 
     async def start(self) -> None:
-        """Bind the socket and start the process. Does not wait until it is ready."""
+        """Bind the socket and start the process, without waiting for readiness."""
         spec_path = self.run_dir / "specs" / f"{self.name}.json"
         for path in (spec_path, self.log_path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,34 +156,33 @@ class ChildProcess:
         finally:
             os.close(stdin)
         self.url = f"http://{self.host}:{listener.getsockname()[1]}"
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
+        with contextlib.suppress(BrokenPipeError):  # it has already ended
             os.write(self._stdin, json.dumps({**self.secrets, SECRET_ENV: self.secret}).encode() + b"\n")
 
     def renewed(self) -> ChildProcess:
-        """The same server, not started yet."""
+        """Return a successor, not started yet."""
         return replace(self)
 
     async def wait(self) -> None:
-        """Sleep as long as the process lives."""
         assert self._process is not None, "wait() comes after start()"
         await self._process.wait()
 
     async def watch(self) -> None:
-        """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
+        """Sleep until the process ends; then raise RoomError with the reason."""
         await self.wait()
         raise self.death()
 
     def death(self) -> RoomError:
-        """Why the process ended, from its own last words or its log."""
+        """Return the reason of the end, from its last words or its log."""
         return death_of(self, f"process {self.pid}", read_log(self.log_path, self._log_start))
 
     def log_tail(self) -> str:
-        """The last lines of its log, indented."""
+        """Return the last lines of its log, indented."""
         return tail_of(read_log(self.log_path, self._log_start))
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End the process and all of its group: SIGTERM, and after `timeout_s` SIGKILL to it, then to the
-        others. Idempotent. One that does not die of that is left, and named in `left`.
+        """End the process and its group: SIGTERM, and after `timeout_s` SIGKILL to it, then to the others;
+        describe survivors in `left`. Idempotent.
         """
         process = self._process
         if process is not None:
@@ -216,7 +210,7 @@ class ChildProcess:
         return self.returncode is not None
 
     def kill_nowait(self) -> None:
-        """SIGKILL to the process, without waiting; its group, frozen or not, sees its end."""
+        """Send SIGKILL without waiting; its group, frozen or not, sees the end."""
         if self._process is not None:
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -224,13 +218,13 @@ class ChildProcess:
             _signal_group(self._process.pid, signal.SIGCONT)
 
     def dump_stacks_nowait(self) -> None:
-        """SIGUSR1, where it has a handler."""
+        """Send SIGUSR1 if it has a handler."""
         if self._process is not None and self.returncode is None and catches(self._process.pid, STACKS):
             os.kill(self._process.pid, STACKS)
 
 
 def death_of(process: Process, who: str, log: str) -> RoomError:
-    """Why a process ended, from its own last words in its log."""
+    """Return the reason of a process's end, from the last words in its log."""
     fatal = find_fatal(log)
     if fatal is not None:
         return RoomError(process.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
@@ -245,13 +239,12 @@ def death_of(process: Process, who: str, log: str) -> RoomError:
 
 
 def tail_of(log: str) -> str:
-    """Its last lines, indented."""
     lines = log.splitlines()[-LOG_TAIL_LINES:]
     return "\n".join(f"    {line}" for line in lines) or "    (empty)"
 
 
 def read_log(path: Path, start: int) -> str:
-    """What one process has written: the log of those before it, of the same name, is theirs."""
+    """Return the output of one process; the log may start with its predecessors'."""
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -261,7 +254,7 @@ def read_log(path: Path, start: int) -> str:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether that process has a handler for the signal; a new process has none and would be ended by it."""
+    """Return True if the process handles the signal; a new process has no handler and would die of it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("SigCgt:"):
@@ -270,8 +263,8 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def bind_socket(owner: str, port: int | None, host: str = LOOPBACK) -> socket.socket:
-    """A listening socket on this address of the machine, at `port` or any free one. Raises ConfigError if the
-    port is taken, else OSError.
+    """Return a listening socket at `port`, or at any free one. Raises ConfigError if the port is taken,
+    OSError otherwise.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -298,10 +291,10 @@ async def start_process(
     env: Mapping[str, str] | None = None,
     python: Path | None = None,
 ) -> asyncio.subprocess.Process | fork_server.ForkedProcess:
-    """`python -m module`, in a session of its own: forked where the fork server can, else started anew.
+    """Run `python -m module` in its own session, forked from the fork server if possible.
 
-    The first three of `files` become its standard streams; it inherits the others. `env`: variables that it
-    has beside ours.
+    The first three of `files` become its standard streams; it inherits the others. `env` is added to our
+    environment.
     """
     environ = {**({} if python else fork_server.ONE_THREAD), **os.environ, **(env or {})}
     environ = {name: value for name, value in environ.items() if name not in fork_server.NEVER_INHERITED}
@@ -325,7 +318,7 @@ async def start_process(
 
 
 def group_members(leader: int) -> list[psutil.Process]:
-    """Living processes of the group that this process leads, or led; itself left out."""
+    """Return running processes in the group of this (former) leader, without the leader."""
     found = []
     for member in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""Exports to the Hugging Face hub, by its own client, with its login, HF_TOKEN and HF_ENDPOINT."""
+"""Push exports to the Hugging Face hub, with its client's login, HF_TOKEN and HF_ENDPOINT."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from asyncrl.errors import AsyncrlError, ConfigError, HubError
 
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
-"""Files of an earlier export that are removed where this one has none of that name: other shards, say."""
+"""Files of an earlier export to remove if this export lacks them, such as extra shards."""
 
 
 class HubRepo:
-    """A repository that is pushed to. Life: opened() before the long work, then push()."""
+    """Repository to push to. Life: opened() before the long work, then push()."""
 
     def __init__(self, name: str, api: Any) -> None:
         self.name, self._api = name, api
 
     @classmethod
     def opened(cls, name: str, *, is_public: bool) -> HubRepo:
-        """Makes it, private unless `is_public`, where there is none. Raises ConfigError for a name that is
-        none, without a token, and for a public repository without `is_public`; HubError.
+        """Create the repository if missing, private unless `is_public`. Raises ConfigError for an invalid
+        name, a missing token, or a public repository without `is_public`; HubError.
         """
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HFValidationError
@@ -45,14 +45,14 @@ class HubRepo:
         return cls(repo_id, api)
 
     def push(self, folder: Path, version: int) -> str:
-        """Upload the folder, and tag it step-VERSION; returns its address. Raises HubError."""
+        """Upload the folder, tag it step-VERSION and return its address. Raises HubError."""
         with _words(self.name, folder):
             message = f"policy_version {version}, exported by asyncrl"
             commit = self._api.upload_folder(
                 repo_id=self.name, folder_path=folder, commit_message=message, delete_patterns=REPLACED
             )
             tag = f"step-{version}"
-            with contextlib.suppress(OSError):  # there may be none
+            with contextlib.suppress(OSError):  # a new tag has nothing to delete
                 self._api.delete_tag(self.name, tag=tag)
             self._api.create_tag(self.name, tag=tag, revision=commit.oid)
         return f"{self._api.endpoint}/{self.name}/tree/{tag}"
@@ -60,7 +60,6 @@ class HubRepo:
 
 @contextlib.contextmanager
 def _words(name: str, folder: Path | None = None) -> Iterator[None]:
-    """The client's errors, of many kinds, in ours."""
     try:
         yield
     except AsyncrlError:

@@ -1,4 +1,4 @@
-"""The README.md of an export. It has no path of this machine and no setting of tasks or agents."""
+"""README.md of an export, without machine paths and settings of tasks or agents."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class ModelOrigin:
-    """The initial model of a run. `name` is a hub id or a path on this machine.
-
-    `shown` is its name in the card, never a path. `commit` is the hub's.
+    """Initial model of a run. `name` is a hub id or local path, `shown` the name in the card, never a
+    path, `commit` the hub's.
     """
 
     name: str
@@ -29,14 +28,11 @@ class ModelOrigin:
 
     @property
     def is_hub_id(self) -> bool:
-        """Return True if others can load the model by its name."""
         return self.name == self.shown
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsOut:
-    """The weights to export, in `dtype`."""
-
     run_dir: Path
     config: RunConfig
     version: int
@@ -46,8 +42,8 @@ class WeightsOut:
 
 
 def origin_of(config: RunConfig, commit: str | None, run_dir: Path, base: str | None = None) -> ModelOrigin:
-    """Return the initial model of a run. `commit`: the fetched commit, or None for a local model. `base`: the
-    user's name for it.
+    """Return the initial model. `commit`: the fetched commit (none for a local model). `base`: the user's
+    name for it.
     """
     path = config.model.path
     if base is not None:
@@ -63,7 +59,7 @@ def origin_of(config: RunConfig, commit: str | None, run_dir: Path, base: str | 
 
 
 def write_card(weights: WeightsOut, folder: Path, *, repo: str | None = None) -> None:
-    """Write README.md and, if there are steps, the reward curve up to these weights."""
+    """Write README.md and, after the first step, the reward curve up to these weights."""
     from huggingface_hub import ModelCard, ModelCardData
 
     config, origin = weights.config, weights.origin

@@ -1,8 +1,7 @@
-"""`asyncrl export`: finds the weights of a run that are asked for, and writes them as a folder of their own.
-Reads the run directory, and writes nothing into it.
+"""`asyncrl export`: write weights of a run to a separate folder, without changing the run directory.
 
-What is written lies beside OUT until it is whole, and replaces there only an export: a folder that has the
-files which its asyncrl.json names, and no other.
+The export is built next to OUT. It replaces only an older export: a folder with exactly the files in its
+asyncrl.json.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model
 
 Tell = Callable[[str], None]
 MARK = "asyncrl.json"
-"""What an export says of itself: its policy_version, and its files."""
+"""Record of an export's policy_version and files."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """What is exported: a checkpoint, or final/ and adapter/ (`is_final`), which are Hugging Face folders."""
+    """Checkpoint, or the Hugging Face folders final/ and adapter/ (`is_final`)."""
 
     version: int
     folder: Path
@@ -55,10 +54,10 @@ def export_run(
     public: bool = False,
     tell: Tell = print,
 ) -> None:
-    """Write weights of the run in `run_dir` to `out`, and with `push` to that repository of the hub.
+    """Export weights to `out`, and with `push` to that hub repository.
 
-    Raises ConfigError for what cannot be asked of this run, CheckpointError for a checkpoint that is damaged
-    or goes away, HubError if the hub does not take them.
+    Raises ConfigError for a request that does not fit the run, CheckpointError for a damaged or removed
+    checkpoint, HubError.
     """
     config = read_config(run_dir)
     _refuse_wrong(config, adapter=adapter, dtype=dtype, push=push, public=public)
@@ -89,8 +88,8 @@ def export_run(
 def find_source(
     run_dir: Path, config: RunConfig, step: str, *, is_as_trained: bool = True, tell: Tell = print
 ) -> WeightsSource:
-    """The weights that `step` names; those of a checkpoint were compared with its manifest. final/ has them
-    in the dtype of the run alone. Raises ConfigError with what there is, CheckpointError.
+    """Return the weights that `step` names, with a checkpoint verified. final/ exists only in the dtype of
+    the run. Raises ConfigError with the available steps, or CheckpointError.
     """
     versions = Checkpoints(run_dir, config.checkpoint).versions()
     final = _final_version(run_dir) if is_as_trained else None
@@ -126,13 +125,12 @@ def find_source(
 
 
 def _there(versions: list[int], final: int | None) -> str:
-    """In words."""
     found = f"checkpoints of steps {', '.join(map(str, versions))}" if versions else "no whole checkpoint"
     return found if final is None else f"{found}, and final/ of step {final}"
 
 
 def _final_version(run_dir: Path) -> int | None:
-    """Of final/; None if there is none, or a run that goes on has left it from an earlier end."""
+    """Return None if final/ is missing or older than a resumed run."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         version = summary.get("num_steps")
@@ -142,7 +140,6 @@ def _final_version(run_dir: Path) -> int | None:
 
 
 def _load(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) -> None:
-    """A checkpoint, as `path`."""
     from asyncrl.trainer.saved_model import save_model, save_peft
     from asyncrl.trainer.state import read_state
 
@@ -167,7 +164,7 @@ def _load(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) ->
 
 
 def _copy(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) -> None:
-    """final/, or adapter/ with the tokenizer of final/ and the name of its base, as `path`."""
+    """Copy final/, or adapter/ with the tokenizer of final/ and the name of its base."""
     kept = source.folder.with_name("adapter") if weights.is_adapter else source.folder
     tell(f"copying {kept}")
     shutil.copytree(kept, path)
@@ -182,7 +179,7 @@ def _copy(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) ->
 
 @contextlib.contextmanager
 def _removed(folder: Path, config: RunConfig) -> Iterator[None]:
-    """What cannot be read of a checkpoint that is not there any more was removed by the run."""
+    """Report a checkpoint that the run removed during the read."""
     try:
         yield
     except (CheckpointError, Refused, OSError) as error:
@@ -198,7 +195,6 @@ def _removed(folder: Path, config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(source: WeightsSource, out: Path) -> Iterator[None]:
-    """What fails in reading and writing, as an error of ours."""
     from safetensors import SafetensorError
 
     try:
@@ -215,7 +211,7 @@ def _told(source: WeightsSource, out: Path) -> Iterator[None]:
 
 
 def _free(run_dir: Path, out: Path, *, overwrite: bool) -> Path:
-    """Where the export goes. Raises ConfigError if it would replace anything but an export."""
+    """Return the resolved path. Raises ConfigError if it would replace anything except an export."""
     out, inside = out.expanduser().resolve(), run_dir.resolve()
     if out == inside or inside in out.parents:
         rule = "an export changes nothing in a run directory"
@@ -250,7 +246,7 @@ def _refuse_wrong(
 
 
 def _as_umask(folder: Path) -> None:
-    """Ordinary permissions, whatever those are from which the files were copied."""
+    """Set permissions by the umask; copied files keep their source's."""
     mask = os.umask(0o022)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)

@@ -1,1 +1,1 @@
-"""Which servers a run has, and what each is told."""
+"""Servers of a run and their start arguments."""

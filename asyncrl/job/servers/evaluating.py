@@ -1,6 +1,4 @@
-"""The evaluations of a run: how each samples, on an eval engine or the rollout engines, and where its results
-go.
-"""
+"""Evaluations of a run, on an eval engine or the rollout engines."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
 def make_evaluation(
     parts: Parts, job: Life, held_out: Mapping[str, EvalTask], on_result: Callable[[EvalResult], None]
 ) -> Evaluation:
-    """Single completions, or rollouts of the run's own agent. A resumed run does not repeat evaluations;
-    checkpoints get the results of the evaluation that decides which is the best, too.
+    """Evaluate single completions or the run's own agent. A resumed run does not repeat evaluations;
+    checkpoints also get the results that rank them.
     """
     config, scorers, made = job.config, list[TaskScorer](), list[HeldOut]()
     target = parts.eval_target
@@ -92,7 +90,7 @@ def _generator(
         rollout = config.rollout.model_copy(update={"temperature": settings.temperature})
         sampling = config.model_copy(update={"seed": seed, "rollout": rollout})
         return make_generator(sampling, engine, parts.tokenizer, scorer, None)
-    # the run's own harness, in its own workers, with calls that go to the engine that evaluates
+    # the run's own harness and workers, with calls routed to the evaluating engine
     host = parts.harnessing.gateway.add_route(
         engine,
         temperature=settings.temperature,

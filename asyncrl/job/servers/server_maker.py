@@ -1,6 +1,4 @@
-"""Makes the servers of a run, which are not started yet: what each is told, its devices and its node, and the
-clients that ask it.
-"""
+"""Create the servers of a run without starting them."""
 
 from __future__ import annotations
 
@@ -35,15 +33,11 @@ from asyncrl.trainer.model_folder import find_model, load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 MEET_FRACTION = 0.8
-"""Of supervision.start_timeout_s: how long the trainer's ranks wait for each other."""
+"""Fraction of supervision.start_timeout_s that the trainer's ranks wait for each other."""
 
 
 @dataclass(frozen=True)
 class ServerMaker:
-    """Makes the servers of one command, which are not started yet, and the clients of its engines. Who starts
-    them, and where, is the launcher's.
-    """
-
     config: RunConfig
     placement: Placement
     model_path: Path
@@ -53,25 +47,25 @@ class ServerMaker:
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
     async def find_store(self) -> str:
-        """Where the ranks find each other, if not in the staging folder, which nodes do not share."""
+        """Return the address where ranks meet if they do not share the staging folder."""
         placement, num = self.placement, self.config.trainer.world_size
         if num == 1 or not any(placement.rank_node(rank) for rank in range(num)):
             return ""
         return await self._free_place()
 
     async def find_weights_store(self) -> str:
-        """Where trainer and engines meet for a broadcast, if not in the staging folder."""
+        """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
         is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_one_kept
         return await self._free_place() if is_far else ""
 
     async def _free_place(self) -> str:
-        """A port of rank 0's node, which stands for its address."""
+        """Return an address with a free port of rank 0's node."""
         first = self.placement.rank_node(0)
         return f"{address_of(first)}:{await self.launcher.free_port(first)}"
 
     def trainers(self, staging_dir: Path, store: str = "", weights_store: str = "") -> list[Server]:
-        """The ranks of the trainer, of which the first takes requests; they meet at `store`, and the engines
-        at `weights_store`.
+        """Return the ranks of the trainer; the first takes requests. Ranks meet at `store`, engines at
+        `weights_store`.
         """
         servers, module = list[Server](), "asyncrl.trainer.rank_process"
         for rank in range(self.config.trainer.world_size):
@@ -84,14 +78,13 @@ class ServerMaker:
         return servers
 
     def _ranks_beside(self, rank: int) -> list[int]:
-        """Those of its node, itself too."""
         node_of = self.placement.rank_node
         return [other for other in range(len(self.placement.trainer)) if node_of(other) == node_of(rank)]
 
     def trainer_spec(
         self, rank: int, staging_dir: Path, store: str = "", weights_store: str = ""
     ) -> TrainerSpec:
-        """The spec of a rank. It sees the devices of all ranks of its node and no others."""
+        """Return a rank's spec. It sees the devices of all ranks on its node only."""
         config, kind = self.config, engine_kind(self.config)
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, self.placement))
@@ -125,7 +118,7 @@ class ServerMaker:
         )
 
     def engines(self) -> list[Server]:
-        """The engine servers that sample for training: the run's own, or those of rollout.urls."""
+        """Return the engines that sample for training: the run's own, or those in rollout.urls."""
         rollout = self.config.rollout
         if rollout.urls is not None:
             key = os.environ.get(KEY_ENV, "")
@@ -139,12 +132,10 @@ class ServerMaker:
         ]
 
     def eval_engine(self) -> Server:
-        """The engine server that evaluates."""
         assert self.placement.evaluation is not None, "asked for where an eval engine is placed"
         return self._engine(EVAL_ENGINE, [self.placement.evaluation], None, self.placement.beside_node)
 
     def teacher(self, folder: Path) -> Server:
-        """The server that scores what was sampled, of the model in `folder`."""
         config, device = self.config, self.placement.teacher
         assert config.teacher is not None, "asked for where there is one"
         assert device is not None, "placed where there is one"
@@ -165,12 +156,12 @@ class ServerMaker:
         return Server(child, caller, EngineHealth, start_s)
 
     def start_s(self, folder: Path) -> float:
-        """How long a process that loads this model may take to answer."""
+        """Return the start limit of a process that loads this model."""
         return self.config.supervision.start_timeout_s + load_limit_s(folder)
 
     @cached_property
     def tokenizer(self) -> HFChatTokenizer:
-        """Of the model. Blocks at first."""
+        """Return the tokenizer. The first call blocks."""
         model = self.config.model
         return HFChatTokenizer(
             self.model_path,
@@ -179,8 +170,8 @@ class ServerMaker:
         )
 
     def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
-        """The client of an engine server, made before that is started. `meeting`: where it receives weights,
-        if the trainer sends them. Blocks at first.
+        """Create an engine server's client before its start. `meeting`: broadcast group. The first call
+        blocks.
         """
         server.engine = engine_kind(self.config).client(server, self, meeting)
         return server.engine
@@ -189,7 +180,7 @@ class ServerMaker:
         kind, placement, turns = engine_kind(self.config), self.placement, dict[str, Any]()
         if name != EVAL_ENGINE:
             share = placement.share_of(int(name.rpartition("-")[2]))
-            # vLLM counts what CUDA takes itself
+            # vLLM counts CUDA's own memory itself
             share = share if self.config.rollout.facts.package else self._own_share(share)
             turns = {
                 "takes_turns": placement.mode == "colocated",
@@ -206,7 +197,7 @@ class ServerMaker:
         return self.placement.nodes[node].machine.cores if self.placement.nodes else None
 
     def _own_share(self, share: float | None) -> float | None:
-        """What a part of the trainer's device leaves for torch, which does not count CUDA's own memory."""
+        """Subtract CUDA's own memory from a share of the trainer's device: torch does not count it."""
         if share is None:
             return None
         nodes, number = self.placement.nodes, int(self.placement.trainer[0].removeprefix("cuda:"))
@@ -232,9 +223,8 @@ class ServerMaker:
         return self.launcher.process(node, order)
 
     async def hold(self, staging_dir: Path | None = None, num_engines: int = 0) -> None:
-        """Have the launcher reserve what these servers take, on nodes that can read what they read. None: of
-        a command that has engines alone. `num_engines`: those that work at first, where that may change.
-        Raises ConfigError or RoomError.
+        """Reserve the servers' resources on nodes that can read their files. `staging_dir`: None with
+        engines only. `num_engines`: the initial number, if it may change. Raises ConfigError or RoomError.
         """
         serves_only = staging_dir is None
         parts = self.placement.parts(has_engines=self.config.rollout.urls is None, serves_only=serves_only)
@@ -246,9 +236,7 @@ class ServerMaker:
         await self.launcher.hold(parts, needs)
 
     def _needs(self, node: int, staging_dir: Path | None) -> Needs:
-        """What the processes on this node read, of the model one file, and what its engines run under.
-        Blocks.
-        """
+        """Return files (one of the model's) and packages that the node's processes need. Blocks."""
         config, placement, run_dir = self.config, self.placement, self.run_dir
         has_rank = staging_dir is not None and node in {one.node for one in placement.ranks}
         is_beside = staging_dir is not None and placement.beside_node == node

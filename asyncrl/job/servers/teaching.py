@@ -1,4 +1,4 @@
-"""The teacher of a run: finds its model, refuses one that knows other tokens, and keeps its process."""
+"""Teacher of a run: its model, vocabulary check and supervision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "teacher.path"
 
 
 class TeacherSupervisor(Supervisor):
-    """Keeps the teacher going; while it is down, rollouts wait for what it says of them."""
+    """Keeps the teacher running; while it is down, rollouts wait for scores."""
 
     kind = "teacher"
 
@@ -34,7 +34,7 @@ class TeacherSupervisor(Supervisor):
         self._client = client
 
     def lost_nowait(self, error: EngineLost) -> None:
-        """A call got no answer. The teacher is down when this returns; run starts it again."""
+        """Report a call without an answer. The teacher is down on return; run restarts it."""
         if not error.is_told:
             self._lost_by(error)
 
@@ -50,8 +50,6 @@ class TeacherSupervisor(Supervisor):
 
 
 class Teaching:
-    """Process, client and supervisor of the teacher; not started yet."""
-
     def __init__(self, maker: ServerMaker, folder: Path, supervision: Supervision) -> None:
         settings, rollout = maker.config.teacher, maker.config.rollout
         assert settings is not None, "made where the config has the section"
@@ -59,7 +57,7 @@ class Teaching:
         self.teacher = Teacher(
             self.server.caller,
             temperature=rollout.temperature,
-            places=2 * settings.slots,  # the next ones are there when it has read these
+            places=2 * settings.slots,  # the next requests arrive while it reads these
             timeout_s=settings.timeout_s,
             on_lost=self._lost if supervision.config.max_restarts else None,
         )
@@ -70,7 +68,9 @@ class Teaching:
 
 
 async def make_teaching(maker: ServerMaker, supervision: Supervision) -> Teaching:
-    """Fetches the model if it is on the hub. Raises ConfigError if it is not there, or of other tokens."""
+    """Return the teacher, fetching its model if needed. Raises ConfigError if the model is missing or has
+    other tokens.
+    """
     settings = maker.config.teacher
     assert settings is not None, "asked for where the config has the section"
     folder = await asyncio.to_thread(find_model, settings.path, settings.revision, KEY)
@@ -79,7 +79,7 @@ async def make_teaching(maker: ServerMaker, supervision: Supervision) -> Teachin
 
 
 def look_at_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> list[str]:
-    """What it is, in words, before anything starts. Raises as make_teaching does."""
+    """Describe the teacher before anything starts. Raises like make_teaching."""
     if config.teacher is None:
         return []
     path, revision = config.teacher.path, config.teacher.revision

@@ -1,1 +1,1 @@
-"""Starts processes again that died or hang, and says when that is one time too many."""
+"""Restart processes that died or hang, up to a limit."""

@@ -1,4 +1,4 @@
-"""How often a part of a run was started again, and whether it may be once more."""
+"""Count and limit the restarts of a part."""
 
 from __future__ import annotations
 
@@ -10,38 +10,36 @@ from asyncrl.errors import NodeLost, RoomError
 
 
 class Restarts:
-    """Counts the restarts of one part.
+    """Restart counter of one part.
 
-    Life: works_nowait() when it works -> again_nowait() when it is lost, and for each start that fails.
-    Invariant: a restart counts until the part has worked for restart_window_s after it: one that dies once a
-        day never uses up max_restarts, one that does not come up, or dies after each long recovery, always
-        does. One whose node is gone does not count while the run goes on without it, nor in the first
-        node_wait_s; nor does one that finds its node gone, for that is why the part was lost.
+    Life: works_nowait() when it works -> again_nowait() when it is lost, and for each failed start.
+    Invariant: a restart counts until the part has worked for restart_window_s afterwards: a part that dies
+        once a day never uses up max_restarts; a part that never comes up, or dies after each long recovery,
+        always does. A missing node does not count while the run can do without it, nor within the first
+        node_wait_s; nor does the restart that discovers it.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
         self._config = config
         self.num = 0
-        """In all."""
         self._worked_s = 0.0
         self._works_since_s: float | None = None
         self._gone_since_s: float | None = None
-        """When its node was found to be gone."""
+        """Time when its node was found missing."""
         self._counting: deque[float] = deque()
-        """What `_worked_s` was at those that count."""
+        """`_worked_s` at each counting restart."""
 
     def works_nowait(self) -> None:
-        """It is up, and does its work."""
         self._works_since_s, self._gone_since_s = asyncio.get_running_loop().time(), None
 
     def rests_nowait(self) -> None:
-        """It is not wanted for now: when it is again, it begins anew."""
+        """Reset the count of a part that is not needed for now."""
         self._works_since_s = self._gone_since_s = None
         self._counting.clear()
 
     def again_nowait(self, lost: RoomError, *, goes_on: bool = False) -> str:
-        """One more restart; returns how many there may be, in words. Raises the RoomError that ends the run
-        if that is one too many. `goes_on`: the run can do without it for now.
+        """Count a restart; return the remaining allowance as text. Raises the RoomError that ends the run.
+        `goes_on`: the run can do without the part for now.
         """
         now_s = asyncio.get_running_loop().time()
         if self._works_since_s is not None:
@@ -68,16 +66,16 @@ class Restarts:
 
     @property
     def num_counting(self) -> int:
-        """Those that count towards max_restarts."""
+        """Return the restarts that count towards max_restarts."""
         return len(self._counting)
 
     @property
     def is_node_gone(self) -> bool:
-        """Whether it has not worked since its node was found to be gone."""
+        """Return True if its node is missing and the part has not worked since."""
         return self._gone_since_s is not None
 
     def _waits(self, lost: RoomError, now_s: float, *, goes_on: bool) -> str:
-        """That the loss does not count, in words."""
+        """Return text if the loss does not count."""
         if not isinstance(lost, NodeLost):
             return ""
         self._gone_since_s = now_s if self._gone_since_s is None else self._gone_since_s

@@ -1,7 +1,7 @@
-"""Keeps the processes of a run going: engine servers, the ranks of the trainer, agents' workers, the teacher.
+"""Keep engine servers, trainer ranks, workers and the teacher running.
 
-One that dies or does not answer is started again; what has to follow (weights for an engine, a state and
-batches for the trainer) is part of it. Too many restarts end the run.
+A process that dies or does not answer is restarted and restored (weights for an engine; state and batches for
+the trainer). Too many restarts end the run.
 """
 
 from __future__ import annotations
@@ -40,22 +40,16 @@ logger = logging.getLogger("asyncrl.job.supervision.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0
-"""Seconds to wait, after a call broke, for the kernel to report that the process has died: the death is the
-cause to name.
-"""
+"""Wait after a broken call for the kernel to report the process's death, the better error."""
 MAX_BACKOFF_S = 30.0
 NODE_PERIOD_S = 5.0
-"""How often a node that is gone is looked for, where the run goes on without it."""
+"""Interval of searches for a missing node."""
 NO_LOSS = (PublishError, JournalError, TrainerError)
-"""Errors during a restart that another new process would not fix; it would fix TrainerLost, also a
-TrainerError.
-"""
+"""Errors that another new process would not fix. TrainerLost, a TrainerError, it would."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """What all supervisors of a run share: their limits, and the callbacks for losses."""
-
     config: SupervisionConfig
     heartbeat_s: float
     warn: Callable[[str], None]
@@ -63,15 +57,15 @@ class Supervision:
 
 
 class Supervisor:
-    """Watches over processes that live and die together, and starts all of them again when one is lost.
+    """Watches processes that live and die together; if one is lost, all restart.
 
     Life: up -> lost: a process died, gave no answer for heartbeat_s, or broke a call (reported) -> down: all
-        of them are killed -> backoff -> free memory on shared devices -> new ones answer -> they are brought
-        to the state of the old ones -> up. A loss on the way counts like the first one.
+        are killed -> backoff -> free memory on shared devices -> new ones answer -> they get the old ones'
+        state -> up. A loss on the way counts like the first.
     Waits: run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for free
-        devices, for the start, and for bring_back, in which it still watches.
-    Invariant: more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the
-        first does. Where the run goes on without a node that is gone, it tries again every NODE_PERIOD_S.
+        devices, for the start, and for bring_back, during which it still watches.
+    Invariant: more than max_restarts (see Restarts) end the run with the reason of the last loss; with 0 the
+        first loss does. If the run can do without a missing node, it retries every NODE_PERIOD_S.
     """
 
     kind = ""
@@ -83,24 +77,22 @@ class Supervisor:
         self._on_event, self._restarts = supervision.on_event, Restarts(supervision.config)
         self.is_up = True
         self.is_starting = False
-        """The old processes are being ended or new ones are starting, both with limits of their own. False
-        while they wait for devices or weights, or train again: that progress is visible.
+        """Old processes end or new ones start, within their own limits. False while they wait for devices
+        or weights, or train again: that progress is visible.
         """
         self._report: RoomError | None = None
         self._reported = asyncio.Event()
 
     @property
     def name(self) -> str:
-        """Of the first process, for people."""
         return self._processes[0].name
 
     @property
     def num_restarts(self) -> int:
-        """So far, those that failed included."""
         return self._restarts.num
 
     async def run(self) -> None:
-        """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
+        """Watch and restart until cancelled. Raises the RoomError that ends the run."""
         lost = None if self.is_up else await self._start()
         while True:
             if lost is None:
@@ -110,12 +102,12 @@ class Supervisor:
                 lost = await self._replace(lost)
 
     async def _replace(self, lost: RoomError) -> RoomError | None:
-        """One restart: why it was lost again, or None once it is where it was."""
+        """Restart once; return the reason of another loss, if any."""
         was_gone = self._restarts.is_node_gone
         try:
             words = self._restarts.again_nowait(lost, goes_on=self._goes_on())
         except RoomError:
-            if self.config.max_restarts:  # report this error, and not the plain death of the process
+            if self.config.max_restarts:  # report this error instead of the plain death of the process
                 for process in self._processes:
                     await process.end()
             raise
@@ -143,15 +135,12 @@ class Supervisor:
         return again
 
     async def _end(self) -> None:
-        """End the processes, and tell of what does not die."""
         for process in self._processes:
             if left := await process.end():
                 self._warn(left)
 
     async def _start(self) -> RoomError | None:
-        """New processes where none are: why they were lost again, or None once they are where they have to
-        be.
-        """
+        """Start new processes; return the reason of another loss, if any."""
         self._report, self._reported = None, asyncio.Event()
         async with self._room():
             await self._before_start()
@@ -184,43 +173,43 @@ class Supervisor:
             self._down(error)
             self._reported.set()
 
-    # What differs between engines, trainer and workers.
+    # hooks of engines, trainer and workers
 
     def _goes_on(self) -> bool:
-        """Whether the run can go on without it for now."""
+        """Return True if the run can do without the part for now."""
         return False
 
     def _down(self, lost: RoomError) -> None:
-        """Nothing is asked of the processes any more. Idempotent."""
+        """Stop sending requests. Idempotent."""
         self.is_up = False
 
     def _room(self) -> AbstractAsyncContextManager[None]:
-        """Wait until the devices are free for new processes, and hold them."""
+        """Wait for free devices and hold them."""
         return contextlib.nullcontext()
 
     async def _before_start(self) -> None:
-        """Forget what was the old processes'."""
+        """Forget the old processes' state."""
 
     async def _bring_back(self) -> None:
-        """Bring new processes to where the old ones were."""
+        """Restore the old processes' state."""
 
     async def _works_again(self) -> None:
-        """It is up."""
+        """Resume normal use."""
 
     def _told_up(self) -> Mapping[str, Any]:
-        """What the journal notes of it once it is up again."""
+        """Return details for the journal."""
         return {}
 
     async def _wait_unfit(self) -> None:
-        """Raise RoomError once processes that answer are of no use all the same."""
+        """Raise RoomError if processes answer but are unusable."""
         await asyncio.Event().wait()
 
 
 class EngineSupervisor(Supervisor):
-    """Keeps one engine server going: while it is down its calls are cut, and neither pool nor pushes wait for
-    it.
+    """Keeps one engine server running: while it is down, its calls are cut, and neither pool nor pushes wait
+    for it.
 
-    Invariant: the pool has work for it only while its process serves the announced version, or a newer one.
+    Invariant: the pool sends it work only while it serves the announced version, or a newer one.
     """
 
     kind = "engine"
@@ -232,12 +221,11 @@ class EngineSupervisor(Supervisor):
         self._client, self._pool, self._turns = client, pool, turns
 
     def lost_nowait(self, error: EngineLost) -> None:
-        """Pool or publisher got no answer. The server is down when this returns; run starts it again."""
+        """Report a call without an answer. The server is down on return; run restarts it."""
         if not error.is_told:
             self._lost_by(error)
 
     def _goes_on(self) -> bool:
-        """While another engine works."""
         return {*self._pool.load} - {*self._pool.down, self.name} != set()
 
     def _down(self, lost: RoomError) -> None:
@@ -264,10 +252,10 @@ class EngineSupervisor(Supervisor):
 
 
 class WorkerSupervisor(Supervisor):
-    """Keeps one worker of a run going. What it ran fails as data, and is tried again; the new one leases by
-    itself.
+    """Keeps one worker running. The rollouts of a lost worker fail as data and are retried; its replacement
+    leases by itself.
 
-    It is lost, too, when its event loop stands still for lease_timeout_s: its rollouts have failed already.
+    A worker whose event loop blocks for lease_timeout_s is also lost: its rollouts have already failed.
     """
 
     kind = "worker"
@@ -281,8 +269,8 @@ class WorkerSupervisor(Supervisor):
         self._queue.worker_gone_nowait(self.name, in_short(lost))  # its rollouts fail now
 
     async def _wait_unfit(self) -> None:
-        """/health is answered from another thread. Two answers must say that the loop stands still: when the
-        machine stood still, the first one may come before the worker's loop has gone on.
+        """Wait for two answers with a blocked loop: /health comes from another thread, and after a pause
+        of the whole machine the first answer may precede the loop's recovery.
         """
         health, was_stuck = None, False
         while True:
@@ -303,8 +291,8 @@ class WorkerSupervisor(Supervisor):
 async def until_lost(
     processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
 ) -> RoomError | None:
-    """Watch processes until one of `work` is done (None) or a process is lost (why). Of several reasons a
-    death comes before a broken call, and that before a missed heartbeat. Raises other errors of `work`.
+    """Watch processes until `work` ends (None) or a process is lost (the reason). A death takes precedence
+    over a broken call, and that over a missed heartbeat. Raises other errors of `work`.
     """
     watching = [asyncio.ensure_future(process.watch()) for process in processes]
     working = [asyncio.ensure_future(coro) for coro in work]
@@ -327,14 +315,11 @@ async def until_lost(
 
 
 async def heartbeat(process: Server, limit_s: float) -> None:
-    """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within
-    `limit_s`.
-    """
+    """Poll a process's health forever. Raises RoomError without an answer within `limit_s`."""
     while True:
         await process.check_alive(limit_s)
         await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
 
 def in_short(lost: AsyncrlError) -> str:
-    """What happened, without the log."""
     return lost.what.splitlines()[0].split("; the end of ")[0]

@@ -1,6 +1,4 @@
-"""The trainer under supervision: when one of its processes dies, all are started again and restored, and lost
-calls are repeated. Also makes the checkpoints that this needs.
-"""
+"""Trainer that restarts, recovers and repeats lost calls, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
 if TYPE_CHECKING:
-    from asyncrl.job.build import Parts  # which makes both
+    from asyncrl.job.build import Parts  # imports this module
     from asyncrl.job.life import Life
 
 T = TypeVar("T")
@@ -32,14 +30,14 @@ logger = logging.getLogger("asyncrl.job.supervision.supervise_trainer")
 
 
 class SupervisedTrainer(Supervisor):
-    """One trainer, of one process a rank, that survives them.
+    """Trainer with one process per rank that survives their loss.
 
-    Life: as a Supervisor's; new ranks load the newest checkpoint, train again on the batches since, and are
-        off the devices where the old ones were. Calls that were lost are made again.
-    Waits: calls sleep while the trainer is not up, at most as long as restarts take: once run has given up,
-        they raise what it raised.
-    Invariant: a batch is trained once on the way to each version: what was trained and lost with its process
-        is trained again by `recover`, and a call goes on from the version that was answered last.
+    Life: as Supervisor; new ranks load the newest checkpoint, train again on later batches, and repeat
+        offloads. Lost calls are repeated.
+    Waits: calls sleep while the trainer is down, at most as long as restarts take; once run has given up,
+        they raise its error.
+    Invariant: a batch is trained once on the way to each version: `recover` repeats training lost with its
+        process, and a call continues from the last answered version.
     """
 
     kind = "trainer"
@@ -55,21 +53,20 @@ class SupervisedTrainer(Supervisor):
         before_start: Callable[[], Awaitable[None]],
         recover: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`before_start` returns when new ranks may start, `recover` brings them to a version."""
+        """Initialize. `before_start` returns when new ranks may start; `recover` brings them to a version."""
         super().__init__(ranks, supervision)
         self.client, self._recover, self._may_start = client, recover, before_start
         self._over: RoomError | None = None
-        """Why there will be no trainer any more."""
+        """Reason that the trainer will not return."""
         self._changed = asyncio.Event()
         self._offloaded = frozenset[TrainerPart]()
 
     @property
     def policy_version(self) -> int:
-        """Of the newest step that was answered."""
+        """Return the version of the newest answered step."""
         return self.client.policy_version
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
         return {
             "policy_version": self.policy_version,
             "trainer/restarts": self.num_restarts,
@@ -82,8 +79,8 @@ class SupervisedTrainer(Supervisor):
         batches: Callable[[], AsyncIterator[Batch]],
         on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
-        """For a resumed run: load a state, then train on `batches()`. If the trainer dies meanwhile, start
-        over; each batch is reported once.
+        """Load a state and train on `batches()`, for a resumed run. If the trainer dies, start over; each
+        batch is reported once.
         """
         told = -1
 
@@ -96,15 +93,14 @@ class SupervisedTrainer(Supervisor):
         await self._when_up(lambda: self.client.recover(state, batches(), once))
 
     async def train(self, batch: Batch) -> TrainResponse:
-        """One batch. Raises TrainerError if it is refused."""
+        """Train on one batch. Raises TrainerError if it is refused."""
         return await self._when_up(lambda: self.client.train(batch))
 
     async def wait_version_above(self, version: int) -> int:
-        """Return policy_version once it is greater than `version`."""
         return await self.client.wait_version_above(version)
 
     async def wait_up(self) -> None:
-        """Return once its processes answer and are where they were. Raises RoomError if they never will."""
+        """Return once the processes are restored. Raises RoomError if they never will be."""
         with waiting("the trainer to be back", on="watch trainer"):
             while not self.is_up:
                 if self._over is not None:
@@ -112,62 +108,57 @@ class SupervisedTrainer(Supervisor):
                 await self._changed.wait()
 
     async def begin_export(self) -> int:
-        """Have an export of the newest weights begun; returns their version."""
+        """Begin an export; return its version."""
         return await self._when_up(self.client.begin_export)
 
     async def export(self) -> ExportResponse:
-        """Have the newest weights written into staging, or wait for what was begun. New processes export what
-        is the newest then.
+        """Export the newest weights, or wait for the export in progress. New processes export the weights
+        that are newest then.
         """
         return await self._when_up(self.client.export)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Have one chunk of the newest weights written. New processes go on with the chunk that the lost ones
-        were asked for.
-        """
+        """Export one chunk. New processes continue with the lost chunk."""
         return await self._when_up(lambda: self.client.export_chunk(version, index))
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Not repeated: the receiving engines have failed too, and new trainer processes copy the weights
-        again when they are asked for.
+        """Broadcast without retries: the receiving engines have failed too, and new processes copy the
+        weights again on request.
         """
         self._check_up()
         return await self.client.broadcast(request)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Move these parts off the trainer's device."""
         moved = await self._when_up(lambda: self.client.offload(parts))
         self._offloaded |= frozenset(parts)
         return moved
 
     async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Move these parts back."""
         moved = await self._when_up(lambda: self.client.onload(parts))
         self._offloaded -= frozenset(parts)
         return moved
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Have the newest weights written as a folder, which replaces one that is there."""
+        """Save the newest weights, replacing an existing folder."""
         await self._when_up(lambda: self.client.save(path, merged=merged))
 
     async def begin_save_state(self, path: Path) -> int:
-        """Not tried again: the checkpointer hears TrainerLost."""
+        """Begin saving the state, without retries: the checkpointer handles TrainerLost."""
         self._check_up()
         return await self.client.begin_save_state(path)
 
     async def wait_save_state(self) -> None:
-        """Not tried again either."""
+        """Wait for the save, without retries."""
         self._check_up()
         await self.client.wait_save_state()
 
     async def run(self) -> None:
-        """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
+        """Watch and restart until cancelled. Raises the RoomError that ends the run."""
         try:
             await super().run()
         except RoomError as error:
             self._over = error
-            # After this task has ended: a call that waited for this one is cancelled by then, and does not
-            # say the same once more.
+            # after this task has ended: a waiting call is already cancelled and does not repeat the error
             asyncio.get_running_loop().call_soon(self._wake)
             raise
 
@@ -185,8 +176,8 @@ class SupervisedTrainer(Supervisor):
                     self._lost_by(lost)
 
     async def _loss_behind(self, error: TrainerError) -> TrainerLost | None:
-        """The first rank refuses a call, or has lost the others, if another rank has died; that death, which
-        the run is to name, is reported a moment later.
+        """Return the loss if the trainer, or a rank other than the first, has died. The death itself, the
+        error to report, arrives a moment later.
         """
         died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
         if died or isinstance(error, TrainerLost):
@@ -194,7 +185,7 @@ class SupervisedTrainer(Supervisor):
         return None
 
     def _check_up(self) -> None:
-        """New processes, on their way to where the old ones were, must not be taken for them."""
+        """Raise TrainerLost during a restart: new processes must not pass for the old ones."""
         if not self.is_up:
             raise TrainerLost("trainer", "is being started again", rule="a checkpoint is of a finished step")
 
@@ -202,9 +193,7 @@ class SupervisedTrainer(Supervisor):
         await self._may_start()
 
     async def _bring_back(self) -> None:
-        """To the newest version that was answered, and off the device where the lost processes were off
-        it.
-        """
+        """Recover the newest answered version and repeat offloads."""
         await self._recover(self.client.policy_version)
         if self._offloaded:
             await self.client.offload(sorted(self._offloaded))
@@ -223,13 +212,12 @@ class SupervisedTrainer(Supervisor):
 async def recover_trainer(
     client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int
 ) -> None:
-    """A trainer that was started again, in the middle of a run, goes to `version`: newest whole checkpoint,
-    then the journal's batches.
+    """Bring a restarted trainer to `version` from the newest complete checkpoint and the journal's batches.
 
-    Raises JournalError if batches in between are not there any more, CheckpointError if a checkpoint cannot
-    be read, TrainerError.
+    Raises JournalError if batches in between are gone, CheckpointError for an unreadable checkpoint,
+    TrainerError.
     """
-    # Held to the end: one that is finished meanwhile would take this one away, and the batches since.
+    # held to the end: a newer checkpoint would delete this one, and the batches since
     async with checkpoints.in_use:
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
         start = 0 if whole is None else whole.version
@@ -243,21 +231,19 @@ async def recover_trainer(
 
 
 async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
-    """Batches start .. stop - 1 of the journal, one at a time."""
     for version in range(start, stop):
         yield await asyncio.to_thread(state.load_batch, version)
 
 
 class Checkpointer:
-    """Makes checkpoints beside the training.
+    """Makes checkpoints in parallel with training.
 
-    Life: after_step() -> begun (the copy is made beside the next step) -> written, checked, renamed,
+    Life: after_step() -> begun (the copy is made during the next step) -> written, checked, renamed,
         journaled -> idle.
-    Waits: the train loop sleeps in after_step until the copy is begun; the rest is a task of its own, which
-        sleeps until the state is written, then while a trainer that was started again goes back to an older
-        one.
-    Invariant: one at a time: one that is due while another is being written is left out, with a warning. A
-        failed write is a warning each time; older checkpoints and the run are not affected.
+    Waits: the train loop sleeps in after_step until the copy has begun. A separate task sleeps until the
+        state is written, then while a restarted trainer goes back to an older one.
+    Invariant: one at a time: a checkpoint due during another write is skipped with a warning. A failed write
+        is a warning each time; older checkpoints and the run are unaffected.
     """
 
     def __init__(self, parts: Parts, job: Life) -> None:
@@ -267,11 +253,10 @@ class Checkpointer:
         self.num_made = self.num_failed = 0
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
         return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
 
     async def after_step(self, version: int) -> None:
-        """Begin a checkpoint if one is due at this version."""
+        """Begin a checkpoint if one is due."""
         every = self._checkpoints.config.every
         if every is None or version % every:
             return
@@ -282,9 +267,7 @@ class Checkpointer:
             self._writing = self._job.spawn(self._finish(*begun), name=f"checkpoint {version}")
 
     async def make_last(self, version: int) -> None:
-        """A checkpoint right now, after the one that is being written; returns when it is whole. For the end
-        of a run.
-        """
+        """Make the final checkpoint, after the one in progress, and wait for it."""
         if self._checkpoints.config.every is None or version == 0:
             return
         if self._writing is not None:
@@ -294,9 +277,7 @@ class Checkpointer:
             await self._finish(*begun)
 
     async def _begin(self) -> tuple[Pending, int, ControllerState] | None:
-        """(what the trainer is writing into, the version that it is of, the rest of that moment); None, after
-        a warning, if it cannot.
-        """
+        """Return (pending folder, version, controller state); None, after a warning, if it fails."""
         pending = None
         try:
             pending = await asyncio.to_thread(self._checkpoints.begin)
@@ -310,10 +291,10 @@ class Checkpointer:
         began_s = asyncio.get_running_loop().time()
         try:
             await self._trainer.wait_save_state()
-            # Only now: had the trainer died meanwhile, it would have to go back first.
+            # only now: if the trainer had died, it would need to go back first
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    await asyncio.to_thread(self._job.voice.flush)  # no resume writes those again
+                    await asyncio.to_thread(self._job.voice.flush)  # no resume writes these again
                     finish = self._checkpoints.finish
                     folder = await asyncio.to_thread(
                         lambda: finish(pending, version, controller.model_dump())

@@ -1,1 +1,1 @@
-"""Starts processes of a run on the nodes of a Ray cluster."""
+"""Start processes of a run on the nodes of a Ray cluster."""

@@ -13,25 +13,25 @@ from asyncrl.messages.base import FileRequest
 from asyncrl.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 
 NUM_KEPT = 2
-"""Files kept for each purpose: the one that engines read, and the next one."""
+"""Files kept per purpose: the current one and the next one."""
 RETRY_S = 0.5
 SILENT_S = 10.0
-"""A trainer that sends nothing for this long is lost."""
+"""Silence after which the trainer is lost."""
 CHUNK_BYTES = 2**22
 
 
 class FetchedFiles:
-    """The files of one node, in its shared memory. Any number of engines may ask for the same file."""
+    """Files of one node in its shared memory. Any number of engines may request the same file."""
 
     def __init__(self) -> None:
-        """Raises RoomError if there is no place for them. Blocks."""
+        """Raises RoomError if there is no place for the files. Blocks."""
         clear_stale_staging()
         self.folder = new_staging_dir()
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._kept = defaultdict[str, list[Path]](list)
 
     async def fetch(self, request: FileRequest) -> str:
-        """Return the local path, after downloading the file if it is not here yet.
+        """Return the local path, after a download if needed.
 
         Raises OSError if the file does not fit, or the trainer is silent or refuses it.
         """
@@ -50,12 +50,11 @@ class FetchedFiles:
             return str(path)
 
     def close(self) -> None:
-        """Remove all files. Blocks."""
         remove_staging_dir(self.folder)
 
 
 async def download(request: FileRequest, path: Path) -> None:
-    """Download a file, resuming after broken connections with Range requests.
+    """Download a file, resuming broken connections with Range requests.
 
     Raises ConnectionError if nothing has arrived for SILENT_S.
     """
@@ -80,7 +79,7 @@ async def download(request: FileRequest, path: Path) -> None:
                 except aiohttp.ClientResponseError as error:
                     if error.status != HTTPStatus.PRECONDITION_FAILED:
                         raise
-                    file.seek(0)  # the file has changed since the first part arrived
+                    file.seek(0)  # the file changed after the first part arrived
                     file.truncate()
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                     if clock() - heard_s > SILENT_S:

@@ -1,4 +1,4 @@
-"""What a run reserves on a Ray cluster."""
+"""Reservations of a run on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.placement.nodes import Node
 
 TRY_S = 1.0
 PIN = 0.001
-"""Of the resource that a node alone has, so that a bundle can be nowhere else."""
+"""Amount of the resource unique to a node, which pins a bundle there."""
 
 
 def alive(ray: Any) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def pin_of(resources: Mapping[str, float]) -> str:
 
 
 def bundle_of(devices: Sequence[str]) -> dict[str, float]:
-    """What Ray reserves for processes with these devices."""
+    """Return the reservation for processes with these devices."""
     num_cuda = len({name for name in devices if name.startswith("cuda:")})
     return {"CPU": float(len(devices)), **({"GPU": float(num_cuda)} if num_cuda else {})}
 
@@ -31,7 +31,7 @@ def in_words(bundle: Mapping[str, float]) -> str:
 
 
 def free_words(nodes: Sequence[Node]) -> str:
-    """What Ray has free on each node."""
+    """Return the free resources of each node as text."""
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()

@@ -1,9 +1,8 @@
-"""The actor of Ray that holds the processes of a run on one node; what a node is asked before it gets one.
-The controller's end is ray_node.py.
+"""Ray actor that holds the processes of a run on one node, and the checks of a node before that. ray_node.py
+is the controller's end.
 
-Our processes are ordinary children of it: when it ends, in whatever way, their standard inputs do, and they
-clear up and exit; a guard ends those that do not. All arguments and answers are plain data, and an error of
-ours is one, too.
+The processes are ordinary children of the actor: when it ends in any way, their standard inputs close, and
+they clean up and exit; a guard ends the rest. All arguments and answers are plain data, including errors.
 """
 
 from __future__ import annotations
@@ -34,13 +33,15 @@ from asyncrl.placement.on_ray.fetched_files import FetchedFiles
 from asyncrl.placement.processes import ChildProcess
 
 DESCRIBE_S = 120.0
-"""For the first answer of each node: Ray starts a Python there."""
+"""Limit for the first answer of each node: Ray starts a Python there."""
 MAX_LOG_BYTES = 2**18
-"""Of each process in one answer."""
+"""Per process in one answer."""
 ORPHANS_S = 20
-"""For processes whose actor has ended: longer than a vLLM server and all of its group take to end."""
+"""Limit for processes whose actor has ended: longer than a vLLM server and its group take to end."""
 RUNTIME_ENV = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
-"""Of the actor. Ray would send SIGKILL to our processes, and they would leave weights in shared memory."""
+"""Settings of the actor. Without them Ray would SIGKILL our processes, which would leave weights in shared
+memory.
+"""
 _GUARD = """
 while read -r line; do groups=$line; done
 left=$(($1 * 10))
@@ -54,17 +55,16 @@ done
 shift
 rm -rf "$@"
 """
-"""Reads the process groups that there are, all of them in each line, until the actor ends, in whatever way;
-then it waits for $1 seconds at most until they have ended, kills what is left, frozen or not, and removes the
-other folders.
+"""Shell script that reads all current process groups from each line until the actor ends in any way. Then
+it waits up to $1 seconds, kills the surviving groups, frozen or not, and removes the given folders.
 """
 EVERYWHERE = ("asyncrl", "python", "torch")
-"""What has one version on all nodes."""
+"""Packages with one version on all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Where it listens, and its process there."""
+    """URL and process id of a started server."""
 
     url: str
     pid: int
@@ -72,7 +72,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class RefusedStart:
-    """An error of ours, as data: what failed, the rule, the way out."""
+    """An AsyncrlError as data."""
 
     what: str
     rule: str
@@ -80,7 +80,6 @@ class RefusedStart:
     is_config: bool
 
     def error(self, name: str, node: str) -> AsyncrlError:
-        """To be raised on the other side."""
         words = {"rule": self.rule, "way_out": self.way_out}
         if self.is_config:
             return ConfigError(f"on the node {node}: {self.what}", **words)
@@ -89,14 +88,14 @@ class RefusedStart:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a process has written since it was last asked, and its exit code once all of that is told."""
+    """New log bytes of a process, and its exit code once the log is complete."""
 
     log: bytes
     returncode: int | None
 
 
 def start_guard(*folders: Path, wait_s: int = ORPHANS_S) -> subprocess.Popen[bytes]:
-    """The guard of all processes whose groups are written to its standard input."""
+    """Return the guard of all processes whose groups are written to its standard input."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "guard", str(wait_s), *map(str, folders)],
         stdin=subprocess.PIPE,
@@ -108,8 +107,8 @@ def start_guard(*folders: Path, wait_s: int = ORPHANS_S) -> subprocess.Popen[byt
 
 
 def describe(num_cuda: int, needs: Needs) -> tuple[Machine, dict[str, str], NodeHas]:
-    """The node, with so many CUDA devices as Ray gives away there, the versions of what has to be the same on
-    all nodes, and what it has of its needs. Runs in a task of Ray, from which Ray hides the devices.
+    """Return this node with the `num_cuda` devices that Ray assigns, its versions, and its state of
+    `needs`. Runs in a Ray task, with hidden devices.
     """
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     found = find_cuda_devices()[:num_cuda]
@@ -122,8 +121,8 @@ def describe(num_cuda: int, needs: Needs) -> tuple[Machine, dict[str, str], Node
 def ask_each(
     ray: Any, found: Sequence[Mapping[str, Any]], own: dict[str, str], needs: Needs
 ) -> list[Node | ConfigError]:
-    """Each node that Ray has found, or why nothing of the run can be there: it does not answer, lacks some of
-    these needs, or has other versions than `own`. Those of the first are put into that while it is empty.
+    """Return each node of Ray, or the reason it does not fit: no answer, unmet needs, or versions other
+    than `own`. An empty `own` is filled from the first node.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -150,7 +149,7 @@ def ask_each(
 
 
 def other_versions(name: str, versions: Mapping[str, str], own: Mapping[str, str]) -> ConfigError | None:
-    """That the node of this name has others than the controller's, if so."""
+    """Return an error if the node's versions differ from the controller's."""
     own = {key: value for key, value in own.items() if key in EVERYWHERE}
     if versions == own:
         return None
@@ -163,14 +162,14 @@ def other_versions(name: str, versions: Mapping[str, str], own: Mapping[str, str
 class Host:
     """Starts, watches and ends the processes of a run on its node.
 
-    Life: ready() -> start(), any number -> their ends, told by news() -> forgotten by end(). Ray may call an
-        actor that awaits in another order than it was asked: a start comes to nothing after its own end.
-    Waits: news() sleeps for at most as long as its caller says.
+    Life: ready() -> start(), any number -> ends reported by updates (`news`) -> forget(). Ray may reorder
+        calls of an async actor: a start after its own end() has no effect.
+    Waits: `news` sleeps at most as long as its caller allows.
     """
 
     def __init__(self, address: str, numbers: Sequence[int]) -> None:
-        """`numbers`: those that the CUDA devices have in the placement, in the order in which Ray gives them
-        to this actor.
+        """Initialize. `numbers`: the CUDA devices' numbers in the placement, in the order that Ray assigns
+        them.
         """
         self._address, self._numbers = address, numbers
         self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
@@ -178,22 +177,22 @@ class Host:
         self._guard = start_guard(self._folder, self._files.folder)
         self._children = dict[str, ChildProcess]()
         self._starts = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        """Held by a start, and by the end that has to wait for it."""
+        """Held by a start, and by the end that waits for it."""
         self._given_up = set[str]()
-        """Keys of all whose end was asked for."""
+        """Keys whose end was requested."""
         self._ends = dict[str, asyncio.Future[None]]()
         self._changed = asyncio.Event()
         self._cuda = dict[int, CudaDevice]()
 
     async def ready(self) -> None:
-        """Learn which devices are ours."""
+        """Look up the assigned devices."""
         import ray
 
         names = map(str, ray.get_gpu_ids())
         self._cuda = {number: CudaDevice(name) for number, name in zip(self._numbers, names, strict=True)}
 
     async def start(self, key: str, order: Order) -> Started | RefusedStart:
-        """Start a process, under a key that no other had. Its log and its spec lie in a folder of its own."""
+        """Start a process under a new key, with its own folder for log and spec."""
         async with self._starts[key]:
             if key in self._given_up:
                 self._starts.pop(key)
@@ -220,8 +219,8 @@ class Host:
         return Started(child.url, child.pid)
 
     async def news(self, offsets: Mapping[str, int], wait_s: float) -> dict[str, News]:
-        """Of the processes with these keys, whose logs are known up to these bytes: after `wait_s` seconds,
-        or as soon as one is started or ends.
+        """Return output and ends of the processes with these keys, whose logs are known up to these bytes.
+        Wait up to `wait_s` seconds for a start or an end.
         """
         self._changed.clear()
         known = {key: self._children[key] for key in offsets if key in self._children}
@@ -232,18 +231,18 @@ class Host:
         return {key: _news_of(child, offsets[key]) for key, child in known.items()}
 
     async def end(self, key: str) -> str:
-        """End a process and its group; what is left of it, in words. Of one that is being started, because
-        its caller has given that up, once it is.
+        """End a process and its group; describe survivors. A process that is being started ends after its
+        start.
         """
         self._given_up.add(key)
         async with self._starts[key]:
-            if (child := self._children.get(key)) is None:  # its start was refused, or never got here
+            if (child := self._children.get(key)) is None:  # the start was refused or never arrived
                 return ""
             await child.aclose()
             return child.left
 
     async def forget(self, key: str) -> None:
-        """Its log is read."""
+        """Drop a process whose log was read completely."""
         self._starts.pop(key, None)
         if self._children.pop(key, None) is not None:
             self._tell_guard()
@@ -253,19 +252,16 @@ class Host:
     def _tell_guard(self) -> None:
         assert self._guard.stdin is not None, "it has a pipe"
         groups = " ".join(str(child.pid) for child in self._children.values())
-        with contextlib.suppress(BrokenPipeError):  # it was killed: processes that are frozen may stay
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed: frozen processes may remain
             self._guard.stdin.write(f"{groups}\n".encode())
 
     async def kill(self, key: str) -> None:
-        """SIGKILL."""
         self._children[key].kill_nowait()
 
     async def dump_stacks(self, key: str) -> None:
-        """Into its log."""
         self._children[key].dump_stacks_nowait()
 
     async def free_port(self) -> int:
-        """Of this node's address."""
         return free_port_at(self._address)
 
     async def fetch(self, request: FileRequest) -> str:
@@ -273,11 +269,9 @@ class Host:
         return await self._files.fetch(request)
 
     async def look(self, needs: Needs) -> NodeHas:
-        """What is here of it."""
         return await asyncio.to_thread(look, needs)
 
     async def leave(self) -> None:
-        """Remove all files."""
         shutil.rmtree(self._folder, ignore_errors=True)
         await asyncio.to_thread(self._files.close)
         if fork_server.current is not None:

@@ -1,8 +1,8 @@
-"""Starts the processes of a run on the nodes of a Ray cluster that is there already.
+"""Start the processes of a run on the nodes of an existing Ray cluster.
 
-On each node an actor holds them (ray_host.py), in a bundle of one placement group that is pinned to the node:
-a CPU for each process, and the CUDA devices. The controller joins the cluster as a driver: when it ends, in
-whatever way, Ray ends the actors, and so the processes.
+On each node an actor (ray_host.py) holds them, in a bundle of one placement group pinned to the node: a CPU
+per process, and the CUDA devices. The controller joins as a driver: when it ends in any way, Ray ends the
+actors, and so the processes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from asyncrl.waits import waiting
 logger = logging.getLogger("asyncrl.placement.on_ray.ray_launcher")
 
 HOLD_S = 600.0
-"""For what others hold to become free."""
+"""Limit on waiting for resources that others hold."""
 ANSWER_S = 5.0
-"""For the head to take a connection."""
+"""Limit for the head to accept a connection."""
 CLOSE_S = 10.0
 
 
 def import_ray() -> Any:
-    """Raises ConfigError if the package is not there."""
+    """Raises ConfigError if the package is missing."""
     try:
         import ray
     except ImportError as error:
@@ -45,8 +45,8 @@ def import_ray() -> Any:
 
 
 class RayLauncher:
-    """The Launcher of nodes.py on Ray. `address`: HOST:PORT of the head; "": what RAY_ADDRESS names, or the
-    cluster that runs on this machine.
+    """The Launcher of nodes.py on Ray. `address`: HOST:PORT of the head; "": RAY_ADDRESS, or the cluster
+    on this machine.
     """
 
     def __init__(self, address: str) -> None:
@@ -55,18 +55,17 @@ class RayLauncher:
         self.say: Callable[[str], None] = print
         self._resources = list[dict[str, float]]()
         self._versions = dict[str, str]()
-        """Of what is the same on all nodes, and of what engines run under."""
+        """Versions of packages that all nodes share, and of engine packages."""
         self._held = dict[int, RayNode]()
         self._group: Any = None
         self._bundles = dict[int, int]()
-        """Index of each node's bundle in the placement group."""
         self._needs: Mapping[int, Needs] = {}
         self._unfit = set[str]()
-        """Ids of nodes on which nothing of the run can be."""
+        """Ids of nodes that do not fit."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """Join the cluster, and ask each of its nodes what it is."""
+        """Join the cluster and query its nodes."""
         self._look(self._join(import_ray()))
 
     def _look(self, ray: Any) -> None:
@@ -88,7 +87,7 @@ class RayLauncher:
         self._tell(f"the node {node['NodeName']} is passed over, nothing of the run can be there: {why}")
 
     def _tell(self, text: str) -> None:
-        """From any thread."""
+        """Warn, from any thread."""
         logger.warning("%s", text)
         if self._loop is None:
             self.say(text)
@@ -99,7 +98,7 @@ class RayLauncher:
         logging.getLogger("ray").setLevel(logging.ERROR)
         address = self.address or os.environ.get("RAY_ADDRESS", "")
         try:
-            if address not in ("", "auto"):  # Ray would try for minutes
+            if address not in ("", "auto"):  # Ray would retry for minutes
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), ANSWER_S).close()
             ray.init(
@@ -108,7 +107,7 @@ class RayLauncher:
                 log_to_driver=False,
                 configure_logging=False,
             )
-            # Ray prints what befalls a node, with pages of its log, though no logs are asked for; we tell it
+            # Ray prints node failures with pages of logs, even with logs off; we report them ourselves
             ray._private.worker._worker_logs_enabled = False
         except (OSError, RuntimeError, ValueError) as error:
             where = f"at {address}" if address else "here, and RAY_ADDRESS names none"
@@ -161,7 +160,9 @@ class RayLauncher:
         words = ", ".join(f"{in_words(bundle)} of {self.nodes[key].name}" for key, bundle in wanted.items())
         group = await asyncio.to_thread(placement_group, pinned, strategy="PACK")
         with waiting(f"{words}, until Ray has them free", on="Ray"):
-            for _ in range(int(HOLD_S / TRY_S)):  # short, so that a command that ends leaves no thread in Ray
+            for _ in range(
+                int(HOLD_S / TRY_S)
+            ):  # short waits, so that a command that ends leaves no thread in Ray
                 if await asyncio.to_thread(group.wait, TRY_S):
                     self._group = group
                     self._bundles = {number: index for index, number in enumerate(wanted)}
@@ -207,21 +208,17 @@ class RayLauncher:
             self.nodes = (*self.nodes[:number], told, *self.nodes[number + 1 :])
 
     def process(self, node: int, order: Order) -> RayProcess:
-        """One that the actor of that node starts."""
         return RayProcess(self._held[node], order, is_here=node == 0)
 
     async def free_port(self, node: int) -> int:
-        """Of that node's address."""
         port: int = await self._held[node].call("free_port")
         return port
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        """Have the node's actor fetch a file of weights."""
         path: str = await self._held[node].call("fetch", request, timeout_s=timeout_s)
         return path
 
     async def aclose(self) -> None:
-        """End the actors and release the placement group."""
         await asyncio.gather(*(held.aclose() for held in self._held.values()))
         self._held.clear()
         self._loop = None
@@ -234,7 +231,7 @@ class RayLauncher:
             self._group = None
 
     def close(self) -> None:
-        """Leave the cluster. A head that is gone is not waited for."""
+        """Leave the cluster, without waiting for a lost head."""
         with contextlib.suppress(ImportError):
             import ray
 

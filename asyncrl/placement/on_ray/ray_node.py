@@ -1,6 +1,4 @@
-"""The controller's end of the actor that holds our processes on one node of a Ray cluster (ray_host.py), and
-of each process there.
-"""
+"""Controller's end of the actor on one node of a Ray cluster (ray_host.py), and of its processes."""
 
 from __future__ import annotations
 
@@ -24,26 +22,26 @@ from asyncrl.waits import waiting
 logger = logging.getLogger("asyncrl.placement.on_ray.ray_node")
 
 NEWS_S = 0.5
-"""How often logs are read."""
+"""Interval of log reads."""
 LOST_S = 15.0
-"""A node whose actor gives no answer for so long is lost."""
+"""Silence after which a node is lost."""
 ACTOR_S = 120.0
-"""For the first answer of a new actor: Ray starts a Python for it."""
+"""Limit for the first answer of a new actor: Ray starts a Python for it."""
 START_S = 180.0
-"""For the start of a process: the imports of a fork server may come first, from a slow disk."""
+"""Limit for the start of a process, which may include a fork server's imports from a slow disk."""
 END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
-"""To end a process with all of its group."""
+"""Limit to end a process and its group."""
 DRAIN_S = 5.0
-"""For the last lines of a process that was ended."""
+"""Limit for the last lines of an ended process."""
 _keys = itertools.count()
 
 
 class RayNode:
-    """A node of the run, and the actor on it.
+    """A node of the run and its actor.
 
     Life: open() -> up -> lost: the actor died, or gave no answer for LOST_S -> open(), with a new actor ->
         aclose().
-    Waits: one task asks the actor for news of all its processes, over and over; each call has a limit.
+    Waits: one task polls the actor for updates of all processes; each call has a limit.
     """
 
     def __init__(
@@ -53,8 +51,8 @@ class RayNode:
         kill_actor: Callable[[Any], None],
         addressed: Callable[[str], str],
     ) -> None:
-        """`make_actor`: on this node, or on one that takes its place; `addressed`: a spec with the addresses
-        that nodes have now.
+        """Initialize. `make_actor` creates it on this node or a replacement; `addressed` fills current
+        node addresses into a spec.
         """
         self.node, self._make, self._kill, self.addressed = node, make_actor, kill_actor, addressed
         self._actor: Any = None
@@ -64,7 +62,7 @@ class RayNode:
         self._processes = dict[str, RayProcess]()
 
     def gone(self, name: str) -> NodeLost:
-        """That this node is lost, as the end of a process on it."""
+        """Return the loss of this node, as the end of a process on it."""
         return self._away(name, f"is gone: {self._lost}")
 
     def _away(self, name: str, how: str) -> NodeLost:
@@ -74,7 +72,7 @@ class RayNode:
         return NodeLost(name, f"the node {where} {how}", rule=rule, way_out=way_out)
 
     async def open(self) -> None:
-        """Make the actor, if there is none that answers. Raises RoomError."""
+        """Start an actor unless one answers. Raises RoomError."""
         async with self._turn:
             if not self._lost:
                 return
@@ -91,7 +89,7 @@ class RayNode:
             self._asking.add_done_callback(self._asked)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
-        """The answer of a method of Host. Raises NodeLost where there is none, RoomError if the method
+        """Return the answer of a Host method. Raises NodeLost without an answer, RoomError if the method
         raised.
         """
         if self._lost:
@@ -104,13 +102,12 @@ class RayNode:
             raise self._away(self.node.name, f"does not answer: {_why_lost(error, timeout_s)}") from error
 
     def tell_nowait(self, method: str, *arguments: Any) -> None:
-        """Call a method whose answer does not matter."""
         if not self._lost:
             with contextlib.suppress(*_lost_errors()):
                 getattr(self._actor, method).remote(*arguments)
 
     async def start(self, process: RayProcess, order: Order) -> Started | RefusedStart:
-        """Ask for a process; from then on its news come in."""
+        """Start a process; its updates arrive from then on."""
         await self.open()
         answer: Started | RefusedStart = await self.call("start", process.key, order, timeout_s=START_S)
         if isinstance(answer, Started):
@@ -118,7 +115,6 @@ class RayNode:
         return answer
 
     async def aclose(self) -> None:
-        """End the actor, and with it what it still holds."""
         if not self._lost:
             with contextlib.suppress(RoomError):
                 await self.call("leave")
@@ -141,7 +137,7 @@ class RayNode:
             return await asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
 
     async def _ask(self) -> None:
-        """Until the node is lost. Asked twice, it tells the same: a connection may break and be made anew."""
+        """Poll until the node is lost. Polls are repeatable, because connections may break."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + LOST_S
         while True:
@@ -168,7 +164,7 @@ class RayNode:
             self._lose(error)
 
     def forget_nowait(self, process: RayProcess) -> None:
-        """All of its log is read, and no one asks for it."""
+        """Drop a process whose log was read completely."""
         self._processes.pop(process.key, None)
         self.tell_nowait("forget", process.key)
 
@@ -181,12 +177,12 @@ class RayNode:
 
 
 class RayProcess:
-    """A process of the run on a node of a Ray cluster: the Process of nodes.py. What it writes comes to
-    RUN_DIR/logs here while it lives, all of it before its end is told.
+    """The Process of nodes.py on a Ray node. Its output arrives in RUN_DIR/logs while it runs, all of it
+    before its end is reported.
     """
 
     def __init__(self, on: RayNode, order: Order, *, is_here: bool) -> None:
-        """`is_here`: the node is the controller's own machine."""
+        """Initialize. `is_here`: the node is the controller's own machine."""
         self.name, self.url, self.left, self.num_read = order.name, "", "", 0
         self.key = f"{order.name}-{next(_keys)}"
         self.returncode: int | None = None
@@ -199,16 +195,14 @@ class RayProcess:
 
     @property
     def log_path(self) -> Path:
-        """What it writes to its standard streams."""
         return self._order.run_dir / "logs" / f"{self.name}.log"
 
     @property
     def pid(self) -> int | None:
-        """Process id, if it runs here."""
+        """Return the process id, if it runs here."""
         return self._pid if self._is_here else None
 
     def seen(self) -> str:
-        """What its actor says."""
         if self._pid is None:
             return "not started"
         if self._gone is not None:
@@ -224,7 +218,7 @@ class RayProcess:
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
         order = replace(self._order, env={**threads, **self._order.env})
         try:
-            await self._on.open()  # which may move the node to another machine
+            await self._on.open()  # may move the node to another machine
             order = replace(order, spec=self._on.addressed(order.spec))
             self._is_asked = True
             answer = await self._on.start(self, order)
@@ -235,35 +229,34 @@ class RayProcess:
         self.url, self._pid = answer.url, answer.pid
 
     def renewed(self) -> RayProcess:
-        """The same server, not started yet."""
+        """Return a successor, not started yet."""
         return RayProcess(self._on, self._order, is_here=self._is_here)
 
     async def wait(self) -> None:
-        """Sleep as long as it lives and its node is there."""
+        """Sleep until the process or its node is gone."""
         await self._ended.wait()
 
     async def watch(self) -> None:
-        """Sleep as long as it lives; raises RoomError, with why it ended, when it does."""
+        """Sleep until the end; then raise RoomError with the reason."""
         await self.wait()
         raise self.death()
 
     def death(self) -> RoomError:
-        """Why it ended, from its own last words or its log, or that its node is gone."""
+        """Return the reason of the end, from its last words, its log, or its lost node."""
         log = read_log(self.log_path, self._log_start)
         return self._gone or death_of(self, f"process {self._pid} on {self._on.node.name}", log)
 
     def log_tail(self) -> str:
-        """The last lines of its log, indented."""
         return tail_of(read_log(self.log_path, self._log_start))
 
     async def aclose(self) -> None:
-        """End it and all of its group, also where its start was given up. Idempotent. One that does not die
-        is named in `left`.
+        """End the process and its group, even after an abandoned start; describe survivors in `left`.
+        Idempotent.
         """
         if not self._is_asked or self._gone is not None or self._is_closed:
             return
         self._is_closed = True
-        with contextlib.suppress(RoomError):  # a node that is gone has ended it
+        with contextlib.suppress(RoomError):  # a lost node has ended it
             self.left = await self._on.call("end", self.key, timeout_s=END_S)
             if self._pid is not None:
                 with contextlib.suppress(TimeoutError):
@@ -272,67 +265,64 @@ class RayProcess:
         self._on.forget_nowait(self)
 
     def kill_nowait(self) -> None:
-        """SIGKILL to the process, without waiting."""
+        """Send SIGKILL without waiting."""
         if self._pid is not None:
             self._on.tell_nowait("kill", self.key)
 
     def dump_stacks_nowait(self) -> None:
-        """SIGUSR1, where it has a handler."""
         if self._pid is not None and self.returncode is None:
             self._on.tell_nowait("dump_stacks", self.key)
 
     # called by its node
 
     def hear(self, news: News) -> None:
-        """More of its log, and its end."""
         self.num_read += len(news.log)
         if news.log:
             try:
                 with self.log_path.open("ab") as file:
                     file.write(news.log)
-            except OSError as error:  # a full disk is no reason to lose sight of the node
+            except OSError as error:  # a full disk must not hide the state of the node
                 logger.warning("cannot write %s: %s", self.log_path, error)
         if news.returncode is not None:
             self.returncode = news.returncode
             self._ended.set()
 
     def lost(self) -> None:
-        """Its node is gone."""
         if self.returncode is None:
             self._gone = self._on.gone(self.name)
             self._ended.set()
 
 
 def _lost_errors() -> tuple[type[Exception], ...]:
-    """What is raised where an actor, its node or the head is gone, or does not answer."""
+    """Return errors of a lost or silent actor, node or head."""
     from ray.exceptions import RayError
 
     return (TimeoutError, ConnectionError, RayError)
 
 
 def _broken_errors() -> tuple[type[Exception], ...]:
-    """What Ray raises where a connection broke: it says later whether the actor died."""
+    """Return errors of a broken connection; Ray reports later if the actor died."""
     from ray.exceptions import ActorUnavailableError
 
     return (ActorUnavailableError,)
 
 
 def _raised_errors() -> tuple[type[Exception], ...]:
-    """What is raised where the method itself has raised."""
+    """Return errors raised by the method itself."""
     from ray.exceptions import RayTaskError
 
     return (RayTaskError,)
 
 
 def _why_lost(error: Exception, waited_s: float) -> str:
-    """Without what Ray and gRPC say of it at length."""
+    """Return the reason without the long texts of Ray and gRPC."""
     if isinstance(error, _broken_errors()):
         return "Ray reaches its actor no more"
     return f"no answer within {waited_s:g} s" if isinstance(error, TimeoutError) else _words(error)
 
 
 def _words(error: Exception) -> str:
-    """The line of Ray's own that says why."""
+    """Return the line of Ray's text with the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = next(
         (line for line in lines if "because" in line or "detail" in line), (lines or [repr(error)])[-1]
