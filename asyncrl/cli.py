@@ -168,12 +168,13 @@ def keys(
             autocompletion=complete_key,
         ),
     ] = None,
+    list_all: Annotated[bool, Option("--all", help="Every setting, not only the basic ones.")] = False,
     schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
 ) -> None:
-    """List every setting with its type, default and meaning."""
+    """Describe settings: the basic ones, or those of WHAT, with type, default and meaning."""
     from asyncrl.config.load import describe_keys, schema_text
 
-    typer.echo(schema_text().rstrip() if schema else describe_keys(what))
+    typer.echo(schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all))
 
 
 for _command in COMMANDS:

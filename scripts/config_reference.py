@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from asyncrl.config.load import Key, schema_text, sections
+from asyncrl.config.load import BASIC, Key, schema_text, sections
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, SCHEMA = ROOT / "docs" / "configuration.md", ROOT / "configs" / "asyncrl.schema.json"
@@ -21,16 +21,15 @@ HEAD = """\
 
 <!-- Made by scripts/config_reference.py from asyncrl/config/. Change the docstrings there, then run the script. -->
 
-A run is one YAML file of the sections below; `key=value` after it on the command line replaces single settings:
+A run is one YAML file of these sections. On the command line, `key=value` after the file replaces single settings:
 
 ```bash
 asyncrl run configs/quickstart.yaml buffer.max_staleness=2 rollout.timeout_s=none
 ```
 
-The first three to touch are `trainer.num_groups`, `buffer.max_staleness` and `placement`. `none` is written for "off", a key
-that does not exist is refused with the closest right one, and nothing is repaired in silence. The resolved settings of a
-run are in its directory as `config.yaml`. `asyncrl check CONFIG` validates without starting anything, and `asyncrl keys` prints this
-list.
+Bold keys are basic. The first three to change are `trainer.num_groups`, `buffer.max_staleness` and `placement`. `none` means off.
+An unknown key is an error that names the closest key. `asyncrl check CONFIG` validates a config without starting anything.
+`asyncrl keys` describes the basic settings, `asyncrl keys --all` every one. The run directory keeps the resolved config as `config.yaml`.
 """
 
 
@@ -49,7 +48,8 @@ def page() -> str:
 
 def _row(key: Key) -> str:
     default = key.default if key.default in ("must be given", "") else f"`{key.default}`"
-    return f"| `{key.name}` | {_cell(key.type)} | {_cell(default)} | {_cell(key.meaning)} |\n"
+    name = f"**`{key.name}`**" if key.name in BASIC else f"`{key.name}`"
+    return f"| {name} | {_cell(key.type)} | {_cell(default)} | {_cell(key.meaning)} |\n"
 
 
 def _cell(text: str) -> str:

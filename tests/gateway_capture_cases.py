@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
 from asyncrl.messages.records import Completion, VersionSpan
-from asyncrl.messages.work import Rendered
 
 START, END = "\ue000", "\ue001"
 """The special tokens: every token is one character, its id the code point."""
@@ -47,16 +46,6 @@ class CharRenderer:
         if self.habit == "strips":
             content = content.split("|")[-1]
         return str(content.upper() if self.habit == "shouts" else content)
-
-    def render_on(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Any = None,
-        settings: Any = None,
-        after: Any = None,
-    ) -> Rendered:
-        return Rendered(self.render(messages, tools=tools))
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))

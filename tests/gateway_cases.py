@@ -20,7 +20,6 @@ from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RoomError
 from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
-from asyncrl.messages.work import Rendered
 from asyncrl.testing.virtual_time import run_virtual
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -58,16 +57,6 @@ class ByteTokenizer:
             calls = "".join(f"<tool_call>\n{function}\n</tool_call>" for function in functions)
             parts.append(f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>")
         return "".join(parts) + "<|start|>assistant\n"
-
-    def render_on(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Any = None,
-        settings: Any = None,
-        after: Any = None,
-    ) -> Rendered:
-        return Rendered(self.render(messages, tools=tools))
 
     def encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = []

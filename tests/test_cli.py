@@ -30,6 +30,8 @@ LINES = """
 run --help -> 0: --resume
 work --help -> 0: ASYNCRL_WORKER_KEY
 keys buffer -> 0: buffer.max_staleness (integer, default 1)
+keys -> 0: settings; more: asyncrl keys SECTION, asyncrl keys --all
+keys --all -> 0: supervision.max_restarts (integer
 keys bufer -> 2: did you mean buffer?
 keys buffer.max_staleness -> 0: buffer.max_staleness (integer, default 1)
 keys straggler -> 0: buffer.on_overdue (wait | mask | drop

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.config.load import OTHER_NAMES, all_keys, name_of_config, sections
+from asyncrl.config.load import BASIC, OTHER_NAMES, all_keys, name_of_config, sections
 from asyncrl.errors import ConfigError
 
 GOOD = """
@@ -157,6 +157,10 @@ def test_all_problems_are_told_at_once_each_with_its_value(good: Path) -> None:
 
 def test_every_key_has_a_meaning() -> None:
     assert not [key.name for _, _, keys in sections() for key in keys if len(key.meaning) < 8]
+
+
+def test_basic_settings_are_settings() -> None:
+    assert not BASIC - {key.name for _, _, keys in sections() for key in keys}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
 from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.work import Rendered
 
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -248,11 +247,9 @@ class Switching(ByteTokenizer):
 
     template = "{% if enable_thinking is false %}"
 
-    def render_on(self, messages: Any, *, settings: Any = None, **more: Any) -> Rendered:
+    def render(self, messages: Any, *, settings: Any = None, **more: Any) -> str:
         is_off = (settings or {}).get("enable_thinking") is False
-        return Rendered(
-            super().render_on(messages, **more).text + ("<think>\n\n</think>\n\n" if is_off else "")
-        )
+        return super().render(messages, **more) + ("<think>\n\n</think>\n\n" if is_off else "")
 
 
 @in_loop

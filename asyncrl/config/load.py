@@ -217,6 +217,20 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
             yield from _fields(section, f"{prefix}{name}.")
 
 
+BASIC = frozenset(
+    "seed model.path task.dataset task.files task.python task.reward generator.python "
+    "generator.command rollout.group_size rollout.num_engines rollout.engine rollout.slots "
+    "rollout.max_tokens rollout.temperature rollout.timeout_s buffer.max_staleness buffer.look_ahead "
+    "buffer.on_overdue trainer.num_groups trainer.num_steps trainer.world_size trainer.learning_rate "
+    "trainer.micro_batch_tokens trainer.lora algorithm.loss algorithm.advantage eval.task eval.every "
+    "weight_sync.transport weight_sync.interrupt placement.trainer placement.rollout checkpoint.every "
+    "observe.trackers".split()
+)
+"""Settings that `asyncrl keys` lists without --all."""
+SAME_AS_TASK = "eval.task."
+"""These settings have the meanings of `task.*`, and are not listed again."""
+
+
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
     """Yield (section, description, keys) in the order of the config. Section '' holds the top-level keys."""
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
@@ -225,7 +239,8 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     yield "", "Settings outside any section.", tops
     for name, model in models.items():
         if model is not None:
-            keys = [key for key in all_known if key.name.startswith(f"{name}.")]
+            own = [key for key in all_known if key.name.startswith(f"{name}.")]
+            keys = [key for key in own if not key.name.startswith(SAME_AS_TASK)]
             yield name, " ".join((model.__doc__ or "").split()), keys
 
 
@@ -237,11 +252,15 @@ def schema_text() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-def describe_keys(wanted: str | None = None) -> str:
-    """Describe all settings, the settings of a section, a setting by its full name, or all settings with a
+def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
+    """Describe the basic or all settings, those of a section, a setting by its full name, or settings with a
     word in their name or meaning. A name contains a dot. Raises ConfigError if nothing matches.
     """
     word = (wanted or "").lower()
+    if wanted is None and not lists_all:
+        num_all = sum(len(keys) for _, _, keys in sections())
+        more = f"{len(BASIC)} of {num_all} settings; more: asyncrl keys SECTION, asyncrl keys --all"
+        return f"{_described(_chosen(lambda key: key.name in BASIC))}\n\n{more}"
 
     def is_exact(key: Key) -> bool:
         return key.name == wanted or key.name.startswith(f"{wanted}.")
@@ -257,9 +276,13 @@ def describe_keys(wanted: str | None = None) -> str:
         raise ConfigError(
             f"no setting, section or meaning has {wanted}"
             + (f"; did you mean {closest}?" if closest else ""),
-            way_out="give a key like buffer.max_staleness, a section like buffer, a word, or none for all.",
+            way_out="give a key like buffer.max_staleness, a section like buffer, a word, or --all.",
         )
-    lines = []
+    return _described(found)
+
+
+def _described(found: Sequence[tuple[str, str, list[Key]]]) -> str:
+    lines = list[str]()
     for name, about, keys in found:
         lines.append(f"{name or 'top level'}: {about}")
         for key in keys:

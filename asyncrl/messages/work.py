@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -220,28 +219,6 @@ new_hash = partial(blake2b, digest_size=16)
 """Hash of a growing text or ids: copying the hash of a prefix continues it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rendered:
-    """A rendered chat: `text` after `num_before` characters, whose new_hash() is `before`. `state`: the
-    renderer's state for continuing, None if the next rendering must start over.
-    """
-
-    text: str
-    num_before: int = 0
-    before: blake2b = field(default_factory=new_hash)
-    state: Any = None
-
-    def hash_of(self, num_chars: int) -> blake2b | None:
-        """Return the hash of the first `num_chars` characters of the chat; None if they end before this text
-        begins. Raises ValueError if the text is not valid Unicode.
-        """
-        if num_chars < self.num_before:
-            return None
-        found = self.before.copy()
-        found.update(self.text[: num_chars - self.num_before].encode())
-        return found
-
-
 class ChatRenderer(Protocol):
     """The tokenizer as the gateway sees it, with template and encoding apart."""
 
@@ -257,19 +234,6 @@ class ChatRenderer(Protocol):
     ) -> str:
         """The chat as text, up to the assistant's next turn. `settings`: variables of the template. Raises
         ValueError if it refuses the chat or the settings.
-        """
-        ...
-
-    def render_on(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        after: Rendered | None = None,
-    ) -> Rendered:
-        """Return the same text. `after`: a rendering of these first messages with the same tools and
-        settings; its text may be omitted.
         """
         ...
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from jinja2 import Template, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from asyncrl.errors import ConfigError
-from asyncrl.messages.work import Rendered
-from asyncrl.rollouts.chat_template import Checkpoint, NotFollowed, ResumableTemplate
 
 log = logging.getLogger(__name__)
 
@@ -27,28 +23,8 @@ ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
 """In a template that writes the arguments of a tool call as they are if they are text (Qwen3)."""
 
 
-PREPARED = "{{ {'messages': messages, 'tools': tools}|tojson }}"
-"""A template that shows what transformers makes of messages and tools before any template sees them."""
-
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """Variables that no one sets but a rendering itself."""
-
-CHECKED_MESSAGES = 32
-"""A rendering that went on is compared with a whole one if the chat has at most so many messages, and ..."""
-
-
-def _is_checked(number: int) -> bool:
-    """... after 1, 2, 4, 8 and so on of them."""
-    return number & (number - 1) == 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _State:
-    """From where a rendering can go on: messages and tools as the template has seen them."""
-
-    messages: list[Any]
-    tools: Any
-    checkpoint: Checkpoint
 
 
 class HFChatTokenizer:
@@ -110,7 +86,6 @@ class HFChatTokenizer:
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
         self.template, self.response_template = template, getattr(tokenizer, "response_template", None)
         compiled = _compile(template, f"the chat template of {self.model_path}")
-        self._resumable, self._num_unchecked = _resumable(compiled, template), itertools.count(1)
         self._settings = dict(chat_template_kwargs or {})
         known = template_variables(compiled, template)
         self._variables = known.difference(RESERVED, tokenizer.special_tokens_map)
@@ -170,60 +145,6 @@ class HFChatTokenizer:
                 return self._apply_template(_with_arguments(chat, _as_text), options)
             except ValueError:
                 raise refusal from None
-
-    def render_on(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        after: Rendered | None = None,
-    ) -> Rendered:
-        """The text of render(), after what `after` has of it: the Rendered of the first of these messages
-        with the same tools and settings. Raises as render() does.
-
-        Only what the new messages change is rendered (chat_template.py says why that is exact). Should
-        a check find another text all the same, this template is rendered as a whole from then on.
-        """
-        if self._resumable is None:
-            return Rendered(self.render(messages, tools=tools, settings=settings))
-        try:
-            found = self._render_on(self._resumable, messages, tools, settings, after)
-        except RecursionError:
-            raise
-        except Exception:  # what the template does is not followed, or it refuses: render() says why
-            return Rendered(self.render(messages, tools=tools, settings=settings))
-        if len(messages) <= CHECKED_MESSAGES and _is_checked(next(self._num_unchecked)):
-            whole = Rendered(self.render(messages, tools=tools, settings=settings))
-            if not _are_equal(whole, found):
-                log.error("the chat template is rendered as a whole from now on: it was continued wrongly")
-                self._resumable = None
-                return whole
-        return found
-
-    def _render_on(
-        self, resumable: ResumableTemplate, messages: Any, tools: Any, settings: Any, after: Rendered | None
-    ) -> Rendered:
-        state: _State | None = after.state if after else None
-        known = state.messages if state else []
-        new = self._with_roles(messages[len(known) :])
-        if not ARGUMENTS_ARE_STRING.search(self.template):
-            new = _with_arguments(new, _as_object)
-        prepared: dict[str, Any] = json.loads(
-            self._tokenizer.apply_chat_template(
-                new, chat_template=PREPARED, tools=None if state else tools or None, tokenize=False
-            )
-        )
-        chat, given = [*known, *prepared["messages"]], state.tools if state else prepared["tools"]
-        variables = {**self._tokenizer.special_tokens_map, "tools": given, "documents": None}
-        variables |= {"add_generation_prompt": True, **self._all_settings(settings)}
-        text, num_before, checkpoint = resumable.render(chat, variables, state.checkpoint if state else None)
-        next_state = _State(chat, given, checkpoint) if checkpoint else None
-        if not num_before:
-            return Rendered(text, state=next_state)
-        before = after.hash_of(num_before) if after else None
-        assert before is not None, "a checkpoint lies in the text of its own rendering"
-        return Rendered(text, num_before, before, next_state)
 
     def _all_settings(self, settings: Mapping[str, Any] | None) -> dict[str, Any]:
         """The run's and the call's, those that the template reads."""
@@ -319,21 +240,6 @@ def template_variables(compiled: Template, template: str) -> frozenset[str]:
     """Names that the template reads and does not set: what it may be given."""
     environment = compiled.environment
     return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
-
-
-def _resumable(compiled: Template, template: str) -> ResumableTemplate | None:
-    """None for a template whose loop over the messages cannot be followed."""
-    try:
-        return ResumableTemplate(compiled.environment, template)
-    except NotFollowed:
-        return None
-
-
-def _are_equal(whole: Rendered, part: Rendered) -> bool:
-    """Whether they are of one text."""
-    first = whole.hash_of(part.num_before)
-    is_same = first is not None and first.digest() == part.before.digest()
-    return is_same and whole.text[part.num_before :] == part.text
 
 
 def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ class Capture:
                 chain = Chain(messages, tools, self._thinking, self._recorded.settled)
             else:
                 chain = before.chain.after(before.messages, messages)
-            chat = Chat(messages, tools, settings, given, prefill, self._thinking, chain, before)
+            chat = Chat(messages, tools, settings, given, prefill, self._thinking, chain)
             return self._drafting.draft(chat)
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None

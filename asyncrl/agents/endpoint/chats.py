@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from asyncrl.messages.work import Rendered, new_hash
+from asyncrl.messages.work import new_hash
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -44,12 +44,9 @@ class PromptText:
         return self.num_chars, self.hashed.digest()
 
     @classmethod
-    def of(cls, whole: Rendered, prefill: str = "") -> PromptText:
-        """All of the chat, and the prefill. Raises ValueError if the text is no Unicode."""
-        num_chars = whole.num_before + len(whole.text)
-        found = whole.hash_of(num_chars)
-        assert found is not None, "all of it is more than a part"
-        return cls(num_chars, found).then(prefill)
+    def of(cls, text: str) -> PromptText:
+        """Return the length and hash of a text. Raises ValueError if it is no valid Unicode."""
+        return cls(len(text), new_hash(text.encode()))
 
     def then(self, text: str) -> PromptText:
         """With this text behind it."""

@@ -12,9 +12,9 @@ None of these ways is taken if a text that came after the answer would not be in
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.agents.endpoint.branches import ChatNode
@@ -29,7 +29,7 @@ from asyncrl.agents.endpoint.chats import (
     left_out,
     stand_in,
 )
-from asyncrl.messages.work import ChatRenderer, Rendered
+from asyncrl.messages.work import ChatRenderer, new_hash
 
 How = Literal["new", "extended", "realigned", "edited", "uncut"]
 """How the prompt of a call was made. new: the session's first prompt. extended: recorded ids up to the chat's
@@ -55,8 +55,7 @@ class Draft:
     prompt. `asked`: all of the text that the prompt's ids spell, None if the template writes another.
     `prefill`: the end of the text, with which the answer begins.
 
-    The rest is for a later chat that begins with these `messages`: what the template writes for them, unless
-    that was of no use, and the tools and settings as they were given.
+    The rest is for a later chat that begins with these `messages`: the tools and settings as they were given.
     """
 
     text: str
@@ -65,23 +64,13 @@ class Draft:
     chain: Chain
     asked: PromptText | None
     messages: Messages
-    rendered: Rendered | None
     given: bytes
     prefill: str
-
-    def to_go_on_from(self) -> Draft:
-        """The same, for a later chat alone: without the texts that it would not read."""
-        rendered = self.rendered
-        if rendered is not None and rendered.state is None:
-            rendered = Rendered("")
-        return replace(self, text="", rendered=rendered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chat:
-    """What is drafted. `before`: the draft of a chat whose messages these begin with, the very same ones,
-    with the same tools and settings.
-    """
+    """A chat to draft."""
 
     messages: Messages
     tools: Messages | None
@@ -90,11 +79,6 @@ class Chat:
     prefill: Prefill
     thinking: tuple[str, str]
     chain: Chain
-    before: Draft | None
-
-    @property
-    def rendered_before(self) -> Rendered | None:
-        return self.before.rendered if self.before else None
 
     def begin(self, prompt: str) -> str:
         """What is written behind the prompt, for the model to go on from: the prefill, which is no part of a
@@ -103,22 +87,12 @@ class Chat:
         prefill = self.prefill(prompt)
         return prefill and close_thought(prompt, self.thinking) + prefill
 
-    def draft(
-        self,
-        text: str,
-        how: How,
-        parent: ChatNode | None,
-        rendered: Rendered | None,
-        *,
-        prompt: str,
-        is_whole: bool,
-    ) -> Draft:
-        """`prompt`: what the template wrote, its end at least. `is_whole`: the ids of the prompt spell what
-        was rendered.
+    def draft(self, text: str, how: How, parent: ChatNode | None, *, prompt: str, is_whole: bool) -> Draft:
+        """Return the draft. `prompt`: what the template wrote, its end at least. `is_whole`: `prompt` is all
+        of it, and the ids of the prompt spell it.
         """
-        asked = PromptText.of(rendered, self.begin(prompt)) if is_whole and rendered else None
-        prefill = self.prefill(prompt)
-        return Draft(text, how, parent, self.chain, asked, self.messages, rendered, self.given, prefill)
+        asked = PromptText.of(prompt + self.begin(prompt)) if is_whole else None
+        return Draft(text, how, parent, self.chain, asked, self.messages, self.given, self.prefill(prompt))
 
 
 class Recorded:
@@ -171,17 +145,14 @@ class Recorded:
         """The completion that a chat with this key ends with."""
         return self._by_chat.get(key)
 
-    def longest(self, rendered: Rendered, begin: str) -> ChatNode | None:
-        """The one with the longest text that the chat's begins with, `begin` behind it, and that is not
-        shorter than rendered.num_before.
-        """
-        text, start = rendered.text + begin, rendered.num_before
-        hashed, at = rendered.before.copy(), start
+    def longest(self, text: str) -> ChatNode | None:
+        """Return the completion with the longest text that `text` begins with."""
+        hashed = new_hash()
         found: ChatNode | None = None
+        at = 0
         lengths = tuple(self._lengths)
-        most = bisect_right(lengths, start + len(text))
-        for length in lengths[bisect_left(lengths, start) : most]:
-            hashed.update(text[at - start : length - start].encode())
+        for length in lengths[: bisect_right(lengths, len(text))]:
+            hashed.update(text[at:length].encode())
             at = length
             found = self._by_text.get((length, hashed.digest()), found)
         return found
@@ -201,45 +172,28 @@ class Drafting:
     def draft(self, chat: Chat) -> Draft:
         """What the messages go on from, unless the text goes on from a later answer. Raises ValueError if the
         template refuses the chat, or leaves out what a message says.
-
-        If the known completion is the chat's last answer and has no text, its ids never spell what the
-        template writes: where the next chat could not go on from this one's text either, that render is
-        saved. After an earlier one the text may go on from a later answer, to the same chat with other tools.
         """
-        (known_at, known), rendered, by_text = self._known(chat), None, None
-        before = chat.rendered_before
-        can_go_on = chat.before is not None and (before is None or before.state is not None)
-        if known is None or known.text is not None or can_go_on or known_at < chat.chain.answers[-1][0]:
-            rendered = self._render_if_taken(chat, known is not None)
-            by_text = None if rendered is None else self._longest(chat, rendered)
-        is_later = known is not None and known_at < chat.chain.answers[-1][0]
-        if by_text is None and rendered is not None and rendered.num_before and is_later:
-            rendered = self._render(chat.messages, chat)  # the later answer's text may end before what is new
-            by_text = self._longest(chat, rendered)
+        known_at, known = self._known(chat)
+        text = self._render_if_taken(chat, known is not None)
+        by_text = None if text is None else self._recorded.longest(text + chat.begin(text))
         if known is not None and (by_text is None or by_text.num_messages <= known_at + 1):
-            found = self._from_known(chat, known_at, known, rendered)
+            found = self._from_known(chat, known_at, known, text)
             if found is not None:
                 return found
-        if rendered is None or (by_text is None and rendered.num_before):
-            rendered = self._render(chat.messages, chat)
-            by_text = self._longest(chat, rendered)
+        if text is None:
+            text = self._render(chat.messages, chat)  # raises what the template says
         if by_text is not None:
-            found = self._from_text(chat, by_text, by_text.num_messages, rendered, known_at)
+            found = self._from_text(chat, by_text, by_text.num_messages, text, known_at)
             if found is not None:
                 return found
-        whole = self._render(chat.messages, chat) if rendered.num_before else rendered
-        index = left_out(chat.messages, whole.text, self._thinking)
+        index = left_out(chat.messages, text, self._thinking)
         if index is not None:
             what = f"the chat template leaves out what messages[{index}] says"
             rule = f"it has no place there for role {chat.messages[index]['role']}"
             way_out = "send no such message, or set model.chat_template to one that writes it"
             raise ValueError(f"{what}: {rule}; {way_out}")
         how = _how("extended", chat, 0, known_at)
-        text = whole.text + chat.begin(whole.text)
-        return chat.draft(text, how, None, whole, prompt=whole.text, is_whole=True)
-
-    def _longest(self, chat: Chat, rendered: Rendered) -> ChatNode | None:
-        return self._recorded.longest(rendered, chat.begin(rendered.text))
+        return chat.draft(text + chat.begin(text), how, None, prompt=text, is_whole=True)
 
     def _known(self, chat: Chat) -> tuple[int, ChatNode | None]:
         """The last answer that was recorded, by the messages: its index and its completion, or -1."""
@@ -249,56 +203,50 @@ class Drafting:
                 return index, node
         return -1, None
 
-    def _from_known(self, chat: Chat, at: int, node: ChatNode, rendered: Rendered | None) -> Draft | None:
-        """What follows the recorded answer `messages[at]`. None: there is no place to cut."""
-        if node.text is not None and rendered is not None:
-            if rendered.num_before > node.text[0]:
-                rendered = self._render(chat.messages, chat)
-            found = self._from_text(chat, node, at + 1, rendered, at)
+    def _from_known(self, chat: Chat, at: int, node: ChatNode, text: str | None) -> Draft | None:
+        """Return what follows the recorded answer `messages[at]`; None if there is no place to cut."""
+        if node.text is not None and text is not None:
+            found = self._from_text(chat, node, at + 1, text, at)
             if found is not None:
                 return found
         for rest in self._cuts(chat, at, node):
             if self._has_all(chat.messages[at + 1 :], rest):
                 how = _how("realigned", chat, at + 1, at)
-                kept = rendered or chat.rendered_before
-                text = rest + chat.begin(rest)
-                return chat.draft(text, how, node, kept, prompt=rest, is_whole=False)
+                return chat.draft(rest + chat.begin(rest), how, node, prompt=rest, is_whole=False)
         return None
 
     def _from_text(
-        self, chat: Chat, node: ChatNode, num_covered: int, rendered: Rendered, known_at: int
+        self, chat: Chat, node: ChatNode, num_covered: int, text: str, known_at: int
     ) -> Draft | None:
-        """What follows the text of this completion, if the chat's text begins with it."""
+        """Return what follows the text of this completion; None if the chat's text does not begin with it."""
         assert node.text is not None, "it was found by its text"
-        (num_chars, digest), whole = node.text, rendered.text + chat.begin(rendered.text)
-        end = num_chars - rendered.num_before
-        hashed = rendered.before.copy()
-        hashed.update(whole[:end].encode())
-        if not 0 <= end <= len(whole) or hashed.digest() != digest:
+        num_chars, digest = node.text
+        whole = text + chat.begin(text)
+        if num_chars > len(whole) or new_hash(whole[:num_chars].encode()).digest() != digest:
             return None
-        if not self._has_all(chat.messages[num_covered:], whole[end:]):
+        if not self._has_all(chat.messages[num_covered:], whole[num_chars:]):
             return None
         how = _how("extended", chat, num_covered, known_at)
-        return chat.draft(whole[end:], how, node, rendered, prompt=rendered.text, is_whole=True)
+        return chat.draft(whole[num_chars:], how, node, prompt=text, is_whole=True)
 
     def _has_all(self, messages: Messages, text: str) -> bool:
         """Whether the text holds what tools, users and the system say; a template may leave out answers."""
         said = [message for message in messages if message["role"] != "assistant"]
         return left_out(said, text, self._thinking) is None
 
-    def _render_if_taken(self, chat: Chat, is_known: bool) -> Rendered | None:
-        """The chat. None if its template refuses it, and it may still go on from a known answer: what the
-        model has said, such as several calls, is not for the template to refuse.
+    def _render_if_taken(self, chat: Chat, is_known: bool) -> str | None:
+        """Return the chat's text. None if its template refuses it and the chat may still continue a known
+        answer: the template cannot refuse what the model has said, such as several calls.
         """
         try:
-            return self._render(chat.messages, chat, chat.rendered_before)
+            return self._render(chat.messages, chat)
         except ValueError:
             if not is_known:
                 raise
             return None
 
-    def _render(self, messages: Messages, chat: Chat, after: Rendered | None = None) -> Rendered:
-        return self._renderer.render_on(messages, tools=chat.tools, settings=chat.settings, after=after)
+    def _render(self, messages: Messages, chat: Chat) -> str:
+        return self._renderer.render(messages, tools=chat.tools, settings=chat.settings)
 
     def _cuts(self, chat: Chat, at: int, node: ChatNode) -> Iterator[str]:
         """What may follow the recorded answer messages[at], generation prompt included; the best first.
@@ -334,15 +282,14 @@ class Drafting:
         one call an answer, if it takes no more.
         """
         shown = [*chat.messages[:at], answer, *chat.messages[at + 1 :]]
-        is_new = chat.before is not None and at >= len(chat.before.messages)
         with contextlib.suppress(ValueError):
-            return self._render(shown, chat, chat.rendered_before if is_new else None).text
+            return self._render(shown, chat)
         single = [
             {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
             for each in shown
         ]
         with contextlib.suppress(ValueError):
-            return self._render(single, chat).text if single != shown else ""
+            return self._render(single, chat) if single != shown else ""
         return ""
 
 

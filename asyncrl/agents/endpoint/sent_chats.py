@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from pydantic_core import from_json
@@ -97,4 +97,4 @@ class SentChats:
         """A call with this body was planned as `draft`. `before`: what find() said."""
         start, hashed = (before.num_bytes, before.hashed.copy()) if before else (0, new_hash())
         hashed.update(memoryview(body)[start : place.end])
-        self._chats.append(SentChat(place.end, hashed, body[: place.start], draft.to_go_on_from()))
+        self._chats.append(SentChat(place.end, hashed, body[: place.start], replace(draft, text="")))
