@@ -24,7 +24,7 @@ class Teacher:
 
     Life: up -> down_nowait(), once its process is lost: open calls restart later -> renew_nowait(): a new
         process -> up_nowait(). It lives as long as its `caller`.
-    Waits: judge sleeps until the teacher is up, then for a place among `places` concurrent calls, then for the
+    Waits: judge sleeps until the teacher is up, then for one `places` slot, then for the
         answer, at most timeout_s.
     Invariant: its weights never change, so logprobs do not depend on when they are computed.
 

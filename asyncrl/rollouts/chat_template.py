@@ -1,11 +1,9 @@
-"""A chat template that goes on from an earlier rendering of the same chat, when only messages came after it.
+"""Chat template rendering that resumes after messages were appended.
 
-The template's loop over the messages is watched as it runs: what it reads of the chat, and what it keeps from
-one message to the next. A template is a program without a clock or a random number (those are refused), so a
-part of it that reads the same does the same: the text of a message stays as it is when more messages come,
-unless its turn of the loop has read something that they change (how many there are, whether it is the last,
-the next one). A rendering goes on at the first such turn. What comes before the loop is run each time, for it
-may read the whole chat, and what it has written and set has to be what it was; what comes after is, too.
+The template's loop over the messages records its reads and its state. Templates have no clock or random
+numbers (those are refused), so a message's text stays valid unless its iteration read something that new
+messages change (their number, whether it is the last, the next one). Rendering resumes at the first such
+iteration. The part before the loop must be unchanged.
 """
 
 from __future__ import annotations
@@ -21,22 +19,21 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 LOOP, TURN = "_message_loop", "_message_turn"
-"""Names that the changed template has for the loop over the messages, and for `loop` in it."""
+"""Names in the modified template: the loop over the messages, and its `loop` variable."""
 STATEFUL = {"cycler", "joiner", "lipsum", "self"}
-"""Names whose values keep something that is not seen here, or differ from one rendering to the next."""
+"""Names with hidden state, or with values that differ between renderings."""
 
 
 class NotFollowed(Exception):  # noqa: N818  it never leaves the tokenizer
-    """The template does something with its messages that is not watched."""
+    """The template uses its messages in an unsupported way."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """The start of turn `index` of loop number `loop`, whose messages begin with message `start` of the chat.
+    """Start of iteration `index` of loop number `loop`, whose messages begin at message `start`.
 
-    No turn before it has read what later messages change. `num_chars` of the text come before it, the first
-    of them `prelude`, which was written before the loop. `entered`: the values of all variables at the start
-    of the loop; `kept`: those of its namespaces at the start of the turn.
+    `num_chars` characters precede it; `prelude` is the part before the loop. `entered`: variables at the
+    start of the loop; `kept`: namespaces at the start of the iteration.
     """
 
     loop: int
@@ -49,12 +46,10 @@ class Checkpoint:
 
 
 class ResumableTemplate:
-    """One template. render() may run in several threads at once."""
+    """A resumable template. render() is thread-safe."""
 
     def __init__(self, environment: Environment, source: str) -> None:
-        """`environment`: the one that transformers compiles `source` in. Raises NotFollowed where it is no
-        use.
-        """
+        """Raises NotFollowed for unsupported templates."""
         tree = environment.parse(source)
         refused = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport, nodes.Filter)
         for node in tree.find_all(refused):
@@ -75,10 +70,10 @@ class ResumableTemplate:
     def render(
         self, messages: Sequence[Any], variables: Mapping[str, Any], after: Checkpoint | None
     ) -> tuple[str, int, Checkpoint | None]:
-        """(text, number of characters before it, from where the next one can go on).
+        """Return (text, number of omitted characters before it, next checkpoint).
 
-        `after`: of a rendering of the first of these messages, with the same variables; the characters that
-        are left out are its first ones. Raises whatever the template raises, and NotFollowed.
+        `after`: from a rendering of the first of these messages with the same variables. Raises the
+        template's errors, and NotFollowed.
         """
         run = _Run(messages, after, self._template.environment.undefined)
         clock = self._template.globals.get("strftime_now")
@@ -93,8 +88,6 @@ class ResumableTemplate:
 
 
 class _Run:
-    """One rendering. `reads_end`: a turn of the loop has read something that more messages would change."""
-
     context: Context
 
     def __init__(self, messages: Sequence[Any], after: Checkpoint | None, undefined: type[Undefined]) -> None:
@@ -105,7 +98,7 @@ class _Run:
         self.checkpoint: Checkpoint | None = None
 
     def watched(self, clock: Callable[..., Any]) -> Callable[..., Any]:
-        """The clock, which says something else in the next rendering."""
+        """Wrap the clock, whose value changes between renderings."""
 
         def now(*args: Any) -> Any:
             self.reads_end = True
@@ -114,7 +107,6 @@ class _Run:
         return now
 
     def enter(self, loop: int, messages: Any) -> Iterator[tuple[Any, _Turn]]:
-        """Called by the changed template where a loop over messages begins."""
         if not isinstance(messages, _Messages):
             raise NotFollowed("a loop over a part of the messages")
         before, self.checkpoint = self._after, None
@@ -139,7 +131,7 @@ class _Run:
     def _turns(
         self, loop: int, messages: _Messages, index: int, entered: Mapping[str, Any] | None, prelude: str
     ) -> Iterator[tuple[Any, _Turn]]:
-        """What the template loops over, from turn `index` on; checkpoints are made if `entered` is given."""
+        """Yield iterations from `index` on; make checkpoints if `entered` is given."""
         while True:
             if entered is not None and not self.reads_end:
                 kept = {
@@ -156,7 +148,7 @@ class _Run:
 
 
 class _Unknown:
-    """What templates know of these objects is what their classes define; the rest is not watched."""
+    """Refuses access to attributes that a subclass does not define."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotFollowed(name)
@@ -173,7 +165,7 @@ class _Unknown:
 
 
 class _Messages(_Unknown):
-    """The chat from message `start` on, in place of a list."""
+    """The chat from message `start` on, as a list."""
 
     def __init__(self, run: _Run, start: int) -> None:
         self._start, self._run = start, run
@@ -190,7 +182,6 @@ class _Messages(_Unknown):
         return len(self._run.messages) > self._start or len(self) > 0
 
     def __iter__(self) -> Iterator[Any]:
-        """To be left early changes nothing: only its end may move."""
         yield from self._run.messages[self._start :]
         self._run.reads_end = True
 
@@ -212,7 +203,7 @@ class _Messages(_Unknown):
 
 
 class _Turn(_Unknown):
-    """`loop` in the loop over messages, as jinja2.runtime.LoopContext has it. Not all of it."""
+    """`loop` in the loop over messages: parts of jinja2.runtime.LoopContext."""
 
     depth, depth0 = 1, 0
 
@@ -269,9 +260,7 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 def _get_attribute(
     environment: Environment, sandboxed: Callable[[Any, str], Any], value: Any, name: str
 ) -> Any:
-    """What the sandbox's getattr finds, for a tenth of its time where that is the entry of a dict, or a name
-    without an underscore of the objects that hold a template's loops and variables.
-    """
+    """Return an attribute like the sandbox's getattr, ten times faster for common cases."""
     kind = type(value)
     if kind is dict:
         if name not in _DICT_ATTRIBUTES:
@@ -285,13 +274,11 @@ def _get_attribute(
     return sandboxed(value, name)
 
 
-# ---- the change of the template
+# ---- modification of the template
 
 
 def _top_loops(body: Sequence[nodes.Node]) -> Iterator[nodes.For]:
-    """Loops whose surroundings are run once, with variables that are all in the context: those of the
-    template itself and of its conditions.
-    """
+    """Yield loops that run once, with all variables in the context."""
     for node in body:
         if isinstance(node, nodes.For):
             yield node
@@ -300,7 +287,7 @@ def _top_loops(body: Sequence[nodes.Node]) -> Iterator[nodes.For]:
 
 
 def _is_over_messages(loop: nodes.For) -> bool:
-    """By its name, in their order; that it is the chat is seen when it runs."""
+    """Return whether the loop runs over messages in order, by its name; checked again at run time."""
     over = loop.iter
     if isinstance(over, nodes.Getitem) and isinstance(over.arg, nodes.Slice) and over.arg.step is None:
         over = over.node
@@ -309,7 +296,7 @@ def _is_over_messages(loop: nodes.For) -> bool:
 
 
 def _watch(loop: nodes.For, number: int) -> None:
-    """`for message in messages` -> `for message, TURN in LOOP(number, messages)`."""
+    """Make it `for message, TURN in LOOP(number, messages)`."""
     lineno = loop.lineno
     renamed = _RenamedLoop()
     loop.body = [renamed.visit(node) for node in loop.body]
@@ -321,7 +308,7 @@ def _watch(loop: nodes.For, number: int) -> None:
 
 
 class _RenamedLoop(NodeTransformer):
-    """`loop` -> TURN, but for the `loop` of inner loops."""
+    """Renames `loop` to TURN, except in inner loops."""
 
     def visit_Name(self, node: nodes.Name) -> nodes.Name:  # noqa: N802
         return nodes.Name(TURN, node.ctx, lineno=node.lineno) if node.name == "loop" else node
@@ -338,7 +325,7 @@ def _names(node: nodes.Node) -> list[nodes.Name]:
     return [node] if isinstance(node, nodes.Name) else list(node.find_all(nodes.Name))
 
 
-# ---- values of variables, kept and compared
+# ---- values of variables, saved and compared
 
 
 def _attributes(namespace: Namespace) -> dict[str, Any]:
@@ -347,8 +334,8 @@ def _attributes(namespace: Namespace) -> dict[str, Any]:
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """As they are now. A macro is its code: what it reads is in the variables. A namespace is also the first
-    of its names: what is set by one of them is read by the others.
+    """Return the current values. A macro is its code. A namespace includes its first name, because aliases
+    share state.
     """
     values: dict[str, Any] = {}
     first_names: dict[int, str] = {}
@@ -370,7 +357,7 @@ def _plain_values(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value itself: the sandbox lets no template change one of these. Raises NotFollowed for others."""
+    """Return the value; templates cannot change these types. Raises NotFollowed for others."""
     if isinstance(value, list | tuple):
         for item in value:
             _plain(item)
@@ -383,7 +370,7 @@ def _plain(value: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal, and of the same types and order of keys all the way down: True is not 1 in a text."""
+    """Return deep equality, with equal types and key order: True is not 1 as text."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -393,5 +380,5 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return _same(list(one), list(other)) and all(map(_same, one.values(), other.values()))
     if isinstance(one, float):
-        return repr(one) == repr(other)  # -0.0 is not 0.0 in a text
+        return repr(one) == repr(other)  # -0.0 is not 0.0 as text
     return isinstance(one, Undefined) or bool(one == other)
