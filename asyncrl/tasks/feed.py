@@ -19,7 +19,8 @@ _POSITION = ("num_drawn", "handed_back", "memory")
 class Feed:
     """Prompt source of the producers.
 
-    A drawn prompt is consumed (no call, except observed_nowait) or returned, to be drawn again before any new prompt, with its num_handed_back.
+    A drawn prompt is consumed (no call, except observed_nowait) or returned, to be drawn again before any new
+    prompt, with its num_handed_back.
 
     Invariant: state() and the config are complete; a feed that loads a state continues with the same prompts.
     """

@@ -47,7 +47,8 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
 def look_at_task(
     config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
 ) -> tuple[PromptTask | None, str]:
-    """Return the task before the start, and its description. The task is None if only the run may read it: of a verifiers environment (loaded all the same), or a dataset from the hub.
+    """Return the task before the start, and its description. The task is None if only the run may read it: of
+    a verifiers environment (loaded all the same), or a dataset from the hub.
 
     Raises like build_task.
     """
