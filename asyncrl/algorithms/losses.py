@@ -301,8 +301,8 @@ def weighted_kl(current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, estima
     """Return kl() times r = exp(current - anchor), float32 [M]: for tokens that the anchor sampled, it
     estimates KL(current || reference) and its gradient, given the preceding tokens.
 
-    With d = reference - current the gradient of r k3 is -r d times that of current, the KL's; that of r k1 is
-    r (1 - d), whose 1 has mean 0. k2 has -d already, so there r has no gradient. DeepSeek-V3.2,
+    With d = reference - current the gradient of r k3 is -r d times current's, which is the KL's; the gradient
+    of r k1 is r (1 - d), whose 1 has mean 0. k2 has -d already, so there r has no gradient. DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556, section 3.1; TRL's use_bias_correction_kl.
     """
     ratio_M = exp_ratio(current_M - anchor_M)

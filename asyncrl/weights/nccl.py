@@ -146,12 +146,12 @@ class BroadcastTransport(Transport):
             self._chunks.append(SentChunk(num_bytes=size, tensors=placed))
 
 
-class GroupBroken(Exception):  # noqa: N818  what it is, not what went wrong
+class GroupBroken(Exception):  # noqa: N818  a state of the group
     """A group member is gone, late, or out of order. The group cannot be used any more."""
 
 
 class WeightGroup:
-    """This process as a member of a group.
+    """Membership of this process in a group.
 
     Life: joined, once all are present -> send, or receive, any number of times -> closed, also by the first
         failure.
