@@ -16,7 +16,7 @@ _FOUND_IN = {
     "read_run": "asyncrl.observe.run_record",
     "run": "asyncrl.api",
 }
-"""Imported when they are asked for: a server or a worker imports none of them."""
+"""Imported on access, because servers and workers do not need them."""
 
 
 def __getattr__(name: str) -> Any:

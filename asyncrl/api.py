@@ -1,4 +1,4 @@
-"""A run from Python: what `asyncrl run` does, as a function."""
+"""`asyncrl run` as a Python function."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ def run(
     on_sample: Callable[[ShownRollout], None] | None = None,
     on_weights: Callable[[int, str], None] | None = None,
 ) -> RunRecord:
-    """Train as `config` says, to the end or to a Ctrl-C, and return what the run directory tells then.
+    """Train as `config` says, to the end or to Ctrl-C, and return the run's record.
 
-    `config`: a YAML file, a mapping of the same form, or a RunConfig; `overrides`: settings that replace some
-    of it, as on the command line: ["buffer.max_staleness=4"]. `run_dir`, `resume` and `allow_change` are the
-    options of `asyncrl run`: the run in `run_dir` goes on where it stood, if there is one.
+    `config`: a YAML file, a mapping of the same form, or a RunConfig; `overrides`: settings as on the command
+    line: ["buffer.max_staleness=4"]. `run_dir`, `resume` and `allow_change` are the options of `asyncrl run`:
+    an existing run in `run_dir` is resumed.
 
-    Callbacks are called in the run's own loop, so return soon: on_step(step, metrics) after each step,
+    Callbacks run in the run's own loop and must return soon: on_step(step, metrics) after each step,
     on_evaluation(policy_version, metrics), on_sample(sample) for each rollout of samples.jsonl, and
-    on_weights(policy_version, digest) when every engine serves new weights. One that raises ends the run,
-    which can be resumed, with CallbackError; one that has not returned for 30 s is named on stderr. To end
-    a run early, `signal.raise_signal(signal.SIGINT)`: it takes the step to its end and makes a checkpoint.
+    on_weights(policy_version, digest) when every engine serves new weights. An exception in one ends the run
+    with CallbackError, and the run can be resumed; stderr names a callback that has not returned for 30 s. To
+    end a run early, call `signal.raise_signal(signal.SIGINT)`: the run finishes the step and writes a
+    checkpoint.
 
-    In a notebook, and inside any other running event loop, the run works in a thread with a loop of its own
-    until this returns; a notebook shows a table that updates. Ctrl-C, or interrupting the cell, ends the run
-    with a checkpoint; a second time ends it at once. A thread other than the main thread gets no signals. In
-    a script, call it below `if __name__ == "__main__":`. Raises ConfigError for what is wrong before anything
-    is started, and the AsyncrlError that ended the run; nothing that it started is left.
+    In a notebook, or inside another running event loop, the run works in a thread with its own loop until
+    this function returns; a notebook shows an updating table. Ctrl-C, or interrupting the cell, ends the run
+    with a checkpoint; a second time ends it at once. Only the main thread receives signals. In a script, call
+    it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the AsyncrlError that ended
+    the run; all started processes have ended then.
     """
     callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
     from asyncrl.job.loop import run_job
@@ -90,7 +91,7 @@ def _is_in_loop() -> bool:
 
 
 def _run_in_thread(train: Callable[[], None], interrupts: Interrupts) -> None:
-    """Call `train` in a thread and wait for it; signals that come to the main thread are passed on to it."""
+    """Call `train` in a thread, wait for it, and forward the main thread's signals."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
     try:
@@ -99,7 +100,7 @@ def _run_in_thread(train: Callable[[], None], interrupts: Interrupts) -> None:
         with ThreadPoolExecutor(1, "asyncrl run") as pool:
             training = pool.submit(train)
             while not training.done():
-                wait([training], timeout=1.0)  # a signal that another thread gets does not end a wait
+                wait([training], timeout=1.0)  # a signal to another thread does not end a wait
             training.result()
     finally:
         for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""The commands. Parses, prints, exits; no logic, and no torch."""
+"""Commands: parse, print, exit. No logic, no torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Version = Annotated[
 
 
 def _with_harnesses(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each kind of harness, in place of its **harness."""
+    """Replace a command's **harness by an option for each kind of harness."""
     shape = signature(command, eval_str=True)
     *own, _ = shape.parameters.values()
     for name, kind in HARNESSES.items():
@@ -81,7 +81,7 @@ def init(
     kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent|tutorial", help="What to start from.")],
     folder: Annotated[Path, Option(help="Where to write (default: here).")] = Path(),
 ) -> None:
-    """Write a config, and the task and agent that it names, to start from. Overwrites no file.
+    """Write a config, with its task and agent, to start from. Never overwrites files.
 
     quickstart: a small model learns letters on a CPU in half a minute. gsm8k: Qwen3-0.6B learns grade school
     math on one GPU. agent: a small model learns to call a tool. tutorial: the tutorial's task and agent.
@@ -108,13 +108,13 @@ def run(
     """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
 
     Every setting is described in docs/configuration.md, and by `asyncrl keys`. Exit codes: 0 done, 1 a part
-    of the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. A run that was
-    killed or interrupted, however, goes on where it stood when it is started again with its --run-dir.
+    of the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. Start a killed or
+    interrupted run again with its --run-dir to resume it.
     """
     from asyncrl.placement.fork_server import serving
 
     loaded = load_config(config, overrides or [])
-    with serving():  # it imports what children need while this process imports the rest
+    with serving():  # it imports for children while this process imports the rest
         from asyncrl.job.loop import run_job
         from asyncrl.job.resume import as_resume_mode
 
@@ -143,8 +143,8 @@ def check(
         list[str] | None, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")
     ] = None,
 ) -> None:
-    """Validate a config, load all that it names but weights, and print the plan, node by node: processes,
-    devices, threads, memory. For this machine, or for one or several that are described.
+    """Validate a config, load everything it names except weights, and print the plan by node: processes,
+    devices, threads, memory. For this machine, or for described machines.
     """
     from asyncrl.job.check import check_lines
     from asyncrl.placement.launchers import opened
@@ -209,10 +209,10 @@ def work(
     **harness: Text,
 ) -> None:
     """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
-    come and go as they like.
+    can join and leave at any time.
 
     Ends when the run is done (exit code 0). If the run stops answering, the worker waits --give-up-after
-    seconds for it to be started again.
+    seconds for a restart.
     """
     from asyncrl.agents.worker import run_worker
 
@@ -249,10 +249,11 @@ def serve_gateway(
     ] = None,
     run_dir: ServeDir = None,
 ) -> None:
-    """Engines and gateway without training: says what to export, and serves until Ctrl-C (exit code 0).
+    """Serve engines and a gateway without training: print what to export, and serve until Ctrl-C (exit code
+    0).
 
-    The key that it prints has no end: POST /v1/outcome with a reward ends one rollout and begins the next.
-    With --rollouts: exit code 1 if all of them fail.
+    The printed key never expires: POST /v1/outcome with a reward ends one rollout and begins the next. With
+    --rollouts: exit code 1 if all of them fail.
     """
     from asyncrl.placement.fork_server import serving
 
@@ -266,7 +267,7 @@ def serve_gateway(
 
 @serve_app.command("engine")
 def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None) -> None:
-    """One engine server with the initial weights, by its own protocol (asyncrl/messages; vLLM's routes for a
+    """Serve one engine with the initial weights by its own protocol (asyncrl/messages; vLLM's routes for a
     vLLM), until Ctrl-C.
     """
     from asyncrl.placement.fork_server import serving
@@ -280,14 +281,14 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 
 def _leave_trackers(exit_code: int) -> None:
-    """End at once if a tracker was left behind: at Python's end its client would wait for its server."""
+    """Exit at once if a tracker is stuck: at Python's exit its client would wait for its server."""
     trackers = sys.modules.get("asyncrl.observe.trackers.background")
     if trackers is not None and trackers.LEFT:
         _exit_at_once(exit_code)
 
 
 def _exit(exit_code: int) -> None:
-    if exit_code > 128:  # interrupted: a thread that a library left in a download must not hold the end up
+    if exit_code > 128:  # interrupted: a library's download thread must not delay the exit
         _exit_at_once(exit_code)
     _leave_trackers(exit_code)
     raise typer.Exit(exit_code)
@@ -301,8 +302,8 @@ def _exit_at_once(exit_code: int) -> None:
 
 
 def _key_of(option: str, arguments: Sequence[str]) -> str | None:
-    """Name the key that an option means: one with a dot, or a key's name where the command takes settings and
-    has no such option.
+    """Return the key that an option means: a dotted key, or a key's name if the command takes settings and
+    lacks the option.
     """
     if "." in option:
         return option
@@ -327,7 +328,7 @@ def _refuse_settings_as_options(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Entry point: an error on purpose is two or three lines on stderr, never a traceback."""
+    """Run the CLI: an AsyncrlError prints two or three lines on stderr, never a traceback."""
     try:
         _refuse_settings_as_options(sys.argv[1:])
         try:

@@ -1,4 +1,4 @@
-"""The commands that look into the directory of a run, live or afterwards, or act on it. No logic."""
+"""Commands that read a run's directory, live or afterwards, or act on it. No logic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Number: TypeAlias = float | None
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Keys of settings, for the shell."""
+    """Return keys of settings, for shell completion."""
     from asyncrl.config.load import all_keys
 
     return [key for key in all_keys() if key.startswith(incomplete)]
@@ -64,7 +64,7 @@ def runs(
     ),
     as_json: Json = False,
 ) -> None:
-    """List the runs in a folder, the newest first: state, steps, reward, and when each last wrote."""
+    """List the runs in a folder, newest first: state, steps, reward, and time of the last write."""
     from asyncrl.observe.run_list import render_runs
 
     typer.echo(render_runs(folder, as_json=as_json))
@@ -97,9 +97,7 @@ def inspect(
     worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
 ) -> None:
-    """What was trained on, from the trainer's own record, and what became of everything else, from the
-    journal.
-    """
+    """Show the trained groups, from the trainer's record, and all others, from the journal."""
     from asyncrl.observe.inspect import render_inspect
 
     kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
@@ -113,9 +111,9 @@ def report(
         File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
     ] = None,
 ) -> None:
-    """Write one page for a browser of what a run did: verdict, curves, time line, samples. Live or after.
+    """Write an HTML page about a run, live or ended: verdict, curves, timeline, samples.
 
-    Several runs are compared. Into each RUN_DIR goes trace.json, for https://ui.perfetto.dev.
+    Several runs are compared. Each RUN_DIR gets a trace.json for https://ui.perfetto.dev.
     """
     from asyncrl.observe.page.render import write_report
 
@@ -131,9 +129,9 @@ def watch(
     ] = "127.0.0.1",
     opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """The page of a run in a browser, live: curves, time line, samples. Of several: compared.
+    """Show a run's page in a browser, live: curves, timeline, samples. Several runs are compared.
 
-    It only reads. Goes on until Ctrl-C, over the end of the run and its resumes.
+    Read-only. Runs until Ctrl-C, across the run's end and its resumes.
     """
     from asyncrl.observe.page.watch import watch as serve_page
 
@@ -158,10 +156,10 @@ def export(
     push: Annotated[Text, Option(metavar="REPO", help="Upload it to OWNER/NAME of the hub, private.")] = None,
     public: Annotated[bool, Option("--public", help="For everyone to see.")] = False,
 ) -> None:
-    """Weights of a run as a Hugging Face folder with a model card, for transformers, vLLM and peft.
+    """Export a run's weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
 
-    Of a run that is done, was stopped, killed or failed, or still goes on; nothing in RUN_DIR changes.
-    Without --step it is final/ of a run that is done, else the newest checkpoint. No GPU is needed.
+    The run may be done, stopped, killed, failed or still running; nothing in RUN_DIR changes. The default
+    without --step is final/ of a finished run, else the newest checkpoint. Needs no GPU.
     """
     from asyncrl.job.exporting.run_export import export_run
 
@@ -186,4 +184,4 @@ def scale(
 
 
 COMMANDS = (runs, status, inspect, report, watch, export, scale)
-"""In the order of the help."""
+"""In the order of the help text."""

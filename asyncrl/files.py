@@ -1,4 +1,4 @@
-"""Files that must outlive a kill or a power cut: synced, whole or not there. Everything here blocks."""
+"""Files that survive a kill or a power cut: synced and atomic. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from asyncrl.errors import JournalError
 
 LOST = "lost before a sync: the machine stopped, or the file was cut"
-"""Why lines of a file are missing that a synced file beside it says were there."""
+"""Reason for missing lines that a synced file refers to."""
 _BLOCK = 2**16
 
 
 def sync(path: Path) -> None:
-    """Have the kernel write a file, or the entries of a folder, to disk. Raises OSError."""
+    """Flush a file, or a folder's entries, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -30,22 +30,20 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have every file below a folder written to disk, then the entries of the folders, its own included.
-    Raises OSError.
-    """
+    """Flush every file below a folder to disk, then all folder entries. Raises OSError."""
     paths = list(folder.rglob("*"))
     for path in [*filter(Path.is_file, paths), *filter(Path.is_dir, paths), folder]:
         sync(path)
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, the line with its line end) of each line, last first: no more is read than is asked
-    for. Raises OSError.
+    """Yield (offset, line with its line end), last line first, reading only as far as needed. Raises
+    OSError.
     """
     with path.open("rb") as file:
         begin, held = file.seek(0, os.SEEK_END), b""
         while begin:
-            size = min(begin, max(_BLOCK, len(held)))  # a longer line than all that is held: twice as much
+            size = min(begin, max(_BLOCK, len(held)))  # double the read for long lines
             begin -= size
             file.seek(begin)
             held = file.read(size) + held
@@ -59,20 +57,20 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def cut_at(path: Path, num_bytes: int) -> None:
-    """Drop what comes after so many bytes; on disk when this returns. Raises OSError."""
+    """Truncate a file to this size, durable on return. Raises OSError."""
     os.truncate(path, num_bytes)
     sync(path)
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file's content. Raises OSError."""
+    """Return the hex digest of a file's content. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_as(folder: Path, like: Path) -> None:
-    """Give the files of a folder the mode of one of them: safetensors makes its own 0600, whatever the umask
-    says. Raises OSError.
+    """Give a folder's files the mode of `like`: safetensors ignores the umask and uses 0600. Raises
+    OSError.
     """
     mode = stat.S_IMODE(like.stat().st_mode)
     for path in folder.iterdir():
@@ -80,9 +78,9 @@ def open_as(folder: Path, like: Path) -> None:
 
 
 def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
-    """Write a file that is there as a whole or as it was, whenever the process is killed. Raises OSError.
+    """Write a file atomically. Raises OSError.
 
-    `is_private`: only its owner may read it, at any moment.
+    `is_private`: only its owner can read it, at any moment.
     """
     unfinished = path.with_name(f".{path.name}.new")
     try:
@@ -101,11 +99,11 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A path for a new folder. At the end of the block the folder gets its final name; if the block raises,
-    it is removed. Raises OSError.
+    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error. Raises
+    OSError.
 
-    An older folder of that name is removed last: after a kill at any moment one of the two is there as a
-    whole (settle_folder).
+    An older folder of that name is removed last: after a kill one of the two exists as a whole
+    (settle_folder).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.new")
@@ -119,7 +117,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Give `new` the name of a folder that may be there already. Raises OSError."""
+    """Rename `new` to `folder`, replacing an existing one. Raises OSError."""
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -130,8 +128,8 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def settle_folder(folder: Path) -> None:
-    """After a kill: put back what was about to be replaced, and remove what was being made. It must not
-    be in the making. Raises OSError.
+    """Clean up after a kill: restore a folder that was being replaced, remove unfinished ones. Never call it
+    during a replacement. Raises OSError.
     """
     old = folder.with_name(f".{folder.name}.old")
     if old.exists() and not folder.exists():
@@ -141,19 +139,18 @@ def settle_folder(folder: Path) -> None:
 
 
 TRIES, PAUSE_S = 3, 0.02
-"""`asyncrl status` has the lock for an instant when it looks whether a run lives."""
+"""`asyncrl status` takes the lock for an instant to check for a live run."""
 _ONE_WRITES = "one process at a time writes into a run directory"
 _held: set[Path] = set()
-"""Files locked by this process. Over NFS a lock belongs to the process: a second lock of the same file would
-succeed, and releasing either one would release both.
+"""Files locked by this process. NFS locks belong to the process: a second lock would succeed, and either
+release would release both.
 """
 
 
 class RunLock:
-    """The right to write into a run directory, held by one process at a time.
+    """Exclusive right of a process to write into a run directory.
 
-    Life: made -> acquire() -> release(), or the end of the process by whatever means. Children do not inherit
-        it.
+    Life: made -> acquire() -> release(), or the end of the process. Children do not inherit it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +158,7 @@ class RunLock:
         self._file: int | None = None
 
     def acquire(self) -> RunLock:
-        """Take it and write the pid into the file. Raises JournalError that names the holder, without
+        """Take the lock and write the pid into the file. Raises JournalError that names the holder, without
         waiting.
         """
         key = self.path.resolve()
@@ -178,7 +175,7 @@ class RunLock:
         except OSError as error:
             holder = os.pread(file, 32, 0).decode(errors="replace").strip()
             os.close(file)
-            if error.errno in (errno.EACCES, errno.EAGAIN):  # either says "held", depending on the system
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # both mean "held", by system
                 raise self._refused(holder or "unknown") from None
             raise self._cannot(error) from error
         self._file = file
@@ -193,7 +190,7 @@ class RunLock:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
-        """Give it back; idempotent. The file stays: removing it could take it from under a waiting run."""
+        """Release the lock. Idempotent. The file stays: a waiting run may have it open."""
         if self._file is not None:
             _held.discard(self.path.resolve())
             os.close(self._file)

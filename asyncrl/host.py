@@ -1,4 +1,4 @@
-"""What a process may have of its host: memory and cores, those of its container where that has less."""
+"""Memory and cores available to a process, within its container's limits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import psutil
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 _FILE_PAGES = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")
-"""Of memory.stat: the kernel drops them before it kills, as they can be read again."""
+"""Page cache in memory.stat, which the kernel drops before killing."""
 
 
 def available_memory() -> int:
-    """Bytes that this process and those beside it can take: what the host has available, or what its control
-    groups (cgroup v1 or v2, as Kubernetes, Docker and Slurm set them) leave to it, if that is less.
+    """Return the bytes available to this process: the host's, or its control groups' limit if lower (cgroup
+    v1 or v2, as set by Kubernetes, Docker and Slurm).
     """
     left = [psutil.virtual_memory().available]
     for folder in _groups("memory"):
@@ -30,8 +30,8 @@ def available_memory() -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use: those that it is bound to, or the quota of its control groups, rounded
-    up, if that is less.
+    """Return the cores that this process may use: its affinity, or its control groups' quota, rounded up, if
+    lower.
     """
     cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for folder in _groups("cpu"):
@@ -44,8 +44,8 @@ def num_cores() -> int:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Folders of the groups that limit this process, its own first. One that is not shown here, as of a
-    container whose group is the root that it sees, has no files.
+    """Yield folders of the groups that limit this process, its own first. Invisible groups, such as a
+    container's root group, have no files.
     """
     for line in _text(MEMBERSHIP).splitlines():
         _, names, path = line.split(":", 2)
@@ -67,7 +67,7 @@ def _number(path: Path) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """'' where there is no such file, or it cannot be read."""
+    """Return the content, '' if the file is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

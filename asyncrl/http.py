@@ -1,4 +1,4 @@
-"""The client's half of an internal call: a Caller calls one server with the run's secret (serving.py)."""
+"""Client side of internal calls: a Caller calls one server with the run's secret (serving.py)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pydantic import BaseModel, ValidationError
 from asyncrl.messages.base import ErrorBody
 
 OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""This process or machine has no file descriptor left, which says nothing about the server."""
+"""This process or machine is out of file descriptors; the server may be healthy."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
-class CallRefused(Exception):  # noqa: N818  the server is well, it says no
+class CallRefused(Exception):  # noqa: N818  an answer
     """The server answered with an error status: `status` and its ErrorBody as `body`."""
 
     def __init__(self, server: str, path: str, status: int, body: ErrorBody) -> None:
@@ -27,8 +27,8 @@ class CallRefused(Exception):  # noqa: N818  the server is well, it says no
         super().__init__(f"{server} answered {status} to {path}: {body.error}")
 
 
-class CallLost(Exception):  # noqa: N818  nothing, or nonsense, came back
-    """No usable answer: refused or broken connection, the time limit, or a body that is not the message."""
+class CallLost(Exception):  # noqa: N818  a state of the call
+    """No usable answer: refused or broken connection, time limit, or an invalid body."""
 
     def __init__(self, server: str, path: str, why: str) -> None:
         self.server, self.path, self.why = server, path, why
@@ -36,8 +36,8 @@ class CallLost(Exception):  # noqa: N818  nothing, or nonsense, came back
 
 
 class CallGarbled(CallLost):
-    """The server answered with a body that is not the message: it is broken, or has messages of its own, for
-    which `status` and `text` are kept.
+    """The server answered with an invalid body: it is broken, or has other messages, in `status` and
+    `text`.
     """
 
     def __init__(self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b"") -> None:
@@ -46,20 +46,18 @@ class CallGarbled(CallLost):
 
 
 class FrameSocket:
-    """Frames of bytes to and from a server. Each use of a broken one raises CallLost."""
+    """Frames of bytes to and from a server. A broken one raises CallLost."""
 
     def __init__(self, server: str, path: str, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._server, self._path, self._socket = server, path, socket
 
     async def send(self, frame: bytes) -> None:
-        """Returns when the frame is on its way."""
         try:
             await self._socket.send_bytes(frame)
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(f"{type(error).__name__}: {error}") from error
 
     async def receive(self) -> bytes:
-        """The next frame."""
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise self._lost(f"the connection ended ({message.type.name.lower()}: {message.extra or ''})")
@@ -67,7 +65,6 @@ class FrameSocket:
         return data
 
     async def close(self) -> None:
-        """Idempotent."""
         await self._socket.close()
 
     def _lost(self, why: str) -> CallLost:
@@ -75,7 +72,7 @@ class FrameSocket:
 
 
 class Caller:
-    """Call one server at `url` (http://127.0.0.1:PORT). Connections open on first use, until aclose()."""
+    """Calls one server at `url` (http://127.0.0.1:PORT). Connections open on first use, until aclose()."""
 
     def __init__(self, name: str, url: str, secret: str) -> None:
         self.name = name
@@ -109,8 +106,8 @@ class Caller:
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
         """POST a message and yield whole lines of the answer as they arrive.
 
-        Raises CallRefused for an error status, CallLost if the answer breaks off. Close the generator
-        (contextlib.aclosing) to stop early; that closes the connection.
+        Raises CallRefused for an error status, CallLost if the answer breaks off. To stop early, close the
+        generator (contextlib.aclosing), which closes the connection.
         """
         try:
             async with await self._begin("POST", path, body) as response:
@@ -134,7 +131,6 @@ class Caller:
             raise self._lost(path, error) from error
 
     async def _begin(self, method: str, path: str, body: Body) -> aiohttp.ClientResponse:
-        """Return the response once its head has arrived."""
         data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
         kind = "octet-stream" if isinstance(body, bytes) else "json"
         headers = {"content-type": f"application/{kind}"}
@@ -166,7 +162,7 @@ class Caller:
         return self._session
 
     async def aclose(self) -> None:
-        """Close the connections; idempotent."""
+        """Close the connections. Idempotent."""
         if self._session is not None:
             await self._session.close()
             self._session = None

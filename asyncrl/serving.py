@@ -1,11 +1,11 @@
-"""The server's half of an internal call: a child process serves one app on an inherited socket, to callers
-with the run's secret (http.Caller).
+"""Server side of internal calls: a child process serves an app on an inherited socket, to callers with the
+run's secret (http.Caller).
 
-A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the
-parent has already bound and listens on, so that no other program can take the port. Standard input is a pipe
-that the parent holds open. Its first line has the secrets (the environment of a process can be read by other
-processes of the same user). When the pipe ends the parent has ended, in whatever way, and the child exits. A
-child without such a line has SECRET_ENV in its environment.
+A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its JSON spec, N a socket on which the
+parent listens already, so that no other program can take the port. Standard input is a pipe from the parent.
+Its first line has the secrets (other processes of the same user can read a process's environment). When the
+pipe ends, the parent has ended, and the child exits. A child without such a line has SECRET_ENV in its
+environment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
-    """Answer this one request with `status` and an ErrorBody."""
+    """Answers a request with `status` and an ErrorBody."""
 
     def __init__(self, status: int, error: str, *, rule: str = "", way_out: str = "") -> None:
         self.status, self.body = status, ErrorBody(error=error, rule=rule, way_out=way_out)
@@ -44,7 +44,7 @@ class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
 
 
 def child_arguments() -> tuple[str, int]:
-    """(text of the spec file, number of the inherited socket) of a child process."""
+    """Return (spec text, number of the inherited socket) of a child process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
     parser.add_argument("--fd", required=True, type=int)
@@ -53,16 +53,14 @@ def child_arguments() -> tuple[str, int]:
 
 
 def secret_of(name: str) -> str:
-    """The secret that the parent gave under this name, else that of the environment. Ends this child if there
-    is none.
-    """
+    """Return the secret of this name from the parent or the environment. Ends this child without one."""
     secret = _secrets_from_parent().get(name) or os.environ.get(name)
     return secret or fail(f"its parent has not passed {name}", way_out="start it through asyncrl.")
 
 
 @functools.lru_cache(maxsize=1)
 def _secrets_from_parent() -> dict[str, str]:
-    """First line of standard input, as ChildProcess writes it."""
+    """Return the first line of standard input, written by ChildProcess."""
     if SECRET_ENV in os.environ:
         return {}
     line = b""
@@ -73,16 +71,15 @@ def _secrets_from_parent() -> dict[str, str]:
 
 
 def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
-    """End this child with an error that the parent shows: what failed, the rule, the way out."""
+    """End this child with an error that the parent shows."""
     print(fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)), file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
 def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
-    """Exit as soon as standard input ends. Call it first thing, before anything slow is loaded.
+    """Exit as soon as standard input ends. Call it before any slow import.
 
-    From here on SIGUSR1 writes the stacks of all threads to standard error, which is this child's log; the
-    watchdog sends it.
+    Afterwards SIGUSR1 from the watchdog writes the stacks of all threads to standard error, this child's log.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _secrets_from_parent()
@@ -99,13 +96,13 @@ def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
 
 
 def words_of(error: Exception) -> ErrorBody:
-    """The body of a 500."""
+    """Return the body of a 500."""
     return ErrorBody(error=f"{type(error).__name__}: {error}", way_out="see this server's log.")
 
 
 def make_app(secret: str, *, words: Callable[[Exception], ErrorBody] = words_of) -> web.Application:
-    """An app for bearers of the secret, whose every error is an ErrorBody; `words`: those of one that is no
-    refusal, which is answered with 500 and logged.
+    """Return an app protected by the secret, with ErrorBody for every error; `words` describes unexpected
+    errors, which are logged and answered with 500.
     """
     expected = f"Bearer {secret}".encode()
 
@@ -131,8 +128,8 @@ def make_app(secret: str, *, words: Callable[[Exception], ErrorBody] = words_of)
 
 
 def add_route(app: web.Application, method: str, path: str, act: Callable[..., Awaitable[BaseModel]]) -> None:
-    """Answer with what `act` returns, as JSON. Its first parameter, if there is one, is the body: a message,
-    or bytes as they come.
+    """Answer with the result of `act` as JSON. Its first parameter, if any, is the body: a message or raw
+    bytes.
     """
     kinds = [kind for name, kind in get_type_hints(act).items() if name != "return"]
 
@@ -146,7 +143,7 @@ def add_route(app: web.Application, method: str, path: str, act: Callable[..., A
 
 
 def read_message(kind: type[Body], text: bytes) -> Body:
-    """Raises Refused (422), with the first wrong field."""
+    """Parse a message. Raises Refused (422) with the first wrong field."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
@@ -156,15 +153,14 @@ def read_message(kind: type[Body], text: bytes) -> Body:
 
 
 def json_answer(body: BaseModel, status: int = 200) -> web.Response:
-    """A message as an answer."""
     return web.Response(text=body.model_dump_json(), status=status, content_type="application/json")
 
 
 def serve(
     app: web.Application, fd: int, *, handles_signals: bool = True, cancels_handlers: bool = False
 ) -> None:
-    """Serve on the inherited socket: until SIGTERM, if it handles signals. Returns after a clean shutdown.
-    `cancels_handlers` of callers that leave.
+    """Serve on the inherited socket, until SIGTERM with `handles_signals`; return after a clean shutdown.
+    `cancels_handlers`: of callers that leave.
     """
     web.run_app(
         app,

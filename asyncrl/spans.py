@@ -1,5 +1,5 @@
-"""Spans: what a part of the run did from when to when, told where it happens to whoever writes it down
-(observe/timeline.py). Where nobody listens it costs a look-up.
+"""Spans: timed activities of the run, reported to a listener (observe/timeline.py). Almost free without a
+listener.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 SHORTEST_S = 0.0005
-"""Seconds: a block that took less is no span."""
+"""Minimum seconds of a span."""
 
 
 class TimedSpan(NamedTuple):
-    """`lane`: who; `kind`: what, by the names of observe/page/lanes.py; times are of the event loop's clock
-    (time.monotonic); `number`: the batch or policy_version that it is of, -1 for none.
+    """`lane`: actor; `kind`: activity, by the names of observe/page/lanes.py; times are of the event loop's
+    clock (time.monotonic); `number`: batch or policy_version, -1 for none.
     """
 
     lane: str
@@ -31,19 +31,19 @@ _listener: ContextVar[Callable[[TimedSpan], None] | None] = ContextVar("listener
 
 
 def listen_to_spans(listener: Callable[[TimedSpan], None]) -> None:
-    """Tell it the spans of this task, and of all that it starts from here on."""
+    """Report spans of this task and its later child tasks to the listener."""
     _listener.set(listener)
 
 
 def note_span(lane: str, kind: str, start_s: float, end_s: float, number: int = -1, text: str = "") -> None:
-    """What has just ended."""
+    """Report a finished span."""
     if (listener := _listener.get()) is not None:
         listener(TimedSpan(lane, kind, start_s, end_s, number, text))
 
 
 @contextlib.contextmanager
 def span(lane: str, kind: str, number: int = -1) -> Iterator[None]:
-    """A block that is a span, however it ends."""
+    """Time the block as a span."""
     started_s = time.monotonic()
     try:
         yield

@@ -1,9 +1,9 @@
-"""Staging: the folders in which weights lie on their way, in shared memory or on a disk. Each is held by a
-lock of its owner, so that a later process can clear what a killed one left.
+"""Staging folders of weights, in shared memory or on disk, locked by their owner so that later processes can
+remove stale ones.
 
-The kernel releases the lock when its owner ends. The lock is seen from every container, where a pid means
-nothing. A folder without a lock file is left alone. A new folder that is removed before it is locked is
-made again. On a disk the name begins with the host's, because machines may not see each other's locks.
+The kernel releases the lock when its owner ends. Unlike a pid, the lock works across containers. Folders
+without a lock file are ignored. A new folder that is removed before it is locked is made again. On disk the
+name begins with the host's, because machines may not see each other's locks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from asyncrl.errors import ConfigError, RoomError
 
 LOCK = "lock"
 _GONE = ".gone"
-"""End of the name of one that is being removed: the pattern of the names finds it still."""
+"""Suffix during removal; the name pattern still matches."""
 _held: dict[Path, int] = {}
-"""The folders of this process, and the descriptors that hold them."""
+"""This process's folders with their lock descriptors."""
 
 
 def shared_memory_root() -> Path:
-    """/dev/shm where there is one, else the temporary directory."""
+    """Return /dev/shm if usable, else the temporary directory."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def disk_root(disk_dir: str | None) -> Path | None:
-    """The folder that weight_sync.disk_dir names, made if it is not there; None for shared memory. Raises
+    """Return the folder of weight_sync.disk_dir, created if missing; None means shared memory. Raises
     ConfigError. Blocks.
     """
     if disk_dir is None:
@@ -51,8 +51,8 @@ def disk_root(disk_dir: str | None) -> Path | None:
 
 
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
-    """Make a staging folder, which is ours until remove_staging_dir or the end of this process. Raises
-    RoomError. Blocks.
+    """Make a staging folder, owned until remove_staging_dir or the end of this process. Raises RoomError.
+    Blocks.
     """
     while True:
         name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
@@ -69,20 +69,20 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
         if lock is not None:
             _held[folder] = lock
             return folder
-        shutil.rmtree(folder, ignore_errors=True)  # it was taken for an old one before it was locked
+        shutil.rmtree(folder, ignore_errors=True)  # another process removed it before it was locked
 
 
 def remove_staging_dir(folder: Path) -> None:
-    """Remove a folder of ours. Blocks."""
+    """Remove an own folder. Blocks."""
     if (lock := _held.pop(folder, None)) is not None:
         _remove(folder, lock)
 
 
 def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
-    """Remove the folders that no process holds any more; returns them. Blocks."""
+    """Remove and return unlocked folders. Blocks."""
     removed = []
     for path in (disk_dir or shared_memory_root()).glob(f"{_pattern(disk_dir)}/{LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, or it is being removed
+        with contextlib.suppress(OSError):  # another user's, or being removed
             if path.parent not in _held and (lock := _lock(path)) is not None:
                 _remove(path.parent, lock)
                 removed.append(path.parent)
@@ -90,7 +90,7 @@ def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
 
 
 def clear_own_staging() -> None:
-    """Remove this process's own folders; for an end so abrupt that no other cleanup runs."""
+    """Remove this process's own folders, for ends without other cleanup."""
     for folder in list(_held):
         remove_staging_dir(folder)
 
@@ -101,8 +101,8 @@ def _pattern(disk_dir: Path | None) -> str:
 
 
 def _lock(path: Path) -> int | None:
-    """The descriptor that holds the file until it is closed, which no child inherits; None if another process
-    has it or removed it. Raises OSError, above all where the file system knows no locks.
+    """Lock the file until the descriptor is closed; children do not inherit it. None if another process holds
+    or removed it. Raises OSError, e.g. for file systems without locks.
     """
     descriptor, is_ours = os.open(path, os.O_RDWR | os.O_CLOEXEC), False
     try:
@@ -116,12 +116,12 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(folder: Path, lock: int) -> None:
-    """The lock goes last: a process that is killed in the middle leaves a folder that the next one removes.
+    """Remove the folder, the lock last, so that an interrupted removal can be repeated.
 
-    It is renamed first: a process that ends late finds it no more, and writes nothing into it meanwhile.
+    It is renamed first, so that a late process cannot write into it.
     """
     try:
-        with contextlib.suppress(OSError):  # it is gone already, or what is left is for the next one
+        with contextlib.suppress(OSError):  # gone already, or left to the next process
             if not folder.name.endswith(_GONE):
                 folder = folder.rename(folder.with_name(folder.name + _GONE))
             for path in folder.iterdir():

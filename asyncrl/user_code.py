@@ -1,7 +1,7 @@
-"""The user's code: found by its name in the config (load_object), awaited with a limit (UserCalls).
+"""User code: loaded by name from the config (load_object), awaited with a limit (UserCalls).
 
-Nothing can end a coroutine that swallows its CancelledError. So nothing may wait for it: not the rollout, not
-the end of the event loop, not the end of the process.
+A coroutine that swallows its CancelledError cannot be ended, so nothing may wait for it: no rollout, no event
+loop, no process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure
 
 
 def find_here() -> str:
-    """Have modules of the working directory found, as with `python -m`; returns its path."""
+    """Make modules of the working directory importable, as with `python -m`; return its path."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -37,11 +37,10 @@ def find_here() -> str:
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """The object that `spec` (`module:attribute`) names; modules of the working directory are found, as with
-    `python -m`.
+    """Return the object of `spec` (`module:attribute`), also from the working directory.
 
-    `setting` is the config key, for the messages. Raises ConfigError if the module cannot be imported or
-    lacks the attribute.
+    `setting` is the config key, for messages. Raises ConfigError if the module cannot be imported or lacks
+    the attribute.
     """
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
@@ -49,7 +48,7 @@ def load_object(spec: str, setting: str) -> Any:
     here = find_here()
     try:
         found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             what = f"{setting}={spec}: there is no module {error.name}"
             rule = f"modules are looked for in the working directory ({here}) and among installed packages"
@@ -74,8 +73,8 @@ def load_function(
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The function that `spec` names, which can be called as `usage` says. Raises ConfigError as load_object
-    and check_call do.
+    """Return the function of `spec`, callable like `usage`. Raises ConfigError like load_object and
+    check_call.
     """
     function: Callable[..., Any] = load_object(spec, setting)
     check_call(function, arguments, keywords or {}, said=f"{setting}={spec}", usage=usage)
@@ -85,8 +84,8 @@ def load_function(
 def check_call(
     function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, said: str, usage: str
 ) -> None:
-    """Raise ConfigError if `function` cannot be called with these arguments; `said` is what the config says,
-    `usage` how it will be called.
+    """Raise ConfigError if `function` does not accept these arguments; `said`: the config's text, `usage`:
+    the call.
     """
     if not callable(function):
         what = f"{said} is {function!r:.80}, which cannot be called"
@@ -97,12 +96,12 @@ def check_call(
         what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
         names = ", and the names of task.args or generator.args" if keywords else ""
         raise ConfigError(what, way_out=f"give it these parameters{names}, no more.") from error
-    except ValueError:  # a builtin without a signature: only the call itself can tell
+    except ValueError:  # a builtin without a signature: only a call can fail
         return
 
 
 def raised(error: BaseException) -> str:
-    """What the user's code raised and where, in words that follow its name."""
+    """Return the user code's error and its place, as text after its name."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"raised {type(error).__name__}: {words_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
@@ -110,7 +109,7 @@ def raised(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return str(error). Its __str__ is the user's code as well, and may raise anything."""
+    """Return str(error). User code defines __str__ too, which may raise anything."""
     try:
         return str(error)
     except BaseException as second:
@@ -120,9 +119,9 @@ def words_of(error: BaseException) -> str:
 
 
 def is_for_us(error: BaseException) -> bool:
-    """Return True if the user's code did not raise this: Ctrl-C was pressed, or this task was cancelled.
+    """Return true for Ctrl-C or this task's cancellation, which user code did not raise.
 
-    With a signal handler of ours (or of asyncio) installed, Ctrl-C raises no KeyboardInterrupt.
+    With a signal handler of asyncrl or asyncio installed, Ctrl-C raises no KeyboardInterrupt.
     """
     if isinstance(error, KeyboardInterrupt):
         is_main = threading.current_thread() is threading.main_thread()
@@ -139,27 +138,26 @@ logger = logging.getLogger("asyncrl.user_code")
 Result = TypeVar("Result")
 
 GRACE_S = 5.0
-"""Seconds that a cancelled call has to clean up."""
+"""Seconds for a cancelled call to clean up."""
 MAX_ABANDONED = 64
-"""Most abandoned calls of one function that still run; beyond that it is not called again."""
+"""Maximum number of running abandoned calls of a function; at the limit it is not called again."""
 
 WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit what is awaited."
 
 _abandoned: set[asyncio.Task[Any]] = set()
-"""Abandoned tasks of the whole process, referenced here until they end: a task without a reference is
-destroyed, which would run its coroutine once more.
+"""Abandoned tasks of the process, referenced until they end: an unreferenced task is destroyed, which would
+resume its coroutine.
 """
 
 
 class UserCalls:
-    """Awaits what one function of the user's returned, each call in a task of its own, and gives up what does
-    not end.
+    """Awaits calls of one user function in separate tasks and abandons stuck ones.
 
-    Life of a call: started -> done, and answered; or its caller is cancelled -> it is cancelled -> it ends
-        within grace_s, or is abandoned: it runs on without a waiter.
-    Waits: run sleeps until the call is done. Its caller sets the limit, by cancelling it.
-    Invariant: run is left grace_s after it was cancelled at the latest, and at once if it is cancelled again.
-        Once MAX_ABANDONED calls that were given up are alive, no further one passes check.
+    Life: of a call: started -> done and answered; or its caller is cancelled -> it is cancelled -> it ends
+        within grace_s, or is abandoned and runs without a waiter.
+    Waits: run sleeps until the call is done. The caller sets the limit by cancelling it.
+    Invariant: run returns at most grace_s after its cancellation, and at once after a second one. While
+        MAX_ABANDONED calls are alive, check refuses further ones.
     """
 
     def __init__(
@@ -170,25 +168,23 @@ class UserCalls:
         warn: Callable[[str], None] = logger.warning,
         grace_s: float | None = None,
     ) -> None:
-        """`name` of the function, as the user wrote it. `error` makes the error that ends the run, or this
-        worker; `warn` is called once, for the first call that is given up.
+        """`name`: the function, as in the config. `error` makes the error that ends the run or worker; `warn`
+        is called for the first abandoned call.
         """
         self.name, self._error, self._warn = name, error, warn
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self._alive: set[asyncio.Task[Any]] = set()
         self.num_abandoned = 0
-        """Calls that were given up, so far."""
+        """Number of abandoned calls."""
 
     def check(self) -> None:
-        """To be asked before the function is called. Raises `error` if too many of its calls were given up
-        and run on.
-        """
+        """Raise `error` if too many abandoned calls run. Call it before the function."""
         if len(self._alive) >= MAX_ABANDONED:
             rule = f"{MAX_ABANDONED} of them may run on, and nothing can end them"
             raise self._error(self._what(len(self._alive)), rule=rule, way_out=WAY_OUT)
 
     async def run(self, call: Awaitable[Result]) -> Result:
-        """What it returns or raises. Raises RolloutFailure if it ends with a CancelledError of its own."""
+        """Return the call's result. Raises its error, and RolloutFailure if it cancels itself."""
         task = asyncio.ensure_future(_carry(call))
         try:
             await asyncio.wait({task})
@@ -223,14 +219,14 @@ class UserCalls:
 
 
 async def _wait_within(timeout_s: float, tasks: set[asyncio.Task[Any]]) -> None:
-    """Return when all of them are done, or the loop has run for this many seconds."""
+    """Wait for all tasks, at most this many seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await asyncio.wait(tasks)
 
 
 async def _carry(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
-    """Return the call's result and its exception. A SystemExit or KeyboardInterrupt that leaves a task ends
+    """Return the call's result and exception. A SystemExit or KeyboardInterrupt that leaves a task would end
     the event loop.
     """
     try:
@@ -242,7 +238,7 @@ async def _carry(call: Awaitable[Result]) -> tuple[Result | None, BaseException 
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Unregister a task from asyncio, so that asyncio.run neither cancels it at the end nor waits for it."""
+    """Unregister a task from asyncio, so that asyncio.run neither cancels nor awaits it."""
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     asyncio.tasks._unregister_task(task)
@@ -253,11 +249,11 @@ Inbox: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """What asyncio.to_thread runs in: daemon threads, one for each call at a time, and as many as there are
-    calls. One whose call is over is used again: to start one, the loop has to wait until it runs.
+    """Unbounded, reusable daemon threads for asyncio.to_thread. Reuse matters because the loop waits for a
+    thread's start.
 
-    In asyncio's own few threads a user's calls that hang (a request without a timeout) would hold up ours,
-    then the end of the loop, which joins them without a limit, and the end of the process.
+    In asyncio's own limited threads, hanging user calls (a request without a timeout) would block other
+    calls, the loop's end, which joins threads without a limit, and the end of the process.
     """
 
     def __init__(self) -> None:
@@ -265,14 +261,14 @@ class DaemonThreads(ThreadPoolExecutor):
         self._without_call: deque[Inbox] = deque()
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Start it at once."""
+        """Start the call at once."""
         future: Future[Result] = Future()
         inbox = self._without_call.pop() if self._without_call else self._new_thread()
         inbox.put(partial(self._call, inbox, future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads that have no call. Those that have one are left to themselves."""
+        """End idle threads; busy ones are abandoned."""
         super().shutdown(wait=False, cancel_futures=cancel_futures)
         while self._without_call:
             self._without_call.pop().put(None)
@@ -283,7 +279,7 @@ class DaemonThreads(ThreadPoolExecutor):
         def body() -> None:
             while (call := inbox.get()) is not None:
                 call()
-                del call  # it holds what the call returned
+                del call  # it holds the call's result
 
         threading.Thread(target=body, name="to_thread", daemon=True).start()
         return inbox
@@ -292,8 +288,8 @@ class DaemonThreads(ThreadPoolExecutor):
         is_wanted = future.set_running_or_notify_cancel()
         try:
             result = fn() if is_wanted else None
-        except BaseException as error:  # it is the caller's
-            self._without_call.append(inbox)  # first: who is told may have the next call
+        except BaseException as error:  # re-raised in the caller
+            self._without_call.append(inbox)  # first, since the receiver may submit the next call
             future.set_exception(error)
         else:
             self._without_call.append(inbox)
@@ -302,10 +298,9 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 async def end_what_is_left(main: Awaitable[Result]) -> Result:
-    """Await `main`, then cancel every other task of the loop, and leave those to themselves that do not end
-    within GRACE_S.
+    """Await `main`, then cancel all other tasks of the loop and abandon those still running after GRACE_S.
 
-    Threads of asyncio.to_thread are left to themselves, too: what `main` needs of them it awaits.
+    Threads of asyncio.to_thread are abandoned too; `main` awaits the ones it needs.
     """
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     try:
@@ -314,7 +309,7 @@ async def end_what_is_left(main: Awaitable[Result]) -> Result:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
-            abandon(task)  # already: a KeyboardInterrupt may leave the wait below
+            abandon(task)  # now: a KeyboardInterrupt may leave the wait below
         if left:
             await _wait_within(GRACE_S, left)
         for task in left:
@@ -324,8 +319,8 @@ async def end_what_is_left(main: Awaitable[Result]) -> Result:
 
 @atexit.register
 def _outlive_python() -> None:
-    """Python destroys every object at its end, which would run these coroutines once more: each gets an extra
-    reference that is never released.
+    """Leak a reference to each abandoned task, because Python's final cleanup would otherwise resume its
+    coroutine.
     """
     if _abandoned:
         import ctypes
@@ -335,14 +330,12 @@ def _outlive_python() -> None:
 
 
 def load_loss(spec: str) -> Callable[..., Any]:
-    """The function of a loss. Raises ConfigError if it cannot be imported, or takes other parameters."""
+    """Return a loss function. Raises ConfigError if it cannot be imported or has other parameters."""
     usage = "loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings)"
     return load_function(spec, "algorithm.loss", usage=usage, arguments=(None,) * 6)
 
 
 def load_advantage(spec: str) -> Callable[..., Any]:
-    """The function of an advantage. Raises ConfigError if it cannot be imported, or takes other
-    parameters.
-    """
+    """Return an advantage function. Raises ConfigError if it cannot be imported or has other parameters."""
     usage = "advantage(reward_B, group_B)"
     return load_function(spec, "algorithm.advantage", usage=usage, arguments=(None, None))

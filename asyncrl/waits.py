@@ -1,4 +1,4 @@
-"""Declare what a task waits for, so that a hang can be reported; helpers for time limits and cancellation."""
+"""Declare what tasks wait for, to report hangs; helpers for time limits and cancellation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def within(
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """The result of `work`, which goes on to its end however often we are cancelled; the last one."""
+    """Run `work` to its end despite cancellations; return its result and the last cancellation."""
     doing = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not doing.done():
@@ -46,13 +46,13 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 
 
 class OpenWait:
-    """A task that waits, from __enter__ to __exit__. Cheap: its words are worked out when asked."""
+    """A waiting task, from __enter__ to __exit__. Its text is computed on demand."""
 
     __slots__ = ("_code", "_declared", "_table", "kind", "on", "outer", "since_s", "task", "what", "who")
     outer: OpenWait | None
-    """The wait of the same task around it."""
+    """Enclosing wait of the same task."""
     kind: tuple[object, ...]
-    """The same for waits that are told as one."""
+    """Key of waits that are reported together."""
 
     def __init__(self, what: str | Callable[[], str], on: str, who: str, code: CodeType) -> None:
         self.what, self.on, self._declared, self._code = what, on, who, code
@@ -75,11 +75,11 @@ class OpenWait:
 
     @property
     def where(self) -> str:
-        """The function that declared it."""
+        """Function that declared the wait."""
         return self._code.co_qualname.replace(".<locals>", "")
 
     def _named(self) -> str:
-        """The task's name, or the class in whose method it waits; rollouts have one name together."""
+        """Return the task's name, or the class of the waiting method; rollouts share one name."""
         name = self.task.get_name() if self.task is not None else "Task-0"
         if name.startswith("rollout "):
             return "rollouts"
@@ -87,21 +87,18 @@ class OpenWait:
 
 
 class OpenWaits:
-    """The open waits of one loop, the innermost of each task, by kind. What it costs to add, remove and tell
-    them does not grow with the number of tasks.
+    """Open waits of one loop, the innermost of each task, by kind. Adding, removing and listing take time
+    independent of the number of tasks.
     """
 
     MAX_ASKED = 32
-    """Waits of a kind that are asked since when they are open: the oldest are the first, but for those whose
-    inner wait has ended.
-    """
+    """Waits of a kind to check for the oldest; they are in order, except after an inner wait has ended."""
 
     def __init__(self) -> None:
         self.innermost: dict[asyncio.Task[Any] | None, OpenWait] = {}
         self._by_kind: dict[tuple[object, ...], dict[OpenWait, None]] = {}
 
     def add(self, wait: OpenWait) -> None:
-        """It has begun."""
         wait.outer = self.innermost.get(wait.task)
         if wait.outer is not None:
             self._hide(wait.outer)
@@ -109,9 +106,8 @@ class OpenWaits:
         self._by_kind.setdefault(wait.kind, {})[wait] = None
 
     def remove(self, wait: OpenWait) -> None:
-        """It has ended."""
         inner = self.innermost[wait.task]
-        if inner is not wait:  # blocks in generators may end in another order
+        if inner is not wait:  # generators may exit in another order
             while inner.outer is not wait:
                 assert inner.outer is not None, f"{wait} was not open"
                 inner = inner.outer
@@ -125,7 +121,7 @@ class OpenWaits:
             self._by_kind.setdefault(wait.outer.kind, {})[wait.outer] = None
 
     def told(self) -> list[tuple[OpenWait, int]]:
-        """As open_waits() says."""
+        """Return the list for open_waits()."""
         found = [
             (min(islice(waits, self.MAX_ASKED), key=lambda wait: wait.since_s), len(waits))
             for waits in self._by_kind.values()
@@ -143,35 +139,35 @@ _OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, OpenWaits]()
 
 
 def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWait:
-    """A wait, declared where it happens, say for "the optimizer step of batch 7" on "trainer-0"
+    """Declare a wait, such as "the optimizer step of batch 7" on "trainer-0".
 
-    `on`: the process or task that ends it. `what` may be a function, where the reason changes meanwhile.
+    `on`: process or task that ends it. `what` may be a function if the reason changes.
     """
     return OpenWait(what, on, who, sys._getframe(1).f_code)
 
 
 def open_waits() -> list[tuple[OpenWait, int]]:
-    """What the tasks of the running loop wait for, the innermost wait of each: one of the oldest of those
-    that wait alike, and how many they are; oldest first.
+    """Return the innermost waits of the running loop's tasks, oldest first: one of the oldest of each kind,
+    and their number.
     """
     table = _OPEN.get(asyncio.get_running_loop())
     return [] if table is None else table.told()
 
 
 def waits_of_tasks() -> dict[str, OpenWait]:
-    """By the names of the tasks. It looks at all of them: not for what is asked again and again."""
+    """Return waits by task name. Slow with many tasks."""
     table = _OPEN.get(asyncio.get_running_loop())
     innermost = {} if table is None else table.innermost
     return {task.get_name(): wait for task, wait in innermost.items() if task is not None}
 
 
 class Computation(functools.partial[T]):
-    """A call that waits for nothing, so that a virtual clock may run it in place of a thread."""
+    """A call without waits, which a virtual clock may run in place of a thread."""
 
 
 async def computed(func: Callable[..., T], *args: Any) -> T:
-    """What `func` returns, computed in a thread: for work that grows with a batch. It must not be changed
-    meanwhile, and `func` must wait for nothing.
+    """Run `func` in a thread, for work that grows with a batch. Its data must not change, and `func` must not
+    wait.
     """
     return await asyncio.get_running_loop().run_in_executor(None, Computation(func, *args))
 
@@ -181,9 +177,7 @@ _TURNS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 @contextlib.asynccontextmanager
 async def loop_turn() -> AsyncIterator[None]:
-    """A block of work in a turn of the event loop that no other such block shares, for one that wakes many
-    tasks; they have run when it is over.
-    """
+    """Run a block that wakes many tasks in its own iteration of the event loop, after which they have run."""
     lock = _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         yield
@@ -191,7 +185,7 @@ async def loop_turn() -> AsyncIterator[None]:
 
 
 def await_chain(awaitable: Any) -> Iterator[FrameType]:
-    """Frames from a coroutine down to what it waits for, outermost first."""
+    """Yield frames from a coroutine down to its innermost wait."""
     names = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
     while found := next((pair for pair in names if hasattr(awaitable, pair[0])), None):
         if (frame := getattr(awaitable, found[0])) is not None:
@@ -200,8 +194,8 @@ def await_chain(awaitable: Any) -> Iterator[FrameType]:
 
 
 def task_stacks() -> str:
-    """Tasks that are not done: names, then function (file:line) down to where they wait, a line a place; of
-    rollouts some, where there are many.
+    """Return unfinished tasks by place: names, then function (file:line) down to the wait; limited for
+    rollouts.
     """
     tasks_at: dict[str, list[str]] = {}
     rollouts, others = list[asyncio.Task[Any]](), list[asyncio.Task[Any]]()
@@ -228,7 +222,7 @@ _MAX_NAMES = 4
 
 
 def thread_stacks() -> str:
-    """All threads of this process, innermost call last."""
+    """Return the stacks of all threads of this process, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip("\n")

@@ -1,8 +1,7 @@
-"""Advantages, losses, weights and penalties: pure tensor functions, each with its paper. Independent of
-device and model; they log nothing.
+"""Advantages, losses, weights and penalties: pure tensor functions with their papers, independent of device
+and model.
 
-The tensors of tokens are those of M loss tokens, whole sequences one after another: float32, logprobs in
-nats. sequence_M int64 numbers each token's sequence, 0 to S-1, ascending. A sequence is a branch of a
-rollout. What concerns a reward is of shape [B]: a rollout's, or that of each part of it which earned one of
-its own.
+Token tensors cover M loss tokens, whole sequences one after another: float32, logprobs in nats. sequence_M
+int64 is each token's sequence, 0 to S-1, ascending. A sequence is a branch of a rollout. Reward tensors have
+shape [B]: one entry per rollout, or per rewarded part of it.
 """

@@ -1,6 +1,4 @@
-"""The built-in functions as `module:function`, and the recipes made of them. They are imported where they
-run, so torch is not imported here.
-"""
+"""Built-in functions as `module:function`, and recipes. Imports no torch: functions are imported on use."""
 
 from __future__ import annotations
 
@@ -23,25 +21,24 @@ BUILT_IN_ADVANTAGES = {
     "reinforce_pp": _ADVANTAGES + "reinforce_pp",
     "reinforce_pp_baseline": _ADVANTAGES + "reinforce_pp_baseline",
 }
-"""algorithm.advantage by name."""
 
 BUILT_IN_CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po")
-"""algorithm.correction: functions of asyncrl/algorithms/losses.py."""
+"""Values of algorithm.correction: functions of asyncrl/algorithms/losses.py."""
 
 WHOLE_BATCH = frozenset({"m2po"})
-"""Corrections that must see all tokens of an optimizer step at once."""
+"""Corrections that need all tokens of an optimizer step."""
 
 WITHIN_RATIO = frozenset({_LOSSES + "vespo"})
-"""Surrogates whose ratio a correction becomes part of, instead of a factor of the loss."""
+"""Surrogates whose ratio includes the correction."""
 
 _CLIPPED = frozenset({_LOSSES + "ppo_clip", _LOSSES + "gspo"})
 _CAP, _CAPS = 2.0, {"icepop": 5.0}
-"""importance_cap where the config says auto, and that of the corrections whose papers have another."""
+"""importance_cap for auto, by correction if its paper differs."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a loss is made of. `surrogate` and `advantage` are module:function, `correction` is one of
+    """Parts of a loss. `surrogate` and `advantage` are module:function, `correction` is in
     BUILT_IN_CORRECTIONS or none.
     """
 
@@ -66,16 +63,14 @@ RECIPES = {
     "vespo": Recipe(_LOSSES + "vespo"),
     "m2po": Recipe(_LOSSES + "importance_ratio", "behaviour", "m2po"),
 }
-"""algorithm.loss by name."""
 
 
 def resolve(config: AlgorithmConfig) -> Recipe:
-    """The recipe of algorithm.loss with what the config says otherwise. A module:function has the defaults of
-    Recipe.
+    """Return the recipe of algorithm.loss with the config's overrides; module:function starts from the
+    defaults.
 
-    Raises ConfigError for a name that is not known, for settings that contradict each other, and for a
-    correction beside a built-in loss whose ratio already covers the way from the behaviour to the current
-    policy: that way would be weighed twice.
+    Raises ConfigError for unknown names, contradictory settings, and a correction of a built-in loss whose
+    ratio already covers the behaviour policy, which would weigh stale data twice.
     """
     recipe = RECIPES.get(config.loss) or Recipe(_own(config.loss, "algorithm.loss", RECIPES))
     advantage = BUILT_IN_ADVANTAGES.get(config.advantage)
@@ -99,13 +94,13 @@ def resolve(config: AlgorithmConfig) -> Recipe:
 
 
 def importance_cap(config: AlgorithmConfig, recipe: Recipe) -> float:
-    """The number that stands for auto, or the config's own."""
+    """Return the config's cap, or the default for auto."""
     cap = config.importance_cap
     return _CAPS.get(recipe.correction, _CAP) if cap == "auto" else cap
 
 
 def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
-    """Raise ConfigError if the correction goes neither with the other settings nor with the loss."""
+    """Raise ConfigError if the correction conflicts with other settings or the loss."""
     correction = recipe.correction
     if correction in WHOLE_BATCH and config.proximal == "interpolate":
         what = f"algorithm.proximal=interpolate beside correction={correction}"

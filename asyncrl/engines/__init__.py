@@ -1,3 +1,3 @@
-"""Clients of the engine servers: routing, abort and resume. Prompts are token ids; rewards and the
-staleness rule do not occur.
+"""Clients of the engine servers: routing, abort and resume. They handle token ids, not rewards or
+staleness.
 """

@@ -1,5 +1,5 @@
-"""transport: nccl, the controller's end, for engines of every kind. The trainer sends a version once, when
-every engine that expects it is waiting.
+"""Controller end of transport nccl. The trainer sends a version once, when all expected engines wait for
+it.
 """
 
 from __future__ import annotations
@@ -16,33 +16,31 @@ from asyncrl.messages.base import BroadcastRequest, GroupSeat
 
 MIN_STEP_S = 60.0
 STEP_FRACTION = 0.1
-"""Of weight_sync.timeout_s: the limit for forming a group and for each buffer, MIN_STEP_S at least; all
-members are ready when it begins.
-"""
+"""Fraction of weight_sync.timeout_s that limits forming a group and each buffer, at least MIN_STEP_S."""
 Send = Callable[[BroadcastRequest], Awaitable[object]]
 Take = Callable[[GroupSeat], Awaitable[None]]
 _FAILS_ALL = "weights are sent once, to all engines, and one that fails before ends it for all"
 
 
 class SenderLost(EngineError):  # noqa: N818  a state of the trainer; a new one has other weights to send
-    """The trainer was lost before it had sent all."""
+    """The trainer was lost before it had sent all weights."""
 
 
 async def _at_once() -> None:
-    """Nothing to wait for."""
+    """Return at once."""
 
 
 def step_timeout_s(timeout_s: float) -> float:
-    """Limit of a step of a push that may take so long."""
+    """Return the time limit of one step of a push."""
     return min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))
 
 
 @dataclass
 class _Round:
-    """One broadcast: a seat for each engine, by name; the first of `members` asks the trainer to send.
+    """A broadcast with one GroupSeat per engine; the first of `members` asks the trainer to send.
 
-    `failure`: why the other members stop. It is set only before everything is sent; afterwards each engine
-    can finish alone. The group is used again unless it is broken: a member did not get the weights.
+    `failure` stops the other members. It is set only before everything is sent; afterwards engines finish
+    independently. A broken group is not reused.
     """
 
     version: int
@@ -54,13 +52,13 @@ class _Round:
     is_broken: bool = False
 
     def fail_nowait(self, error: RoomError) -> None:
-        """End it for all, unless all was sent."""
+        """End the round for all members, unless everything was sent."""
         self.is_broken = True
         if not self.is_sent and not self.failure.done():
             self.failure.set_result(error)
 
     def failed(self, name: str) -> EngineError:
-        """What the failure means for this member."""
+        """Return this member's error."""
         why = self.failure.result()
         kind = SenderLost if isinstance(why, TrainerLost) else EngineError
         what = f"was to be sent policy_version {self.version}: {why}"
@@ -68,18 +66,16 @@ class _Round:
 
 
 class Broadcasts:
-    """Where engines meet for the weights of a version.
+    """Meeting point of engines for the weights of a version.
 
-    Life: of a version: engines are expected as they prepare -> each one waits in receive(), or leaves -> when
-        all expected engines wait, they get seats and the trainer sends -> all have the version, or the round
-        failed. The group is kept for the next version as long as the same processes take part and none
-        failed; else a new one is formed.
-    Waits: receive sleeps until there is a trainer, then until all others wait too, then until its workers
-        have the weights. An engine that is lost leaves, which wakes the others; a limit is the caller's
-        (weight_sync.timeout_s), and a seat's in the processes themselves.
-    Invariant: a round begins only with every engine that is expected, and none joins it later: trainer and
-        workers, so many as the seats say, make the same calls. An engine that fails in a round raises: it
-        never keeps a part of a version unnoticed.
+    Life: of a version: engines are expected as they prepare -> each waits in receive(), or leaves -> when all
+        expected engines wait, the trainer sends -> all have the version, or the round failed. The group is
+        reused as long as the same processes take part and none failed.
+    Waits: receive sleeps until there is a trainer, then until all members wait, then until its workers have
+        the weights. A lost engine leaves, which wakes the others. The caller sets the limit
+        (weight_sync.timeout_s).
+    Invariant: a round begins with all expected engines and none joins later, so trainer and workers make the
+        same calls. An engine that fails in a round raises: it never keeps part of a version unnoticed.
     """
 
     def __init__(
@@ -91,9 +87,8 @@ class Broadcasts:
         store: Callable[[], str] = str,
         wait_up: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`send` is the trainer's, and raises TrainerError; `wait_up` returns when it can. `folder`: where a
-        group's file may lie; no other user may write there. `store`: where its processes meet instead if
-        they are on several nodes, at ADDRESS:PORT of the trainer's, which may be another one after a loss.
+        """`send` raises TrainerError; `wait_up` returns once the trainer can send. `folder`: private folder
+        for the group's file. `store`: ADDRESS:PORT of the trainer instead, for processes on several nodes.
         """
         self._send_all, self._folder, self._timeout_s = send, folder, step_timeout_s(timeout_s)
         self._store, self._wait_up = store, wait_up
@@ -103,13 +98,13 @@ class Broadcasts:
         self._last: _Round | None = None
 
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
-        """Expect this engine, with this many workers: nothing is sent before it waits."""
+        """Wait for this engine before sending."""
         if version != self._version:
-            self._version, self._expected, self._here = version, {}, {}  # of a push that was given up
+            self._version, self._expected, self._here = version, {}, {}  # of an abandoned push
         self._expected[name] = num_workers
 
     def leave_nowait(self, name: str) -> None:
-        """Stop expecting this engine: it is lost, or a new process. Idempotent."""
+        """Stop expecting this lost or restarted engine. Idempotent."""
         self._expected.pop(name, None)
         turn = self._here.pop(name, None)
         if turn is not None and not turn.done():
@@ -120,15 +115,13 @@ class Broadcasts:
         self._begin_nowait()
 
     def sender_gone_nowait(self) -> None:
-        """The trainer is another process from now on: the next group is a new one. What it was sending has
-        failed already.
-        """
+        """Form a new group next time: the trainer is another process."""
         if self._last is not None:
             self._last.is_broken = True
 
     async def receive(self, name: str, version: int, take: Take) -> None:
-        """`take` has the workers of this engine take their seats and receive. Returns when they have the
-        weights. Raises EngineError, SenderLost, and what wait_up raises.
+        """Have `take` join and receive for this engine; return once its workers have the weights. Raises
+        EngineError, SenderLost, and errors of wait_up.
         """
         await self._wait_up()
         if version != self._version or name not in self._expected:
@@ -147,7 +140,7 @@ class Broadcasts:
             raise
 
     def _begin_nowait(self) -> None:
-        """Start the round if all are here."""
+        """Start the round if all members wait."""
         if not self._expected or self._here.keys() != self._expected.keys():
             return
         members, last = tuple(sorted(self._expected.items())), self._last
@@ -167,7 +160,9 @@ class Broadcasts:
         self._expected, self._here = {}, {}
 
     async def _take_part(self, begun: _Round, name: str, take: Take) -> None:
-        """An error of either side ends the other one: there is no wait for a broken group."""
+        """Take part until done. An error of either side ends the other, so that nothing waits for a broken
+        group.
+        """
         works = [take(begun.seats[name])]
         if name == begun.members[0][0]:
             works.append(self._send(begun, name))

@@ -1,6 +1,4 @@
-"""What all clients of engine servers share (their methods, calls that end with their process), and the client
-of a server of ours.
-"""
+"""Shared by all engine clients, and the client of our own servers."""
 
 from __future__ import annotations
 
@@ -38,24 +36,21 @@ _TWICE = "weights that the trainer sends are asked for twice, then the process i
 
 
 class EngineClient(Protocol):
-    """One engine server: EngineServer (ours) or VllmServer.
+    """Client of an engine server: EngineServer (ours) or VllmServer.
 
-    A call raises EngineError, EngineLost if the process is gone or was given up; a request that the server
-    cannot serve raises RequestRefused. `num_commits` counts swaps begun, swaps ended and sleeps: a caller
-    whose request was interrupted sees from it whether that was why. `policy_version` is what the server has
-    confirmed last.
+    A call raises EngineError, EngineLost if the process is gone or given up, and RequestRefused for a request
+    that the server cannot serve. `num_commits` counts begun and ended swaps and sleeps, so that a caller can
+    explain an interruption. `policy_version` is the last confirmed version.
 
-    cut_nowait gives the process up: calls that wait for it, and all to come, raise EngineLost. renew_nowait:
-    another process has taken its place, with the weights of the start. Both are idempotent. generate_segment
-    samples until the end, the budget or an interruption; with `on_chunk`, which gets tokens as they come, the
-    answer has only the tokens after those. A server that can hold an interrupted request gives its tokens to
-    `on_interrupted`, and goes on with it if that returns true; with false, or without it, they are the
-    answer. A caller that leaves ends its request. abort ends these requests (None: all of this client) with
-    what they have, and returns those that were there. prepare loads weights beside the serving ones, and
-    load_chunk a chunk into woken weights: both return the digest of what was loaded. commit swaps to it.
-    sleep interrupts what runs and frees these parts, wake takes memory for them again; both are idempotent.
-    Weights that slept have no content before a push is committed. Requests that come meanwhile wait for it,
-    and until all parts are awake.
+    cut_nowait gives the process up: all its calls raise EngineLost. renew_nowait: another process with the
+    initial weights takes its place. Both are idempotent. generate_segment samples until the end, the budget
+    or an interruption; with `on_chunk`, the answer contains only the tokens after the chunks. A server that
+    can hold an interrupted request passes its tokens to `on_interrupted` and continues if that returns true;
+    otherwise they are the answer. A cancelled caller ends its request. abort ends these requests (None: all
+    of this client) with their tokens so far, and returns the ids found. prepare loads weights during serving
+    and load_chunk a chunk into woken weights; both return the digest. commit swaps to it. sleep interrupts
+    requests and frees these parts, wake takes their memory again; both are idempotent. Weights that slept
+    have no content until a push is committed; requests wait for that, and until all parts are awake.
     """
 
     name: str
@@ -82,11 +77,11 @@ class EngineClient(Protocol):
 
 
 class Lifeline:
-    """Ends all calls to one process when it is lost; the next process of the same name gets a new Lifeline.
+    """Ends all calls to a process when it is lost; its successor gets a new Lifeline.
 
-    Life: whole -> cut, for good: given up by the supervisor (cut_nowait), or found broken (break_nowait).
-    Waits: calls() sleeps in its block. A cut ends all of them at once: a frozen process keeps its
-        connections, and nothing else would end them.
+    Life: whole -> cut: given up by the supervisor (cut_nowait), or found broken (break_nowait).
+    Waits: calls() sleeps in its block. A cut ends all calls at once, because a frozen process keeps its
+        connections.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -97,7 +92,7 @@ class Lifeline:
 
     @contextlib.asynccontextmanager
     async def calls(self) -> AsyncIterator[None]:
-        """A block that raises EngineLost once the process is given up, and EngineError for a failed call."""
+        """Raise EngineLost in the block once the process is given up, and EngineError for a failed call."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -115,7 +110,7 @@ class Lifeline:
             raise await self.error_of(failure) from failure
 
     def check_whole(self) -> None:
-        """Raise EngineLost if it is cut."""
+        """Raise EngineLost if the process is cut."""
         if self.is_cut:
             raise self.lost(self._why_cut, rule=self._rule)
 
@@ -125,18 +120,18 @@ class Lifeline:
         self._end_calls()
 
     def break_nowait(self, what: str, *, rule: str) -> None:
-        """Mark the process as broken; its supervisor learns of it from the calls. Idempotent."""
+        """Mark the process as broken; calls report it to the supervisor. Idempotent."""
         if not self.is_cut:
             self._why_cut, self._rule = what, rule
             self._end_calls()
 
     def lost(self, what: str, *, rule: str = _NEEDED) -> EngineLost:
-        """The error of a process that cannot be counted on any more."""
+        """Return the error of a process that is unusable."""
         way_out = f"read {self.name}'s log for why, then start the run again."
         return EngineLost(self.name, what, rule=rule, way_out=way_out, is_told=self.is_given_up)
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
-        """A call that failed, as an error of ours."""
+        """Return a failed call as an EngineError."""
         where, rule, way_out = f"({self.caller.url})", "", f"read {self.name}'s log."
         if isinstance(failure, CallRefused):
             what = f"answered {failure.status} to {failure.path}: {failure.body.error}"
@@ -154,7 +149,7 @@ class Lifeline:
 
 
 def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> RequestRefused:
-    """The server `name` is well, and does not serve this one request."""
+    """Return the error of a refused request; the server is healthy."""
     said, sizes = refusal.body, f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
     what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
@@ -163,23 +158,23 @@ def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> Reques
 
 
 class EngineServer:
-    """An EngineClient of an embedded or simulated engine: its messages as calls, its failures as ours.
+    """EngineClient of an embedded or simulated engine.
 
-    Life: made with the version that its process starts under -> given up by cut_nowait() -> renew_nowait(): a
-        new process stands behind the same name. Lives as long as its `caller`, which the maker closes.
-    Waits: calls sleep until the server answers, is gone or is given up. Their limit is the caller's:
-        rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat under both.
-    Invariant: no segment passes with a token older than the version that the server had confirmed when the
-        segment was sent: SegmentCheck guarantees it, chunk by chunk.
+    Life: made with the initial version of its process -> given up by cut_nowait() -> renew_nowait(): a new
+        process with the same name. It lives as long as its `caller`.
+    Waits: calls sleep until the server answers, is gone or is given up. The caller sets limits:
+        rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat.
+    Invariant: no token is older than the version confirmed when its segment was sent; SegmentCheck verifies
+        this per chunk.
 
-    `meeting`: where it receives weights that the trainer sends (transport: nccl). It samples on with the old
-    ones meanwhile, so that a failure of others costs it nothing: commit receives once more.
+    `meeting`: Broadcasts for transport nccl. Sampling continues with the old weights until all members wait;
+    a failed commit receives once more.
     """
 
     def __init__(self, caller: Caller, *, policy_version: int = 0, meeting: Broadcasts | None = None) -> None:
         self._caller, self.name, self._meeting = caller, caller.name, meeting
         self._expected: ExportResponse | None = None
-        """What was prepared, and comes with the commit."""
+        """Prepared weights that arrive with the commit."""
         self.policy_version = self._offered_version = self._start_version = policy_version
         self.num_commits = 0
         self._line = Lifeline(caller)
@@ -207,7 +202,7 @@ class EngineServer:
         on_interrupted: OnInterrupted | None = None,
     ) -> GenerateResponse:
         check, line = SegmentCheck(self.name, request, oldest=self.policy_version), self._line
-        # Not in a block of calls(), which sets a limit up for each: a cut closes the link.
+        # calls() would set up a timeout per request; a cut closes the link instead.
         line.check_whole()
         if self._link is None or self._link.is_broken:
             self._link = Link(self._caller, lambda: self._offered_version)
@@ -238,7 +233,7 @@ class EngineServer:
             self._line.check_whole()
             self._meeting.expect_nowait(self.name, manifest.version, 1)
             self._expected = manifest
-            return manifest.digest  # the server compares it with what comes
+            return manifest.digest  # the server compares it on arrival
         request = PrepareRequest.model_validate(manifest, from_attributes=True)
         return (await self._post("/prepare", request, PrepareResponse)).digest
 
@@ -268,8 +263,8 @@ class EngineServer:
         return (await self._post("/load_chunk", request, LoadChunkResponse)).digest
 
     async def _receive(self, manifest: ExportResponse) -> None:
-        """Have the server stage what the trainer sends to all. Raises EngineLost if it fails twice, and
-        WeightsLost with the trainer: what is sent next is another version.
+        """Stage the trainer's broadcast. Raises EngineLost after two failures, and WeightsLost if the trainer
+        is lost.
         """
         assert self._meeting is not None, "what is expected comes through it"
         announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})

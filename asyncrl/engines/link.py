@@ -1,4 +1,4 @@
-"""The client's end of the link to one engine server of ours: all its requests as frames on one WebSocket."""
+"""Client end of the link to an engine server: all requests as frames on one WebSocket."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OnChunk = Callable[[GenerateChunk], None]
 OnInterrupted = Callable[[GenerateResponse], bool]
 PATH = "/link"
 FRAME_REQUESTS = 256
-"""Most requests in a frame: between two frames the event loop does other things."""
+"""Maximum requests per frame; the event loop runs other tasks between frames."""
 TURN_ROWS = 32
-"""Most rows of all links that are taken in one turn of the event loop."""
+"""Maximum rows, over all links, per iteration of the event loop."""
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request on its way: `done` has its answer. `number` is its name on the link."""
+    """A request on the link, under `number`; `done` has its answer."""
 
     request: GenerateRequest
     check: SegmentCheck
@@ -35,13 +35,15 @@ class OpenRequest:
 
 
 class Link:
-    """Life: made, which opens it -> open -> broken, for good: the server has gone, or close_nowait().
-    Waits: sample() sleeps until its answer comes or the link breaks; the reader until a frame comes, the
-        writer until there is something to say.
-    Invariant: what is asked in one turn of the event loop goes in one frame (or several, of FRAME_REQUESTS
-        each), after what was asked before. A request whose caller has left is aborted.
+    """Link to one engine server.
 
-    `newest` says which policy_version the server was offered last.
+    Life: opening -> open -> broken: the server is gone, or close_nowait().
+    Waits: sample() sleeps until its answer comes or the link breaks; the reader until a frame comes, the
+        writer until there is something to send.
+    Invariant: requests of one event-loop iteration share a frame (up to FRAME_REQUESTS), in order. A request
+        whose caller has left is aborted.
+
+    `newest` returns the policy_version offered last.
     """
 
     def __init__(self, caller: Caller, newest: Callable[[], int]) -> None:
@@ -57,16 +59,15 @@ class Link:
 
     @property
     def is_broken(self) -> bool:
-        """Whether another link is needed."""
         return self._broken is not None
 
     def find(self, request_ids: list[str] | None) -> list[OpenRequest]:
-        """The open requests of these ids; None: all."""
+        """Return the open requests with these ids (None: all)."""
         wanted = None if request_ids is None else set(request_ids)
         return [one for one in self._open.values() if wanted is None or one.request.request_id in wanted]
 
     async def sample(self, opened: OpenRequest) -> GenerateResponse:
-        """The answer. Raises CallRefused, CallLost or EngineError."""
+        """Return the answer. Raises CallRefused, CallLost or EngineError."""
         if self._broken is not None:
             raise self._broken
         opened.number = next(self._numbers)
@@ -76,17 +77,17 @@ class Link:
         try:
             return await opened.done
         finally:
-            if self._open.pop(opened.number, None) is not None:  # its caller leaves
+            if self._open.pop(opened.number, None) is not None:  # the caller left
                 self._aborted.append(opened.number)
                 self._has_news.set()
 
     def abort_nowait(self, opened: OpenRequest) -> None:
-        """It will be answered with what it has."""
+        """End the request with its tokens so far."""
         self._aborted.append(opened.number)
         self._has_news.set()
 
     def close_nowait(self) -> None:
-        """End the link; what is open raises CallLost."""
+        """Close the link; open requests raise CallLost."""
         self._running.cancel()
         self._break(CallLost(self._caller.name, PATH, "the link was closed"))
 
@@ -112,14 +113,14 @@ class Link:
                 opened.done.set_exception(self._broken)
 
     async def _write(self, socket: FrameSocket) -> None:
-        """Until the socket breaks, which the reader sees too."""
+        """Write until the socket breaks."""
         try:
             while True:
                 await self._has_news.wait()
                 self._has_news.clear()
                 asked, self._asked = self._asked, []
-                # Taken at once: what is said of a request goes after the request.
-                # Two may abort the same one: each engine that comes up has the queues balanced.
+                # Taken together, so that resumes and aborts follow their requests. Two callers may abort the
+                # same request.
                 said = {"resume": self._resumed, "abort": [*dict.fromkeys(self._aborted)]}
                 self._resumed, self._aborted = [], []
                 for first in range(0, len(asked), FRAME_REQUESTS):
@@ -131,7 +132,7 @@ class Link:
                 for kind, numbers in said.items():
                     if numbers:
                         await socket.send(frames.numbers_frame(kind, numbers))
-        except Exception as error:  # CallLost, or a request that is none
+        except Exception as error:  # CallLost, or an invalid request
             self._break(error)
             self._running.cancel()
 
@@ -155,11 +156,11 @@ class Link:
 
     def _take(self, row: frames.Sampled) -> None:
         opened = self._open.get(row.number)
-        if opened is None:  # its caller has left
+        if opened is None:  # the caller has left
             return
         try:
             answer = self._passed(opened, row)
-        except Exception as error:  # of the check, or of who is told
+        except Exception as error:  # from the check or a callback
             self.abort_nowait(opened)
             self._answer(opened, error)
         else:
@@ -167,7 +168,7 @@ class Link:
                 self._answer(opened, answer)
 
     def _passed(self, opened: OpenRequest, row: frames.Sampled) -> GenerateResponse | None:
-        """The answer, if this ends it."""
+        """Return the answer if this row ends the request."""
         token_ids, logprobs, newest = row.token_ids.tolist(), row.logprobs.tolist(), self._newest()
         answer = GenerateResponse(
             request_id=opened.request.request_id,

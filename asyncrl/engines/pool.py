@@ -29,19 +29,17 @@ OnSpent = Callable[[int], None]
 class EnginePool:
     """Samples on M servers: one logical request in, one joined completion out.
 
-    Life: a logical request is routed to one server and stays there, segment after segment, until it stops,
-        its budget is used, or its caller is cancelled. If its server is lost, it keeps what came and goes on
-        at another one. It moves too if a segment is interrupted, by a publish or balance() say, while its
-        server has more requests than slots and another one has a free slot: its cache is lost wherever it
-        goes.
-    Waits: generate sleeps in the server's answer; with no server up until up_nowait. The limit is the
+    Life: a logical request stays on one server, segment after segment, until it stops, its budget is used, or
+        its caller is cancelled. If the server is lost, it continues on another with its tokens. It also moves
+        if it is interrupted while its server has more requests than slots and another has a free slot.
+    Waits: generate sleeps in the server's answer; without a server, until up_nowait. The limit is the
         caller's rollout.timeout_s.
-    Invariant: what generate returns is what one uninterrupted request would have returned wherever the
-        weights did not change, because SegmentJoin keeps seed and positions. A server that interrupts for no
-        publish and gives nothing is left after MAX_EMPTY_SEGMENTS segments, with an EngineError.
+    Invariant: generate returns what one uninterrupted request would have returned under the same weights,
+        because SegmentJoin keeps seed and positions. A server that interrupts without a publish
+        MAX_EMPTY_SEGMENTS times without a token raises EngineError.
 
-    `on_lost` is called with every EngineLost. When it returns, the server must be down (down_nowait, and its
-    calls cut). Without it the error goes to the caller.
+    `on_lost` is called with every EngineLost and must take the server down (down_nowait and a cut). Without
+    it the error reaches the caller.
     """
 
     def __init__(self, servers: Sequence[EngineClient], *, slots: int, on_lost: OnLost | None = None) -> None:
@@ -50,30 +48,28 @@ class EnginePool:
         self._index = {server.name: index for index, server in enumerate(servers)}
         self._router = Router(len(servers), slots)
         self._sent: list[dict[str, None]] = [{} for _ in servers]
-        """Requests of which each server samples a segment, in the order in which they came to it: those
-        beyond its slots queue.
-        """
+        """Sampling requests of each server, in order of arrival; those beyond its slots queue."""
         self._busy_s = [0.0] * len(servers)
         self._changed = asyncio.Event()
         self._interrupted = self._tokens = 0
 
     @property
     def load(self) -> dict[str, int]:
-        """Logical requests in flight, by server."""
+        """Number of logical requests in flight, by server."""
         return {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
 
     def busy_s(self, now_s: float) -> dict[str, float]:
-        """Seconds so far that each server had requests, summed over them, those in hand up to `now_s`."""
+        """Return each server's request-seconds so far, up to `now_s`."""
         sums = zip(self.servers, self._busy_s, self._sent, strict=True)
         return {server.name: busy_s + len(sent) * now_s for server, busy_s, sent in sums}
 
     @property
     def down(self) -> tuple[str, ...]:
-        """Servers that get no work now."""
+        """Servers that get no work."""
         return tuple(one.name for index, one in enumerate(self.servers) if index not in self._router.up)
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
+        """Return values for the metrics in observe/metrics.py."""
         found: dict[str, float] = {
             "tokens/generated": self._tokens,
             "rollout/interrupted": self._interrupted,
@@ -85,35 +81,30 @@ class EnginePool:
         return found
 
     def down_nowait(self, name: str) -> None:
-        """Give this server no work any more; the supervisor cuts its calls too, so that they go on elsewhere.
-        Idempotent.
-        """
+        """Stop routing to this server. The supervisor also cuts its calls, so that they move. Idempotent."""
         self._router.up.discard(self._index[name])
 
     def counted_apart(self) -> EnginePool:
-        """The same servers, routing and load, with counts of its own: its tokens are not trained on."""
+        """Return a view with separate counts, for tokens that are not trained on."""
         other = copy.copy(self)
         other._interrupted = other._tokens = 0
         return other
 
     def up_nowait(self, name: str) -> None:
-        """Give this server work again: it serves the newest announced version, or a newer one. Idempotent."""
+        """Route to this server, which serves the newest announced version or a newer one. Idempotent."""
         self._router.up.add(self._index[name])
         self._changed.set()
         self._changed.clear()
 
     async def drain(self, name: str) -> None:
-        """Give this server no work any more, and have what is there go on elsewhere, with its tokens."""
+        """Stop routing to this server and move its requests, with their tokens."""
         self.down_nowait(name)
         index = self._index[name]
         if requests := list(self._sent[index]):
             await self._abort(self.servers[index], requests, DRAIN_TIMEOUT_S)
 
     async def balance(self) -> None:
-        """Move queued requests to servers with free slots; to be called after up_nowait.
-
-        The newest ones of each queue: they would wait longest. Nothing that runs is ended.
-        """
+        """Move queued requests, the newest first, to free slots of other servers. Call it after up_nowait."""
         router = self._router
         num_free = sum(max(0, self.slots - router.load[index]) for index in router.up)
         asking = []
@@ -134,11 +125,11 @@ class EnginePool:
         on_tokens: OnTokens | None = None,
         on_spent: OnSpent | None = None,
     ) -> Completion:
-        """Sample one completion; survives publishes, aborts and dead servers. Raises RequestRefused (data) or
+        """Sample one completion across publishes, aborts and lost servers. Raises RequestRefused (data) or
         EngineError.
 
-        `on_tokens` gets the tokens of `partial` first: all its calls, joined, are the completion's token_ids.
-        `on_spent` gets the number of tokens of each arriving segment, even if the request fails later.
+        All calls of `on_tokens`, joined, are the completion's token_ids, `partial` included.
+        `on_spent` gets the number of tokens of each segment, even if the request fails later.
         """
         join = SegmentJoin(request, partial, on_segment)
         if on_tokens is not None and join.token_ids:
@@ -161,7 +152,7 @@ class EnginePool:
     async def _sample_on(
         self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None, on_spent: OnSpent | None
     ) -> None:
-        """Segments from one server until the request is finished, or has to move."""
+        """Sample segments on one server until the request ends or must move."""
         index = seat.index
         empty = EmptySegments(self.servers[index], join.request.request_id)
         while True:
@@ -179,9 +170,7 @@ class EnginePool:
         on_spent: OnSpent | None,
         empty: EmptySegments,
     ) -> None:
-        """What this server samples, appended to `join` as it comes; a token is in `join` before on_tokens
-        gets it.
-        """
+        """Append a segment to `join` as it arrives; a token is in `join` before on_tokens gets it."""
         index = seat.index
         server, request = self.servers[index], join.next_request()
 
@@ -220,12 +209,12 @@ class EnginePool:
     async def _abort(
         self, server: EngineClient, request_ids: list[str], timeout_s: float = ABORT_TIMEOUT_S
     ) -> None:
-        """A server that gives no answer is lost, and that is seen by the calls that wait for it."""
+        """Abort requests. The waiting calls detect a lost server."""
         with contextlib.suppress(EngineError):
             await server.abort(request_ids, timeout_s=timeout_s)
 
     def _near(self, request: SamplingRequest) -> int:
-        """The server that has the turns before this one in its cache, which new weights empty; or -1."""
+        """Return the server whose cache has the previous turns, or -1."""
         after = request.after
         if after is None or not 0 <= after.engine < len(self.servers):
             return -1
@@ -234,22 +223,20 @@ class EnginePool:
 
 @dataclass(slots=True)
 class Seat:
-    """The server that a request is charged to."""
+    """Server that a request is charged to."""
 
     index: int
     route_key: str
 
 
 class Router:
-    """Least loaded server first; but where the request's prefix is cached, as long as that server has a free
-    slot. Pure: knows counts and keys.
+    """Prefers the server with the request's prefix while it has a free slot, else the least loaded one. Pure.
 
-    Life: take(key) charges one server until the block ends. Requests of one key that are in flight stay
-        together; the key is forgotten with the last of them. Turns of one session follow each other: `near`
-        says where the last one was. A server that is not `up` is given nothing.
-    Invariant: a request is given to a server without a free slot only when no server that is up has one; and
-        once one has, a request of a server with more than its slots that is interrupted moves there
-        (moves), and has the slot from then on. It moves for nothing less, so that no request goes to and fro.
+    Life: take(key) charges a server until the block ends. Requests of one key stay together while any is in
+        flight. `near` is the server of the session's last turn.
+    Invariant: a server without a free slot gets a request only if no server in `up` has one. Once another
+        has, an interrupted request of an overloaded server moves there and charges the slot at once. Nothing
+        else moves a request, so none oscillates.
     """
 
     def __init__(self, num_servers: int, slots: int) -> None:
@@ -257,13 +244,11 @@ class Router:
         self.up = set(range(num_servers))
         self.slots = slots
         self._keys: dict[str, tuple[int, int]] = {}
-        """By route key: the server of its last request, and its requests in flight."""
+        """(server of the last request, requests in flight) by route key."""
 
     @contextlib.contextmanager
     def take(self, route_key: str, near: int = -1) -> Iterator[Seat]:
-        """The server for one request, charged until the block ends. The key "" is no key; a server must be
-        up.
-        """
+        """Charge a server until the block ends. The key "" is no key; a server must be up."""
         index, num_taken = self._keys.get(route_key, (near, 0))
         if index not in self.up or self.load[index] >= self.slots:
             index = self._least_loaded()
@@ -281,8 +266,8 @@ class Router:
                     self._keys[route_key] = last, num_taken - 1
 
     def moves(self, seat: Seat) -> bool:
-        """Whether an interrupted request, whose cache is lost anyway, is to be routed again. Its charge goes
-        at once to where it will go, so that one free slot moves one request.
+        """Return whether an interrupted request must move. Its charge moves at once, so that a free slot
+        moves one request.
         """
         index = seat.index
         is_full = self.load[index] > self.slots
@@ -301,13 +286,13 @@ class Router:
 
 
 class SegmentJoin:
-    """What has been sampled of one request so far, and what to ask for next. Pure.
+    """Sampled tokens of one request and its next segment. Pure.
 
-    Life: empty, or `partial` (what an earlier process had sampled) -> segments, with next_request() before
-        each -> is_finished, completion(). A segment is any number of add_chunk(), and add() for the rest of
-        it, or cut() if the rest never came. `on_segment` gets all tokens so far after each interruption.
-    Invariant: the spans cover every token once, and all segments together have at most request.max_tokens, if
-        `partial` has not more: a killed run may have had a larger limit.
+    Life: empty, or `partial` (of an earlier process) -> segments, each after next_request() -> is_finished,
+        completion(). A segment is any number of add_chunk(), then add() for the rest, or cut() if the rest is
+        lost. `on_segment` gets all tokens after each interruption.
+    Invariant: the spans cover every token once, and all segments have at most request.max_tokens tokens,
+        unless `partial` has more: an earlier run may have had a larger limit.
     """
 
     def __init__(
@@ -323,15 +308,15 @@ class SegmentJoin:
         self.spans = list(before.version_spans)
         self.num_interruptions = before.num_interruptions + (partial is not None)
         self.top_logprobs: list[TopLogprobs] = [()] * len(self.token_ids)
-        """If they were asked for; what an earlier process had is not known."""
+        """Top logprobs, if requested; unknown for an earlier process."""
         self._routed = RoutedTokens(len(request.prompt_ids))
         self._num_told = len(self.token_ids)
-        """Tokens that on_segment knows of."""
+        """Tokens reported to on_segment."""
         self._has_stopped = False
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be sampled; may be below 0 with a partial."""
+        """Remaining token budget; may be below 0 with a partial."""
         return self.request.max_tokens - len(self.token_ids)
 
     @property
@@ -339,10 +324,10 @@ class SegmentJoin:
         return self._has_stopped or self.num_left <= 0
 
     def next_request(self) -> GenerateRequest:
-        """The message that goes on where the last segment ended.
+        """Return the request that continues after the last segment.
 
-        The seed stays: the server draws each token from (seed, absolute position), so that the resumed
-        request draws what the uninterrupted one would have drawn.
+        The server draws each token from (seed, absolute position), so it repeats the uninterrupted request's
+        draws.
         """
         request = self.request
         return GenerateRequest(
@@ -361,11 +346,11 @@ class SegmentJoin:
         )
 
     def add_chunk(self, chunk: GenerateChunk, engine: int = -1) -> None:
-        """Append a part of a segment by engine server number `engine`, which SegmentCheck has passed."""
+        """Append a checked part of a segment from engine server number `engine`."""
         self._append(chunk, engine)
 
     def add(self, segment: GenerateResponse, engine: int = -1) -> None:
-        """Append a segment, or what is left of it after its chunks."""
+        """Append a segment, or its rest after the chunks."""
         num_before = len(self.token_ids)
         self._append(segment, engine)
         self._routed.add(segment.routing, num_before, len(self.token_ids))
@@ -374,16 +359,15 @@ class SegmentJoin:
         self._has_stopped = segment.finish_reason == "stop"
 
     def cut(self) -> None:
-        """The rest of the segment is lost; its chunks, if there were any, stay."""
+        """Keep the chunks of a segment whose rest is lost."""
         if len(self.token_ids) > self._num_told:
             self._interrupted()
 
     def partial(self) -> PartialCompletion:
-        """All segments so far."""
         return PartialCompletion(*self._so_far(), self.num_interruptions)
 
     def completion(self) -> Completion:
-        """All segments as one. Only when is_finished."""
+        """Return all segments joined. Requires is_finished."""
         top = tuple(self.top_logprobs) if self.request.top_logprobs else ()
         finish: Literal["stop", "length"] = "stop" if self._has_stopped else "length"
         return Completion(*self._so_far(), finish, self.num_interruptions, top, self._routed.known)
@@ -398,7 +382,7 @@ class SegmentJoin:
         self._num_told = len(self.token_ids)
 
     def _append(self, part: GenerateChunk | GenerateResponse, engine: int) -> None:
-        """A span that goes on from the last one is joined to it."""
+        """Append a part, joining continued spans."""
         shift = len(self.token_ids)
         for span in part.version_spans:
             last = self.spans[-1] if self.spans else None

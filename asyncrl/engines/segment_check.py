@@ -1,6 +1,4 @@
-"""What an engine server answers, segment by segment: the check of it, before anything is made of it; segments
-without a token; the experts that read the tokens.
-"""
+"""Checks of engine answers: segments, empty segments, and experts of tokens."""
 
 from __future__ import annotations
 
@@ -17,19 +15,18 @@ if TYPE_CHECKING:
 
 _UNKNOWN = NO_EXPERT.to_bytes(2, "little")
 _LOGPROB_SLACK = 1e-3
-"""A log softmax in float32 may come out above 0 by its rounding; by no more than this."""
+"""Float32 rounding may raise a logprob above 0 by at most this."""
 
 
 class SegmentCheck:
-    """Raises EngineError for what cannot be the answer of server `name` to `request`, streamed or not.
+    """Raises EngineError for invalid answers of server `name` to `request`.
 
     Life: begun when the request is sent -> chunk() for each GenerateChunk -> end() for the rest.
-    Invariant: what has passed has a logprob for each of at most max_tokens tokens, under versions from
-        `oldest` to `newest` that never go back. The token that ends a completion passes with its
-        finish_reason alone, so that a request whose server is lost after a chunk can go on behind it.
+    Invariant: passed tokens number at most max_tokens, have a logprob each, and versions from `oldest` to
+        `newest` that never decrease. A completion's last token passes only with its finish_reason, so that a
+        request can continue after a lost server.
 
-    `oldest` is what the server had confirmed when the request was sent, `newest` what it was offered last by
-    the time of the chunk or the end.
+    `oldest`: version confirmed when the request was sent; `newest`: version offered last.
     """
 
     def __init__(self, name: str, request: GenerateRequest, *, oldest: int) -> None:
@@ -37,13 +34,13 @@ class SegmentCheck:
         self._num_told, self._version = 0, oldest
 
     def chunk(self, chunk: GenerateChunk | GenerateResponse, *, newest: int) -> None:
-        """Some tokens before the end."""
+        """Check tokens before the end."""
         self._pass(chunk, newest)
         if self._num_told == self._request.max_tokens:
             raise self._wrong(f"chunks of {self._num_told} tokens and no end", "max_tokens is a limit")
 
     def end(self, answer: GenerateResponse, *, newest: int) -> None:
-        """The tokens after the last chunk, or all of them, and how they ended."""
+        """Check the tokens after the last chunk, and the finish_reason."""
         if answer.request_id != self._request.request_id:
             raise self._wrong(f"the answer to {answer.request_id}", "an answer carries its request_id")
         self._pass(answer, newest)
@@ -101,14 +98,14 @@ class SegmentCheck:
 
 
 class EmptySegments:
-    """Segments of a request without a token, in a row and for no publish."""
+    """Counts consecutive segments without a token and without a publish."""
 
     def __init__(self, server: EngineClient, request_id: str) -> None:
         self._server, self._request_id = server, request_id
         self._num_empty, self._commits_seen = 0, server.num_commits
 
     def count(self, num_tokens: int) -> None:
-        """One more segment. Raises EngineError at MAX_EMPTY_SEGMENTS of them."""
+        """Count a segment. Raises EngineError at MAX_EMPTY_SEGMENTS."""
         server = self._server
         if num_tokens or server.num_commits != self._commits_seen:
             self._num_empty, self._commits_seen = 0, server.num_commits
@@ -122,13 +119,12 @@ class EmptySegments:
 
 
 class RoutedTokens:
-    """The experts that read the tokens of one logical request when the next one was sampled: `known`, uint16
-    (little endian), as many for each token but the last, from the first of the prompt on. Pure.
+    """Experts that read a logical request's tokens: `known`, uint16 (little endian), a fixed number for each
+    token but the last, from the prompt on. Pure.
 
-    A part of an answer brings those of the tokens that were read since the part before it; the first part of
-    a segment those of its whole prompt. What an earlier segment has sampled was read again then, maybe under
-    other weights: what is known stays, and of what is not (an earlier process, or a server that was lost, had
-    it) there is NO_EXPERT.
+    A part of an answer contains the tokens read since the previous part; a segment's first part its whole
+    prompt. Earlier tokens are read again, maybe under other weights: known experts stay, unknown ones are
+    NO_EXPERT.
     """
 
     def __init__(self, num_prompt: int) -> None:
@@ -136,7 +132,7 @@ class RoutedTokens:
         self._num_prompt, self._width = num_prompt, 0
 
     def add(self, routing: bytes, num_before: int, num_after: int) -> None:
-        """Of a part, before which so many tokens were sampled, and so many after it."""
+        """Add a part's experts, with the number of sampled tokens before and after it."""
         if not routing:
             return
         end = self._num_prompt + num_after - 1

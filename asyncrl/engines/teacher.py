@@ -1,4 +1,4 @@
-"""The client of a teacher: a second model, asked for the logprobs of what the policy has sampled."""
+"""Client of a teacher, a second model that scores sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from asyncrl.messages.records import Rollout, Trajectory
 from asyncrl.waits import waiting
 
 LOGPROB_SLACK = 1e-3
-"""Nats by which a float32 logprob may round above 0."""
+"""Maximum float32 rounding of a logprob above 0, in nats."""
 
 
 class Teacher:
-    """Life: up -> down_nowait(), once its process is lost: calls in hand begin again later -> renew_nowait():
-        a new process -> up_nowait(). Lives as long as its `caller`, which the maker closes.
-    Waits: judge sleeps until the teacher is up, then for one of `places` calls at once, then for the answer,
-        timeout_s at most.
-    Invariant: its weights never change, so the logprobs of a token do not depend on when they are asked for.
+    """Client of one teacher process.
 
-    `on_lost` is called with every EngineLost. When it returns, the teacher must be down. Without it the error
-    goes to the caller.
+    Life: up -> down_nowait(), once its process is lost: open calls restart later -> renew_nowait(): a new
+        process -> up_nowait(). It lives as long as its `caller`.
+    Waits: judge sleeps until the teacher is up, then for one `places` slot, then for the
+        answer, at most timeout_s.
+    Invariant: its weights never change, so logprobs do not depend on when they are computed.
+
+    `on_lost` is called with every EngineLost and must take the teacher down. Without it the error reaches the
+    caller.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Teacher:
         self._num_scored = 0
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
+        """Return values for the metrics in observe/metrics.py."""
         return {"teacher/tokens": self._num_scored}
 
     def down_nowait(self) -> None:
@@ -56,19 +58,18 @@ class Teacher:
         self._line.cut_nowait()
 
     def renew_nowait(self) -> None:
-        """Another process takes its place."""
+        """Switch to a new process."""
         self.down_nowait()
         self._line = Lifeline(self._caller)
 
     def up_nowait(self) -> None:
-        """The new process answers."""
         self._is_up = True
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def judge(self, rollout: Rollout) -> Rollout:
-        """The rollout with teacher_logprobs in each branch. Raises RequestRefused (data) if the teacher
-        cannot read one, EngineError.
+        """Return the rollout with teacher_logprobs in each branch. Raises RequestRefused (data) or
+        EngineError.
         """
         return tuple([await self._judge(branch) for branch in rollout])
 

@@ -1,6 +1,4 @@
-"""The client's state of one vLLM process (which weights it serves, which requests may be sent, which are in
-flight, whether it lives), what it must be for this run, and the wait until it is.
-"""
+"""Client state of one vLLM process: weights, open requests, liveness; and its required settings."""
 
 from __future__ import annotations
 
@@ -20,26 +18,25 @@ from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import GenerateRequest
 
 START_LABEL = "default"
-"""vLLM's label for the weights that it started with."""
+"""vLLM's label of its initial weights."""
 GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _ROUTING = "enable_return_routed_experts"
 _RULE = "a run needs a vLLM server that was started as docs/engines.md says"
 _MIN_KEEP_ALIVE_S = 60
-"""Our connections rest for 30 s (http.Caller); a server that closes one first breaks the next request on it.
-"""
+"""Our connections idle up to 30 s (http.Caller); a server that closes earlier breaks the next request."""
 _ASK_AGAIN_S = 0.1
-"""An abort that overtook its request finds nothing: it is sent again until the request has ended."""
+"""An abort that overtook its request has no effect, so it is repeated."""
 _HEALTH_LIMIT_S = 5.0
 
 
 @dataclass(eq=False)
 class Segment:
-    """One segment from its arrival to its answer.
+    """A segment from arrival to answer.
 
-    Life: made -> at the gate -> sent, under a version and its label -> answered, however the call ended.
-        `num_loads`: how often weights had been loaded when it was sent.
+    Life: made -> waiting -> sent, under a version and its label -> answered or failed. `num_loads`: number of
+        weight loads before it was sent.
     """
 
     request: GenerateRequest
@@ -54,35 +51,33 @@ class Segment:
 
 
 class VllmProcess(Routes):
-    """One vLLM process behind a server's name.
+    """vLLM process of a server.
 
-    Life: open, or closed while weights change or parts of it sleep -> cut, as any Lifeline. It is broken when
-        what it holds is no version.
-    Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled with an answer that came
-        after a load began, until it is clear what the weights were. change_nowait wakes them.
-    Invariant: a segment is sent only while the weights are those of `version`, under `label`. No token leaves
-        under a label that is distrusted: version_of has no version for it.
+    Life: open, or closed while weights change or parts sleep -> cut, like any Lifeline. It is broken if its
+        weights belong to no version.
+    Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began before its
+        answer, until the weights are known. change_nowait wakes both.
+    Invariant: a segment is sent only while `version`'s weights serve, under `label`. No token passes under a
+        distrusted label.
     """
 
     def __init__(self, caller: Caller, version: int, mark: str = "") -> None:
-        """`mark` is in every label of this run: another run that pushes to the same server has another
-        mark.
-        """
+        """`mark` is in every label, to distinguish runs that push to the same server."""
         super().__init__(caller)
-        self._mark = f"~{mark}" if mark else ""  # vLLM takes no @ in a salt
+        self._mark = f"~{mark}" if mark else ""  # vLLM allows no @ in a salt
         self.version = self.offered_version = self._start_version = version
         self.label, self.digest = START_LABEL, ""
         self.model: str | None = None
-        """Name of the adapter that serves; None is the base model."""
+        """Adapter that serves; None is the base model."""
         self.adapter_folder: Path | None = None
-        """Of the adapter that was loaded last."""
+        """Folder of the adapter loaded last."""
         self.asleep: set[EnginePart] = set()
         self.has_content = True
-        """False from a sleep of the weights until a commit has filled them."""
+        """False from a sleep of the weights until a commit."""
         self.vocab_size: float = math.inf
-        """Ids that the model knows: 0..vocab_size - 1. Said when it is ready."""
+        """The model knows ids 0..vocab_size - 1. Set when ready."""
         self.resumes_grammars = False
-        """It has our plugin. Said when it is ready."""
+        """True if the server has our plugin. Set when ready."""
         self.is_committing, self.is_settled = False, True
         self.distrusted: set[str] = set()
         """Labels of loads whose canary failed."""
@@ -92,29 +87,25 @@ class VllmProcess(Routes):
 
     @property
     def sent(self) -> list[Segment]:
-        """Segments that were sent to vLLM and not answered."""
+        """Sent and unanswered segments."""
         return [one for one in self._segments.values() if one.is_sent and not one.answered.is_set()]
 
     @property
     def num_waiting(self) -> int:
-        """Segments at the gate."""
+        """Number of segments that were not sent."""
         return sum(not segment.is_sent for segment in self._segments.values())
 
     def segments(self, request_ids: Sequence[str] | None) -> list[Segment]:
-        """Those in flight that belong to these requests (None = all)."""
+        """Return segments in flight of these requests (None: all)."""
         found = self._segments.values()
         return [one for one in found if request_ids is None or one.request.request_id in request_ids]
 
     def label_of(self, version: int, attempt: int = 0) -> str:
-        """What the weights of a version are called at the server; each attempt to load them has a label of
-        its own.
-        """
+        """Return the server's label of a version; each attempt to load has its own label."""
         return f"{version}{f'#{attempt}' if attempt else ''}{self._mark}"
 
     def version_of(self, label: str) -> int | None:
-        """The version that a label means; None if what was sampled under it is not to be trusted, -1 if it is
-        none of ours.
-        """
+        """Return the label's version; None if distrusted, -1 if it is another run's."""
         if label in self.distrusted:
             return None
         if label == START_LABEL:
@@ -128,7 +119,7 @@ class VllmProcess(Routes):
         self._changed = asyncio.Event()
 
     def begin_load_nowait(self, version: int, *, keeps_kv: bool = False) -> None:
-        """From here until confirm_nowait it is unknown which weights the process has."""
+        """Mark the weights as unknown until confirm_nowait."""
         self._num_loads += 1
         self.is_settled = False
         self.offered_version = max(self.offered_version, version)
@@ -136,22 +127,20 @@ class VllmProcess(Routes):
             self._last_kept_kv = self._num_loads
 
     def confirm_nowait(self) -> None:
-        """The weights are those of `label`, as a check has confirmed, or went to sleep meanwhile."""
+        """Confirm the weights of `label`, after a check or a sleep."""
         self.is_settled, self.has_content = True, "weights" not in self.asleep
         self.change_nowait()
 
     def is_certain(self, segment: Segment) -> bool:
-        """Whether its tokens are sampled under the version with which it was sent."""
+        """Return whether the segment's version is certain: no load began since it was sent."""
         return segment.num_loads == self._num_loads
 
     def is_stale(self, segment: Segment) -> bool:
-        """Whether a load that kept the KV cache lies between its sending and now: if it began after that, it
-        may have read old blocks.
-        """
+        """Return whether a later load kept the KV cache: the segment may have read old blocks."""
         return self._last_kept_kv > segment.num_loads
 
     async def wait_open(self, segment: Segment) -> None:
-        """Return once it may be sent, marked as sent; or was aborted."""
+        """Wait until the segment may be sent and mark it, or until it is aborted."""
         while not segment.is_aborted and (
             self.is_committing or self.asleep or not self.is_settled or not self.has_content
         ):
@@ -160,13 +149,15 @@ class VllmProcess(Routes):
         segment.is_sent = not segment.is_aborted
 
     async def wait_settled(self, segment: Segment) -> None:
-        """Return once it is known under which weights the rest of it was sampled."""
+        """Wait until the weights that sampled the segment are known."""
         while not self.is_certain(segment) and not self.is_settled:
             await self._changed.wait()
 
     @contextlib.contextmanager
     def holding(self, segment: Segment) -> Iterator[None]:
-        """In flight until the block ends. If it is cancelled, the broken connection ends it in vLLM."""
+        """Keep the segment in flight until the block ends; cancelling breaks the connection, which ends it in
+        vLLM.
+        """
         self._segments[segment.wire_id] = segment
         try:
             yield
@@ -175,7 +166,7 @@ class VllmProcess(Routes):
             segment.answered.set()
 
     async def end(self, segments: Sequence[Segment]) -> None:
-        """Have these end with what they have; returns once vLLM has answered all of them."""
+        """Abort these segments and wait until vLLM has answered all."""
         while wire_ids := [segment.wire_id for segment in segments if not segment.answered.is_set()]:
             await self.abort(wire_ids)
             with contextlib.suppress(TimeoutError):
@@ -184,7 +175,7 @@ class VllmProcess(Routes):
                         await segment.answered.wait()
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
-        """EngineLost too if the engine is dead: its server lives on a moment, and answers 500 or above."""
+        """Return EngineLost if the engine is dead: its server answers 500 or above for a moment."""
         if isinstance(failure, CallRefused) and failure.status >= 500:
             try:
                 await self.get("/health", Said, _HEALTH_LIMIT_S)
@@ -196,12 +187,12 @@ class VllmProcess(Routes):
 
 @dataclass(frozen=True, slots=True)
 class VllmFacts:
-    """What the run counts on.
+    """Requirements of the run.
 
-    `end_ids`: tokens that end a completion; vLLM is told to heed no others. `special_ids`: tokens that have
-    no text, by their name: a stop string that is such a name stops at that token. `starts_fresh`: it has the
-    initial weights; False: the run did not start it, and its weights are replaced before anything is sampled.
-    `stays`: it sleeps without giving its memory away. `returns_routing`: it tells the experts of each token.
+    `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name; a stop
+    string with such a name stops at that token. `starts_fresh`: it has the initial weights; otherwise an
+    external server, whose weights are replaced first. `stays`: it keeps its memory during sleep.
+    `returns_routing`: it returns each token's experts.
     """
 
     model_path: str
@@ -217,7 +208,7 @@ class VllmFacts:
 
 
 def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
-    """Raise ConfigError with the flag that vLLM needs, if its settings are not what the run counts on."""
+    """Raise ConfigError, with the flag for vLLM, if a setting differs from the run's requirements."""
     config, keep_alive_s = info.vllm_config, info.vllm_env.get(_KEEP_ALIVE)
     model, scheduler = config.get("model_config") or {}, config.get("scheduler_config") or {}
     path, dtype = str(model.get("model")), str(model.get("dtype")).removeprefix("torch.")
@@ -245,8 +236,8 @@ def _at_least(found: object, least: int) -> bool:
 
 
 async def make_ready(process: VllmProcess, facts: VllmFacts) -> None:
-    """Returns once it serves as it must; its limit is the caller's. Raises ConfigError, CallRefused or
-    CallLost.
+    """Wait until the server is up and configured; the caller sets the limit. Raises ConfigError, CallRefused
+    or CallLost.
     """
     there = f"{process.name}: the vLLM server there"
     with _refusal_means(
@@ -271,7 +262,7 @@ async def make_ready(process: VllmProcess, facts: VllmFacts) -> None:
             f"it begins with those of {facts.model_path}",
         )
         raise ConfigError(f"{what}, under the label {label}", rule=rule, way_out="start that server again.")
-    await process.tell("/resume")  # the run that paused it last may have been killed
+    await process.tell("/resume")  # an earlier run may have paused it and died
     await process.set_label(ours)
     process.label = ours
     with _refusal_means(f"{there} has no {GENERATE}", "start it with --enable-scale-out.", 403, 404):
@@ -280,7 +271,7 @@ async def make_ready(process: VllmProcess, facts: VllmFacts) -> None:
 
 @contextlib.contextmanager
 def _refusal_means(what: str, way_out: str, *statuses: int) -> Iterator[None]:
-    """A refusal with one of these statuses (none: any) is a ConfigError; a missing route has 403 or 404."""
+    """Turn refusals with these statuses (none: any) into ConfigError; a missing route has 403 or 404."""
     try:
         yield
     except CallRefused as refusal:
@@ -290,9 +281,7 @@ def _refusal_means(what: str, way_out: str, *statuses: int) -> Iterator[None]:
 
 
 async def _until_up(process: VllmProcess) -> None:
-    """A server that we started has a socket from the first moment; one that the run did not start may refuse
-    connections for a while.
-    """
+    """Wait until the server answers; an external server may refuse connections for a while."""
     while True:
         try:
             await process.get("/health", Said)
@@ -305,9 +294,7 @@ async def _until_up(process: VllmProcess) -> None:
 
 
 async def _warm_up(process: VllmProcess, label: str) -> None:
-    """Have vLLM do once what it compiles at the first time: sampling with a seed, logprobs, and those of a
-    prompt.
-    """
+    """Trigger vLLM's one-time compilation: seeded sampling, logprobs and prompt logprobs."""
     greedy = {"max_tokens": 1, "temperature": 0.0}
     seeded = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}
     for number, sampling in enumerate((greedy, greedy | {"prompt_logprobs": 0}, seeded)):

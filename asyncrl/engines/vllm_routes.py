@@ -1,4 +1,4 @@
-"""Calls of vLLM's own HTTP routes, and what they answer as far as we read it (vLLM 0.32)."""
+"""vLLM's HTTP routes and the parts of their answers that we read (vLLM 0.32)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from asyncrl.messages.base import ErrorBody
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
 _WIRE_ID = "generate-tokens-{}"
-"""The id that vLLM makes of our request_id. /abort_requests needs this one, and answers "aborted" to any
-id.
-"""
+"""vLLM's id for our request_id, required by /abort_requests, which answers "aborted" to any id."""
 _COUNTS = {
     "num_running": ("num_requests_running",),
     "num_queued": ("num_requests_waiting",),
@@ -34,24 +32,24 @@ Sent = RootModel[dict[str, Any]]
 
 
 class Read(BaseModel):
-    """Base of the answers that we read; further fields are ignored."""
+    """Base of answers; further fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Said(Read):
-    """An answer whose body is of no interest, or is text."""
+    """An answer without relevant content, or as text."""
 
     text: str = ""
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **_: Any) -> Self:
-        """Whatever it is."""
+        """Accept any body."""
         return cls(text=json_data if isinstance(json_data, str) else json_data.decode(errors="replace"))
 
 
 class LabelSpan(Read):
-    """Output tokens [start, end) were sampled while the weights had this label."""
+    """Output tokens [start, end), sampled under this weight label."""
 
     version: str
     start: int
@@ -59,7 +57,7 @@ class LabelSpan(Read):
 
 
 class TopLogprob(Read):
-    """A token that might have been sampled; `rank` 1 is the likeliest."""
+    """Candidate token; `rank` 1 is the likeliest."""
 
     token_id: int
     logprob: float
@@ -67,21 +65,21 @@ class TopLogprob(Read):
 
 
 class TokenLogprob(Read):
-    """Of one sampled token, or one of a prompt. `top_logprobs`: the sampled one, then the likeliest."""
+    """Logprob of a sampled or prompt token. `top_logprobs`: the sampled token, then the likeliest."""
 
     logprob: float
     top_logprobs: list[TopLogprob] = []
 
 
 class Logprobs(Read):
-    """One entry a sampled token."""
+    """Logprobs, an entry per sampled token."""
 
     content: list[TokenLogprob] | None = None
 
 
 class Choice(Read):
-    """The answer, or in a stream some tokens of it. `weight_versions` comes with the finish_reason, and
-    covers the whole output.
+    """An answer, or tokens of a stream. `weight_versions` comes with the finish_reason and covers the whole
+    output.
     """
 
     token_ids: list[int] | None = None
@@ -89,8 +87,9 @@ class Choice(Read):
     weight_versions: list[LabelSpan] | None = None
     logprobs: Logprobs | None = None
     routed_experts: str | None = None
-    """With the finish_reason, from a server that is to tell it: a .npy file in base64, uint8 or uint16 [T,
-    layers, k], of prompt and output but for the last token."""
+    """With the finish_reason, if enabled: .npy file in base64, uint8 or uint16 [T, layers, k], for all tokens
+    but the last.
+    """
 
 
 class Usage(Read):
@@ -100,7 +99,7 @@ class Usage(Read):
 
 
 class Generated(Read):
-    """Answer of GENERATE, or one line of a streamed one. `prompt_logprobs`: by token id, none for the first
+    """Answer of GENERATE, or a line of its stream. `prompt_logprobs`: by token id, None for the first
     token.
     """
 
@@ -110,7 +109,7 @@ class Generated(Read):
 
 
 class RpcResults(Read):
-    """POST /collective_rpc: one answer a worker."""
+    """POST /collective_rpc: one answer per worker."""
 
     results: list[dict[str, Any]]
 
@@ -131,8 +130,8 @@ class ServerInfo(Read):
 def vllm_request(
     token_ids: list[int], request_id: str, label: str, model: str | None, **sampling: Any
 ) -> dict[str, Any]:
-    """Body of GENERATE, with the logprobs of sampled tokens; no end token but stop_token_ids is heeded. The
-    salt is the label's: a prefix cache never outlives its weights, even if it is not cleared.
+    """Return the body of GENERATE. Only stop_token_ids end it. The salt contains the label, so that cached
+    prefixes never outlive their weights.
     """
     return {
         "token_ids": token_ids,
@@ -144,8 +143,8 @@ def vllm_request(
 
 
 class Routes(Lifeline):
-    """Calls to one vLLM process. All raise CallRefused, with what vLLM says, or CallLost. `timeout_s` None:
-    as long as it takes.
+    """Calls to one vLLM process. They raise CallRefused with vLLM's error, or CallLost. `timeout_s` None: no
+    limit.
     """
 
     async def get(self, path: str, answer: type[Answer], timeout_s: float | None = None) -> Answer:
@@ -162,11 +161,11 @@ class Routes(Lifeline):
     async def tell(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> None:
-        """POST of what has no answer of interest."""
+        """POST and ignore the answer."""
         await self.post(path, body, Said, timeout_s)
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Generated, None]:
-        """GENERATE in parts, as they come. Close it to break the connection; vLLM then drops the request."""
+        """Yield parts of GENERATE. Closing it breaks the connection, and vLLM drops the request."""
         streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
         with _vllm_errors():
             async with contextlib.aclosing(self.caller.lines(GENERATE, Sent(streamed))) as lines:
@@ -181,13 +180,11 @@ class Routes(Lifeline):
                         yield part
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End those of these that vLLM knows; it does not say which."""
+        """Abort the requests that vLLM knows."""
         await self.tell("/abort_requests", {"request_ids": [_WIRE_ID.format(name) for name in request_ids]})
 
     async def rpc(self, method: str, argument: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """What this method of our worker extension answers, in each worker. Raises CallRefused if one answers
-        an error.
-        """
+        """Call our worker extension in each worker. Raises CallRefused if one answers an error."""
         args = [] if argument is None else [json.dumps(argument)]
         answer = await self.post("/collective_rpc", {"method": method, "args": args}, RpcResults)
         for result in answer.results:
@@ -197,12 +194,12 @@ class Routes(Lifeline):
         return answer.results
 
     async def set_label(self, label: str) -> None:
-        """Tokens from here on carry this label."""
+        """Label tokens from here on."""
         await self.tell("/update_weight_version", {"new_version": label})
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
-        """From its metrics: num_running, num_queued, tokens_generated; tokens_prompted, of which
-        tokens_cached were not computed; and decode_s, which adds up over requests.
+        """Return counts from its metrics; tokens_prompted includes tokens_cached, and decode_s sums over
+        requests.
         """
         text = (await self.get("/metrics", Said, timeout_s)).text
         return {ours: sum(_metric(text, theirs) for theirs in names) for ours, names in _COUNTS.items()}
@@ -210,8 +207,8 @@ class Routes(Lifeline):
 
 @contextlib.contextmanager
 def _vllm_errors() -> Iterator[None]:
-    """An error status with vLLM's own body is a refusal like ours: {"error": {"message": ..}}, {"error":
-    "..."} or {"detail": ..}. In a stream the status has long been 200: the error has a code.
+    """Turn vLLM's error bodies into CallRefused: {"error": {"message": ..}}, {"error": "..."} or {"detail":
+    ..}. In a stream the error has a code instead of a status.
     """
     try:
         yield
@@ -230,7 +227,7 @@ def _vllm_errors() -> Iterator[None]:
 
 
 def _metric(text: str, name: str) -> float:
-    """Sum of a metric over its labels."""
+    """Return a metric's sum over its labels."""
     return sum(
         float(value) for value in re.findall(rf"^vllm:{name}(?:\{{.*?\}})? (\S+)$", text, re.MULTILINE)
     )

@@ -1,4 +1,4 @@
-"""One segment sampled by a vLLM process: the request in vLLM's terms, and the answer in ours."""
+"""Sample one segment with vLLM: translate the request and the answer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ from asyncrl.messages.records import TopLogprobs
 
 Decode = Callable[[Sequence[int]], str]
 _NO_LOGPROB = -9999.0
-"""What vLLM writes for a logprob that is NaN or below this."""
+"""vLLM's value for NaN and any smaller logprob."""
 _MIN_TEMPERATURE = 0.01
-"""vLLM takes this for anything between 0 and it."""
+"""vLLM raises smaller positive temperatures to this."""
 _SLACK = 8
-"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
-ones).
-"""
+"""Tokens checked beyond the longest stop string's bytes; special tokens have no bytes."""
 
 
 def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFacts) -> None:
-    """Raise RequestRefused for a request that vLLM would change: it cuts one that is too long, and raises a
-    temperature that is too low. An id far outside of the vocabulary would end its engine.
+    """Raise RequestRefused for a request that vLLM would change (truncate, raise the temperature), or that
+    would end its engine (an id outside the vocabulary).
     """
     num_prompt, num_new, limit = len(request.prompt_ids), request.max_tokens, facts.max_length
     unknown = [token for token in ids_of(request) if not 0 <= token < process.vocab_size]
@@ -65,7 +63,7 @@ def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFac
 
 
 def ids_of(request: GenerateRequest) -> list[int]:
-    """Its prompt as JSON has it."""
+    """Return the prompt as a list."""
     found: list[int] = np.asarray(request.prompt_ids).tolist()
     return found
 
@@ -73,8 +71,8 @@ def ids_of(request: GenerateRequest) -> list[int]:
 async def sample(
     process: VllmProcess, segment: Segment, facts: VllmFacts, decode: Decode | None
 ) -> GenerateResponse:
-    """The segment's answer; `decode` for stop strings over the joint with the segment before. Raises
-    RequestRefused, EngineLost or EngineError.
+    """Return the segment's answer. `decode`: for stop strings across two segments. Raises RequestRefused,
+    EngineLost or EngineError.
     """
     request = segment.request
     async with process.calls():
@@ -99,8 +97,8 @@ async def sample(
 
 
 def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict[str, Any]:
-    """What vLLM is asked. Its random stream restarts with each request, so the seed (63 bits, the same in
-    every process) says where the segment begins.
+    """Return vLLM's request body. vLLM restarts its random stream per request, so the seed (63 bits) depends
+    on the segment's position.
     """
     request = segment.request
     place = f"{request.seed}|{len(request.prompt_ids)}".encode()
@@ -113,7 +111,7 @@ def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict
         "stop": [text for text in request.stop if text],
         "stop_token_ids": [*facts.end_ids, *special],
         "detokenize": bool(request.stop),
-        # the sampled token takes the place of one
+        # the sampled token takes a place
         "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
     }
     if request.grammar is not None:
@@ -123,7 +121,7 @@ def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict
 
 
 def _likeliest(top: Sequence[TopLogprob], num: int) -> TopLogprobs:
-    """Without what cannot be sampled, and without the sampled token where it is none of them."""
+    """Return the likeliest tokens without impossible ones, and without a sampled token outside the top."""
     found = sorted(
         (one for one in top if one.rank is not None and one.rank <= num), key=lambda one: one.rank or 0
     )
@@ -131,11 +129,11 @@ def _likeliest(top: Sequence[TopLogprob], num: int) -> TopLogprobs:
 
 
 class SampledSegment:
-    """The answer of vLLM to a segment.
+    """vLLM's answer to a segment.
 
-    Life: made once the segment may be sent -> add() for the whole answer, or stream(); neither if it was
-        aborted before -> response().
-    Invariant: on_chunk has got `num_told` of the tokens. `labels` come with the end and cover all tokens.
+    Life: made when the segment may be sent -> add() for the whole answer, or stream(); neither if aborted
+        before -> response().
+    Invariant: on_chunk has got `num_told` tokens. `labels` come with the end and cover all tokens.
     """
 
     def __init__(self, process: VllmProcess, segment: Segment, *, returns_routing: bool = False) -> None:
@@ -150,7 +148,7 @@ class SampledSegment:
         self._num_cached = self._num_told = 0
 
     def add(self, part: Generated) -> None:
-        """A whole answer, or a part of a stream."""
+        """Add a whole answer, or a part of a stream."""
         for choice in part.choices:
             content = [] if choice.logprobs is None else choice.logprobs.content or []
             self._token_ids += choice.token_ids or []
@@ -164,9 +162,7 @@ class SampledSegment:
             self._num_cached = (part.usage.prompt_tokens_details or {}).get("cached_tokens") or 0
 
     async def stream(self, body: dict[str, Any], watch: JointWatch | None) -> None:
-        """Read to the end even when a stop string was found: the end says which weights the tokens were
-        of.
-        """
+        """Stream to the end, even after a stop string: the end has the weight labels."""
         process, segment = self._process, self._segment
         num_wanted: int | None = None
         async with contextlib.aclosing(process.stream(body)) as parts:
@@ -196,16 +192,15 @@ class SampledSegment:
             self._num_told = len(self._token_ids)
 
     def _cut(self, num_tokens: int, finish: Finish) -> None:
-        """Forget what lies behind the first `num_tokens`."""
+        """Drop the tokens after `num_tokens`."""
         del self._token_ids[num_tokens:], self._logprobs[num_tokens:], self._top[num_tokens:]
         self._finish = finish
 
     def response(self) -> GenerateResponse:
-        """The tokens that were not told yet, up to the first one whose label has no version that can be
-        trusted.
+        """Return the unreported tokens, up to the first distrusted label.
 
-        Nothing counts if the prompt may have been read from a cache of older weights, and began under newer
-        ones. Raises EngineError for an answer that cannot be.
+        Returns none if the prompt was read from an older cache and sampling began under newer weights. Raises
+        EngineError for an invalid answer.
         """
         process, segment, num_told = self._process, self._segment, self._num_told
         answered = f"answered request {segment.request.request_id} with"
@@ -246,7 +241,9 @@ class SampledSegment:
         return answer
 
     def _routing(self) -> bytes:
-        """Of all tokens but the last, where they are to be told. Raises EngineError if they are not."""
+        """Return the experts of all tokens but the last, if enabled. Raises EngineError if they are
+        missing.
+        """
         request, num_tokens = self._segment.request, len(self._token_ids)
         if not self._returns_routing or not num_tokens:
             return b""
@@ -268,15 +265,15 @@ class SampledSegment:
             version = self._process.version_of(label.version)
             if version is None:
                 break
-            end = min(label.end, len(self._token_ids))  # what was cut behind a stop string is labelled too
+            end = min(label.end, len(self._token_ids))  # labels also cover tokens cut after a stop string
             if label.start < end:
                 spans.append(Span(start=label.start, end=end, version=version))
         return spans
 
 
 def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
-    """routed_experts of a Choice, [T, E]: of the layers that have a router. The others are zeros in vLLM, and
-    a router never takes one expert twice.
+    """Decode routed_experts of a Choice to [T, E], for layers with a router. vLLM writes zeros for the
+    others, and a router never picks one expert twice.
     """
     experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     is_routed = [len(set(row)) == len(row) for row in experts[0].tolist()]
@@ -285,10 +282,9 @@ def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
 
 
 class JointWatch:
-    """Tells which of the first new tokens completes a stop string that began before them: vLLM looks at new
-    text alone.
+    """Finds stop strings that begin before a segment; vLLM searches only new text.
 
-    Life: made with the resumed ids -> take() for the new ones, in order.
+    Life: made with the resumed ids -> take() for new ones, in order.
     """
 
     def __init__(self, stop: Sequence[str], decode: Decode, resumed_ids: Sequence[int]) -> None:
@@ -298,8 +294,8 @@ class JointWatch:
         self._num_taken = 0
 
     def take(self, token_ids: Sequence[int]) -> int | None:
-        """Number of these that are left when the one that completes a stop string is the last; None if none
-        does. Behind the window no stop string reaches back over the joint.
+        """Return the number of tokens that complete a stop string, or None. Past the window no
+        stop string reaches back.
         """
         for index, token_id in enumerate(token_ids[: self._window - self._num_taken]):
             self._tail.append(token_id)
@@ -311,7 +307,7 @@ class JointWatch:
 
 
 def joint_watch(request: GenerateRequest, decode: Decode | None) -> JointWatch | None:
-    """A watch, where the segment has a joint that a stop string can lie over, and its text can be read."""
+    """Return a watch if a stop string may span two segments."""
     if decode is None or not request.num_resumed or not any(request.stop):
         return None
     return JointWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])

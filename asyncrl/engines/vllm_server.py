@@ -1,4 +1,4 @@
-"""The client of one vLLM server: our messages as vLLM's own routes, its failures as ours."""
+"""Client of one vLLM server."""
 
 from __future__ import annotations
 
@@ -32,20 +32,18 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 
 
 class VllmServer:
-    """An EngineClient of a vLLM server.
+    """EngineClient of a vLLM server.
 
-    Life: made -> ready() -> given up by cut_nowait(), or broken by a commit that failed -> renew_nowait(): a
-        new process stands behind the same name, to be made ready like the first. Lives as long as its
-        `caller`, which the maker closes.
-    Waits: generate_segment sleeps while a commit is under way or parts sleep, then until vLLM answers;
-        prepare and commit until vLLM has done it. Their limit is the caller's: rollout.timeout_s,
-        weight_sync.timeout_s, and the run's heartbeat under both.
-    Invariant: what EngineServer promises. The versions of tokens are those of vLLM's own spans; tokens told
-        before their end are told while no weights had been loaded since they were asked for. VllmProcess and
-        Commit say the rest.
+    Life: made -> ready() -> given up by cut_nowait(), or broken by a failed commit -> renew_nowait(): a new
+        process with the same name, again before ready(). It lives as long as its `caller`.
+    Waits: generate_segment sleeps during commits and sleeps, then until vLLM answers; prepare and commit
+        until vLLM is done. The caller sets limits: rollout.timeout_s, weight_sync.timeout_s, and the run's
+        heartbeat.
+    Invariant: as for EngineServer. Versions come from vLLM's own spans; tokens are streamed early only if no
+        load began since the request. See VllmProcess and Commit.
 
-    `decode` for stop strings that lie over the joint of two segments. `mark` is in all labels of this run:
-    tokens with the label of another run, which pushes to the same server, raise EngineError.
+    `decode`: for stop strings across two segments. `mark`: in all labels of this run; tokens with another
+    run's label raise EngineError.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class VllmServer:
     ) -> None:
         self._caller, self.facts, self._rules, self.name = caller, facts, rules, caller.name
         self.meeting: Broadcasts | None = None
-        """Where weights are received, if the trainer sends them; given before the first push."""
+        """Meeting for broadcast weights; set before the first push."""
         self.num_commits = 0
         self._start_version, self._decode, self._mark = policy_version, decode, mark
         self._begin_nowait()
@@ -69,9 +67,9 @@ class VllmServer:
         self._process = VllmProcess(self._caller, self._start_version, self._mark)
         self._staged: Load | None = None
         self._num_chunks = 0
-        """Of the push that comes chunk by chunk, so far."""
+        """Chunks received of the current push."""
         self._unchecked: Commit | None = None
-        """Of weights that were committed while parts slept."""
+        """Commit to check after waking."""
 
     @property
     def policy_version(self) -> int:
@@ -86,8 +84,8 @@ class VllmServer:
         self._begin_nowait()
 
     async def ready(self, timeout_s: float) -> EngineHealth:
-        """Return once the server answers, has the settings that the run counts on, and has done slow things
-        once. Raises ConfigError with the flag to give, EngineError, or EngineLost after `timeout_s`.
+        """Wait until the server answers, is configured and warmed up. Raises ConfigError with the missing
+        flag, EngineError, or EngineLost after `timeout_s`.
         """
         async with self._within(timeout_s, "was not ready"):
             await make_ready(self._process, self.facts)
@@ -100,7 +98,7 @@ class VllmServer:
         on_chunk: OnChunk | None = None,
         on_interrupted: OnInterrupted | None = None,
     ) -> GenerateResponse:
-        """VLLM cannot hold an interrupted request: it is answered with what it has."""
+        """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens so far."""
         process = self._process
         check_request(process, request, self.facts)
         if process.segments([request.request_id]):
@@ -110,12 +108,12 @@ class VllmServer:
         return await sample(process, Segment(request, wire_id, on_chunk), self.facts, self._decode)
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
-        """Returns once they have ended."""
+        """Abort requests and wait until they have ended."""
         process = self._process
         found = process.segments(request_ids)
         for segment in found:
             segment.is_aborted = True
-        process.change_nowait()  # those at the gate end
+        process.change_nowait()  # unsent segments end
         async with self._within(timeout_s, "gave no answer to /abort_requests"):
             await process.end([segment for segment in found if segment.is_sent])
         return [segment.request.request_id for segment in found]
@@ -151,14 +149,14 @@ class VllmServer:
         return digest
 
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
-        """Returns once the canary agrees, or the weights lie in an engine that sleeps."""
+        """Return once the canary agrees, or once a sleeping engine has the weights."""
         process, load = self._process, self._staged
         self._check_weights_awake(f"policy_version {version} cannot be committed")
         is_same = (version, digest) == (process.version, process.digest)
         if is_same and process.is_settled and process.has_content:
             self._leave_meeting_nowait()
             return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
-        self._num_chunks = 0  # whatever becomes of this commit, a push ends with it
+        self._num_chunks = 0  # a commit ends its push in any case
         is_other = version == process.version and process.digest not in ("", digest)
         is_staged = load is not None and (load.version, load.digest) == (version, digest)
         if load is None or not is_staged or is_other or version < process.version or process.is_committing:
@@ -183,16 +181,17 @@ class VllmServer:
             if report is None:
                 self._leave_meeting_nowait()
         if process is self._process:
-            is_checked = process.is_settled or "weights" in process.asleep  # those are dropped
+            is_checked = process.is_settled or "weights" in process.asleep  # a sleep drops these weights
             self._staged, self._unchecked = None, None if is_checked else commit
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
-        """All parts of vLLM sleep together, so those that are to stay awake are woken again. Weights are
-        dropped (level 2), vLLM saves its buffers, and a push follows: level 1 would leave a copy of them in
-        pinned memory of the host, up to twice as large, that vLLM never gives back (vLLM #16663). It is for
-        a KV cache that sleeps alone. How many bytes move is not told. One that stays where it is pauses
-        instead, and its prefix cache forgets what it had.
+        """Put parts to sleep.
+
+        vLLM sleeps as a whole, so the other parts are woken again. Weights are dropped (level 2) and pushed
+        later: level 1 would leave a copy in pinned host memory, up to twice as large, that vLLM never frees
+        (vLLM #16663); it is used if only the KV cache sleeps. The number of bytes is unknown. With `stays`
+        vLLM pauses instead and clears its prefix cache.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1
@@ -208,7 +207,7 @@ class VllmServer:
                 if stays:
                     await process.tell("/pause?mode=abort&clear_cache=true")
                 else:
-                    await self._wake(asleep_before)  # vLLM sleeps as a whole or not at all
+                    await self._wake(asleep_before)  # vLLM sleeps as a whole
                     await process.tell(f"/sleep?level={2 if is_dropped else 1}&mode=abort")
                 await process.end(process.sent)
                 if not stays:
@@ -216,7 +215,7 @@ class VllmServer:
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def wake(self, parts: Sequence[EnginePart]) -> Moved:
-        """Weights wake without content: they are not served until a push is committed."""
+        """Wake parts. Weights have no content until a push is committed."""
         process, started = self._process, asyncio.get_running_loop().time()
         if woken := process.asleep & set(parts):
             async with process.calls():
@@ -232,7 +231,7 @@ class VllmServer:
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        """The workers refuse chunks of another push, and what is not what was sent."""
+        """Load a chunk; workers refuse wrong or corrupt chunks."""
         process, why = self._process, ""
         what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
         self._check_weights_awake(what)
@@ -261,13 +260,13 @@ class VllmServer:
         return str(workers[0]["digest"])
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:
-        """Take memory for these parts again; after level 1 the weights are copied back."""
+        """Allocate memory for these parts; after level 1 the weights are copied back."""
         if tags := sorted(_TAGS[part] for part in parts):
             await self._process.tell(f"/wake_up?{urlencode([('tags', tag) for tag in tags])}")
 
     @asynccontextmanager
     async def _within(self, timeout_s: float | None, what: str) -> AsyncIterator[None]:
-        """Calls that make the engine lost if they take longer."""
+        """Raise EngineLost if the calls in the block take longer."""
         process, what = self._process, f"({self._caller.url}) {what} within {timeout_s} s"
         async with within(timeout_s, lambda: process.lost(what)), process.calls():
             yield

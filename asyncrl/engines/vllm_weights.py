@@ -1,6 +1,5 @@
-"""New weights for one vLLM process: how the weights of each transport get in (a file through our worker
-extension, chunks, an adapter, a broadcast), and their commit: pause, load, label, resume, and the canary that
-checks what was loaded.
+"""Weight transports of one vLLM process (file, chunks, adapter, broadcast), and the commit: pause, load,
+label, resume, canary.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _ADAPTER_RULE = "adapters are <module>.lora_A.weight and .lora_B.weight of one r
 
 
 class PushRules(NamedTuple):
-    """`canary_limit` in nats; `retries` of a load whose canary fails, each with a call of `warn`;
-    `chunk_bytes` of a file are loaded at once.
+    """`canary_limit` in nats; `retries` of a load after a failed canary, each with a call of `warn`;
+    `chunk_bytes` of a file per load call.
     """
 
     canary_limit: float
@@ -52,11 +51,10 @@ class PushRules(NamedTuple):
 
 
 class Load:
-    """Weights of one version on their way into one process: staged, beside the serving ones and while
-    generation goes on; then loaded, while nothing runs. Both raise CallRefused, CallLost or EngineError.
+    """Weights of one version for one process: staged during generation, then loaded while nothing runs. Both
+    raise CallRefused, CallLost or EngineError.
 
-    stage() returns the digest of what was read. `can_repeat`: both can be done once more; `model`: what
-    requests are to name once they are loaded.
+    stage() returns the digest. `can_repeat`: both can be repeated; `model`: the name for later requests.
     """
 
     can_repeat = False
@@ -74,7 +72,7 @@ class Load:
 
 
 def load_of(name: str, manifest: ExportResponse, rules: PushRules, meeting: Broadcasts | None) -> Load:
-    """How a whole set of weights gets in: as its transport brings it."""
+    """Return the load for a whole set of weights by its transport."""
     if meeting is not None and manifest.is_held:
         return BroadcastLoad(name, manifest, meeting)
     if manifest.kind == "lora":
@@ -83,7 +81,7 @@ def load_of(name: str, manifest: ExportResponse, rules: PushRules, meeting: Broa
 
 
 class FileLoad(Load):
-    """transport: shm or disk. A whole set of weights in one file."""
+    """Transport shm or disk: a whole set of weights in one file."""
 
     can_repeat = True
 
@@ -92,36 +90,35 @@ class FileLoad(Load):
         self._chunk_bytes = chunk_bytes
 
     async def stage(self, process: VllmProcess) -> str:
-        """The workers hash the file in a thread, and load it beside the serving weights where they can; they
-        are asked until they are done: an answer that waited would hold up generation.
+        """Poll the workers until the file is staged; they hash it in a thread, and a blocking call would stop
+        generation.
         """
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
         asked = self.manifest.model_dump(include=names) | {"chunk_bytes": self._chunk_bytes}
-        await process.rpc("asyncrl_drop", {})  # else a file that was staged before is not read again
+        await process.rpc("asyncrl_drop", {})  # else a staged file is not read again
         while True:
             workers = await process.rpc("asyncrl_stage", asked)
             if all(worker.get("state") == "staged" for worker in workers):
-                return str(workers[0]["digest"])  # each worker has compared it with the announced one
+                return str(workers[0]["digest"])  # each worker has compared it
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _ASK_AGAIN_MAX_S)
 
     async def load(self, process: VllmProcess) -> None:
-        """Each worker refuses what is not whole."""
         await process.rpc("asyncrl_load", {"version": self.version, "digest": self.digest})
 
 
 class ChunkLoad(Load):
-    """In turns. What came chunk by chunk into weights that are awake and not served; it needs no stage()."""
+    """Time-sharing: chunks in woken weights that do not serve; stage() is unnecessary."""
 
     async def load(self, process: VllmProcess) -> None:
-        """Close the update; the workers refuse it if it is not whole."""
+        """Close the update; workers refuse an incomplete one."""
         await process.rpc("asyncrl_finish_chunks", {"version": self.version, "digest": self.digest})
 
 
 class BroadcastLoad(Load):
-    """transport: nccl. A whole set of weights that the trainer sends once, to all engines, through vLLM's own
-    weight-transfer routes. If the canary fails, it cannot be loaded again for one of them.
+    """Transport nccl: a whole set of weights sent once to all engines, through vLLM's weight-transfer routes.
+    It cannot be repeated for one engine.
     """
 
     def __init__(self, name: str, manifest: ExportResponse, meeting: Broadcasts) -> None:
@@ -129,15 +126,13 @@ class BroadcastLoad(Load):
         self._meeting = meeting
 
     async def stage(self, process: VllmProcess) -> str:
-        """Announce that this engine and its workers take part; no weights come yet. The workers compare the
-        digest as they load.
-        """
+        """Announce this engine and its workers. They compare the digest later, as they load."""
         workers = await process.rpc("asyncrl_facts", {})
         self._meeting.expect_nowait(self.name, self.version, len(workers))
         return self.digest
 
     async def load(self, process: VllmProcess) -> None:
-        """Wait for all others, then receive; a worker that gets something else refuses it."""
+        """Wait for all engines, then receive."""
         expected = self.manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
         async def take(seat: GroupSeat) -> None:
@@ -151,8 +146,8 @@ class BroadcastLoad(Load):
 
 
 class AdapterLoad(Load):
-    """transport: lora. Adapters for the weights that vLLM started with, as a folder of peft made of the
-    trainer's file (asyncrl/weights/adapters.py).
+    """Transport lora: adapters for vLLM's initial weights, as a peft folder made from the trainer's file
+    (asyncrl/weights/adapters.py).
     """
 
     can_repeat = True
@@ -161,13 +156,13 @@ class AdapterLoad(Load):
     def __init__(self, name: str, manifest: ExportResponse) -> None:
         super().__init__(name, manifest)
         self._folder = Path(manifest.path).with_name(f"{name}-adapter-{manifest.version}")
-        """One for each version: vLLM's prefix cache tells adapters apart by it."""
+        """Folder per version: vLLM's prefix cache distinguishes adapters by it."""
 
     async def stage(self, process: VllmProcess) -> str:
         return await asyncio.to_thread(write_adapter_folder, self.name, self.manifest, self._folder)
 
     async def load(self, process: VllmProcess) -> None:
-        """Under the name of the one before, in its place; the folder of that is not needed any more."""
+        """Replace the previous adapter under the same name and delete its folder."""
         adapter = {"lora_name": ADAPTER, "lora_path": str(self._folder), "load_inplace": True}
         await process.tell("/v1/load_lora_adapter", adapter)
         before, process.adapter_folder = process.adapter_folder, self._folder
@@ -176,8 +171,8 @@ class AdapterLoad(Load):
 
 
 def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> str:
-    """Write the adapters of the manifest as a folder of peft, for server `name`; returns the digest of what
-    was read. Raises EngineError.
+    """Write the manifest's adapters as a peft folder for server `name`; return their digest. Raises
+    EngineError.
     """
     try:
         tensors = read_tensors(Path(manifest.path))
@@ -201,7 +196,7 @@ def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> s
 
 
 def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
-    """Raises ValueError or KeyError for what are no adapters."""
+    """Return peft's config. Raises ValueError or KeyError for invalid adapters."""
     modules = adapted_modules(tensors)
     ranks = {tensors[f"{module}.lora_A.weight"].shape[0] for module in modules}
     ranks |= {tensors[f"{module}.lora_B.weight"].shape[1] for module in modules}
@@ -222,13 +217,11 @@ def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
 class Commit:
     """Makes one Load the serving weights of a process.
 
-    Life: run() once; for an engine that sleeps, check() once it is awake. An attempt whose canary fails is
-        followed by another, under a label of its own.
-    Waits: for vLLM: as long as its caller lets it, but for resume, which has RESUME_LIMIT_S and is not cut
-        short by a cancellation.
-    Invariant: a paused engine is resumed, whatever happens, unless its process was given up. From the first
-        byte that is loaded to the canary's answer no token leaves; if that answer never comes, or is no, the
-        process is broken: what it holds is no version.
+    Life: run() once; for a sleeping engine, check() after waking. A failed canary causes another attempt
+        under its own label.
+    Waits: for vLLM, limited by the caller; resume has RESUME_LIMIT_S and ignores cancellation.
+    Invariant: a paused engine is resumed unless its process was given up. From the first loaded byte to the
+        canary's answer no token passes; without a good answer the process is broken.
     """
 
     def __init__(self, process: VllmProcess, load: Load, rules: PushRules, slots: int) -> None:
@@ -240,7 +233,7 @@ class Commit:
         self._pause_s, self._num_interrupted = 0.0, 0
 
     async def run(self, interrupt: Interrupt) -> CommitResponse:
-        """Returns once the weights serve, or, in an engine that sleeps, once they lie there."""
+        """Return once the weights serve, or once they are in a sleeping engine."""
         process, load = self._process, self._load
         with self._all_or_broken():
             async with process.calls():
@@ -263,7 +256,7 @@ class Commit:
         )
 
     async def check(self) -> None:
-        """What run() left open, now that the engine is awake."""
+        """Run the deferred canary in an awake engine."""
         with self._all_or_broken():
             async with self._process.calls():
                 await self._is_true(self._num_attempts)
@@ -271,7 +264,7 @@ class Commit:
 
     async def _swap(self, interrupt: Interrupt) -> None:
         process, clock = self._process, asyncio.get_running_loop().time
-        if process.asleep:  # nothing runs, and a wake resumes
+        if process.asleep:  # nothing runs, and waking resumes
             await self._load_under_label(interrupt)
             return
         num_running, started = len(process.sent), clock()
@@ -294,9 +287,8 @@ class Commit:
         self._pause_s += clock() - started
 
     def _not_kept(self, interrupt: Interrupt) -> list[Segment]:
-        """Segments that end here: with abort all, those too that reached vLLM after the pause; else streams,
-        whose next tokens could not be told before their end, and as many others as leave a slot for the
-        canary.
+        """Return the segments to end: all with abort; else streams, whose next tokens could not be reported
+        early, and enough others to leave a slot for the canary.
         """
         sent = self._process.sent
         if interrupt == "abort":
@@ -311,9 +303,8 @@ class Commit:
         await self._process.set_label(self._label)
 
     async def _resume(self) -> None:
-        """Asked once more if it fails: a resume too many does nothing, and after a route that answered 500
-        vLLM closes that connection (uvicorn, for an app that raised after its response began): a /resume that
-        was sent on it meanwhile is lost.
+        """Resume, with one retry: an extra resume is harmless, and vLLM closes the connection after a route
+        that answered 500 (uvicorn), losing a /resume sent on it.
         """
         process, clock = self._process, asyncio.get_running_loop().time
         until_s = clock() + RESUME_LIMIT_S
@@ -321,13 +312,13 @@ class Commit:
             try:
                 async with process.calls():
                     return await process.tell("/resume", timeout_s=max(0.1, until_s - clock()))
-            except EngineError as error:  # a process that was given up is broken already
+            except EngineError as error:  # a given-up process is broken already
                 if is_last or process.is_cut or clock() >= until_s:
                     what = f"was paused and could not be resumed: {error.fault}"
                     return process.break_nowait(what, rule="a pause ends with its commit")
 
     async def _is_true(self, attempt: int) -> bool:
-        """Whether the canary agrees. Raises EngineError if it does not, and this was the last attempt."""
+        """Return whether the canary agrees. Raises EngineError after the last attempt."""
         load, process, limit = self._load, self._process, self._rules.canary_limit
         if load.canary is None:
             return True
@@ -350,7 +341,7 @@ class Commit:
 
     @contextmanager
     def _all_or_broken(self) -> Iterator[None]:
-        """Left by an error or a cancellation while it is not known what the weights are: broken."""
+        """Mark the process as broken on an error or cancellation while its weights are unknown."""
         process = self._process
         try:
             yield
@@ -366,10 +357,10 @@ class Commit:
 async def canary_fault(
     process: VllmProcess, canary: Canary, *, label: str, model: str | None, limit: float
 ) -> str:
-    """A sentence on how vLLM and the trainer differ about the canary; '' if they agree.
+    """Return how vLLM and the trainer differ on the canary, or ''.
 
-    The first probe goes the way of every request, through the prefix cache; the second computes the prompt
-    anew. One after the other: the second would fill the cache for the first.
+    The first probe uses the prefix cache like every request; the second recomputes the prompt. They run in
+    sequence: the second would fill the cache for the first.
     """
     answers = []
     for name, more in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():

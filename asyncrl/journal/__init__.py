@@ -1,1 +1,1 @@
-"""What happened in a run, in order, in one SQLite file: all that a killed run needs to go on."""
+"""Ordered record of a run in one SQLite file, complete enough to resume a killed run."""

@@ -1,7 +1,7 @@
-"""What each decision does to the tables. Runs in the writer's thread, inside its transaction.
+"""Effects of each decision on the tables, in the writer's thread and transaction.
 
-Each function is one decision: it is refused (JournalError, sqlite3.IntegrityError) as a whole, or done as a
-whole. A decision about a group that was handed back meanwhile is late and changes nothing.
+A decision is refused (JournalError, sqlite3.IntegrityError) or done as a whole. Late decisions about a
+handed-back group change nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, 
 Ended = Literal["ready", "failed", "filtered", "handed_back"]
 _GROUPS_A_STEP = 200
 EPOCH = "epoch/"
-"""What the keys of epochs begin with; their number and their task follow."""
+"""Key prefix of epochs, before their number and task."""
 
 
 decided_s: ContextVar[float] = ContextVar("decided_s")
-"""When what is written was decided, seconds since the epoch: earlier than it is written."""
+"""Time of the decision, in seconds since the epoch; earlier than its write."""
 
 
 def text(given: object) -> str:
-    """A text that SQLite can hold: a lone surrogate, which a model may well write, is spelled out."""
+    """Return text that SQLite can hold: lone surrogates are escaped."""
     return str(given).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
-    """The group runs. A resumed run may repeat it for a group that runs already."""
+    """Record that the group runs. A resumed run may repeat this."""
     key = (ticket.group_id, text(prompt.prompt_id), ticket.start_version)
     same = "group_id = ? AND prompt_id = ? AND start_version = ? AND state = 'running'"
     if connection.execute(f"SELECT 1 FROM groups WHERE {same}", key).fetchone():
@@ -54,10 +54,10 @@ def began_at(
     next_group_id: int,
     memory: Mapping[str, Any],
 ) -> None:
-    """A new journal for a run that resumes from a checkpoint without its old journal; it has no group yet.
+    """Begin a new journal for a run that resumes from a checkpoint without its old one.
 
-    `num_drawn` prompts had been drawn at that checkpoint. Those in `out` are sampled again, with that
-    num_handed_back; all others are consumed. `memory`: what the tasks knew of their prompts (Feed.memory).
+    `num_drawn` prompts had been drawn. Those in `out` are sampled again, with that num_handed_back; the
+    others are consumed. `memory`: Feed.memory.
     """
     before = {"version": version, "num_drawn": num_drawn, "out": out, "next_group_id": next_group_id}
     before["memory"] = memory
@@ -65,13 +65,13 @@ def began_at(
 
 
 def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
-    """What the order of the run's prompts follows from: a resumed run must have the same."""
+    """Record the settings that determine the prompt order, which a resumed run must share."""
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('order', ?)", (json.dumps(what),))
 
 
 def epoch(connection: sqlite3.Connection, task: str, number: int, what: str) -> None:
-    """A task that is sampled by difficulty begins an epoch; `what`: its prompts, as Feed.load_epoch takes
-    them. A run that was killed before its first prompt was journaled begins it again.
+    """Record an epoch of a task sampled by difficulty; `what`: its prompts, for Feed.load_epoch. A run killed
+    before its first prompt repeats this.
     """
     key = f"{EPOCH}{number}/{task}"
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(what)))
@@ -85,7 +85,7 @@ def segment(
     turn: int,
     partial: PartialCompletion,
 ) -> None:
-    """The whole of an unfinished completion, in place of what was there."""
+    """Replace the rollout's unfinished completion."""
     state, has_ended, before = _rollout(connection, group_id, sample_index)
     if state != "running" or has_ended:
         return
@@ -100,7 +100,7 @@ def segment(
 
 
 def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout) -> None:
-    """The rollout's tokens, all its branches; its segments go."""
+    """Record all branches of the rollout and delete its segments."""
     sample_index = rollout[0].sample_index
     state, has_ended, attempt = _rollout(connection, group_id, sample_index)
     if state != "running":
@@ -128,7 +128,7 @@ def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout:
 def rollout_failed(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int, num_attempts: int, why: str
 ) -> None:
-    """Why the rollout has no trajectory; its segments go."""
+    """Record a failed rollout and delete its segments."""
     state, has_ended, _ = _rollout(connection, group_id, sample_index)
     if state != "running":
         return
@@ -143,8 +143,8 @@ def rollout_failed(
 def tokens_lost(
     connection: sqlite3.Connection, group_id: GroupId, num_tokens: int, sample_index: int | None = None
 ) -> None:
-    """Count sampled tokens that no trajectory contains. With `sample_index`, an attempt of this rollout has
-    failed, and its unfinished completion is lost too.
+    """Count sampled tokens outside any trajectory. With `sample_index`, the rollout's unfinished completion
+    is lost too.
     """
     more = "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?"
     connection.execute(more, (num_tokens, group_id))
@@ -160,7 +160,7 @@ def group_ended(
     *,
     requeued: int | None = None,
 ) -> None:
-    """From running to any end, or from ready to handed_back. `requeued`: its prompt comes again, with that
+    """End a running group, or hand back a ready one. `requeued`: the prompt is repeated with that
     num_handed_back.
     """
     found = _state(connection, group_id)
@@ -174,7 +174,7 @@ def group_ended(
 
 
 def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken", "replayed"]:
-    """The batch, its groups in order, and the groups' new state: together or not at all."""
+    """Record a batch, its ordered groups and their new state atomically."""
     version, group_ids = batch.version, [group.group_id for group in batch.groups]
     found = connection.execute(
         "SELECT min_version, mask_older, json_group_array(group_id) FROM"
@@ -207,7 +207,7 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken"
 
 
 def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]) -> None:
-    """The batch has become a step (policy_version is version + 1 now). Said again after a resume."""
+    """Record that the batch was trained (policy_version is now version + 1). Repeated after a resume."""
     loss = metrics.get("policy/loss")
     changed = connection.execute(
         "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
@@ -217,7 +217,7 @@ def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, 
 
 
 def published(connection: sqlite3.Connection, version: int, digest: str) -> None:
-    """Every engine serves it; said again after a resume."""
+    """Record that every engine serves the version. Repeated after a resume."""
     connection.execute(
         "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, decided_s.get())
     )
@@ -226,7 +226,7 @@ def published(connection: sqlite3.Connection, version: int, digest: str) -> None
 def checkpointed(
     connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
 ) -> None:
-    """The checkpoint is whole on disk; of the others only those in `beside` still exist."""
+    """Record a whole checkpoint; other checkpoints are gone, except for these versions."""
     connection.execute(
         "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), decided_s.get())
     )
@@ -237,16 +237,14 @@ def checkpointed(
 
 
 def restored(connection: sqlite3.Connection, version: int) -> None:
-    """The run goes on from weights `version`; the batches from there on are trained again."""
+    """Record that the run resumes from weights `version` and trains later batches again."""
     event(connection, "restored", {"version": version})
 
 
 def event(
     connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
 ) -> None:
-    """Something that `inspect` shows: a restart, a resume, a report of the watchdog. `keep`: of a frequent
-    event, only this many of the newest ones stay.
-    """
+    """Record an event for `inspect`. `keep`: retain only this many newest events of its kind."""
     connection.execute(
         "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
         (decided_s.get(), text(what), json.dumps(detail, default=str)),
@@ -257,8 +255,8 @@ def event(
 
 
 def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
-    """Delete messages and tokens of some groups that no resume can need: those of batches before a version,
-    and older ones that were never trained on. Returns of how many, 0 when none is left.
+    """Delete messages and tokens of some groups that no resume needs: in batches before a version, and older
+    untrained ones. Return their number, 0 when done.
     """
     found = connection.execute(
         "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
@@ -275,7 +273,7 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
 
 
 def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: int) -> None:
-    """Delete segments that nothing will come of, and count their tokens."""
+    """Delete lost segments and count their tokens."""
     query = f"SELECT sum(num_tokens) FROM segments WHERE {where}"
     (num_tokens,) = connection.execute(query, (group_id, *rest)).fetchone()
     if num_tokens is not None:
@@ -302,8 +300,8 @@ def _state(connection: sqlite3.Connection, group_id: GroupId) -> str:
 def _rollout(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int
 ) -> tuple[str, bool, int | None]:
-    """The state of its group, whether it has ended, and the attempt that its segment is of; one statement, as
-    each one hands the interpreter to the event loop and has to get it back.
+    """Return its group's state, whether it has ended, and its segment's attempt, in one statement, since each
+    one yields the interpreter to the event loop.
     """
     row = connection.execute(_ROLLOUT, {"group": group_id, "sample": sample_index}).fetchone()
     if row is None:

@@ -1,4 +1,4 @@
-"""The journal of a run: writes down what happens before it has consequences. Imports no torch."""
+"""Journal of a run: records events before they take effect. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ T = TypeVar("T")
 
 
 GATHER_S = 0.02
-"""Seconds for which decisions that no caller waits for are gathered: one commit, and one change of threads,
-for all of them.
-"""
+"""Seconds to gather unawaited decisions for one commit and one thread switch."""
 
 
 class _Job(NamedTuple):
-    """A decision that waits. `answer` None: no caller waits for it, so its refusal ends the writing."""
+    """A queued decision. `answer` None: nobody waits, so a refusal ends the journal."""
 
     decide: Callable[[sqlite3.Connection], Any]
     answer: Future[Any] | None
@@ -42,7 +40,7 @@ class _Job(NamedTuple):
 def _later(
     decide: Callable[Concatenate[sqlite3.Connection, Args], None],
 ) -> Callable[Concatenate[Journal, Args], None]:
-    """The method of a decision that no caller waits for."""
+    """Return the method of an unawaited decision."""
 
     def put(journal: Journal, /, *args: Args.args, **options: Args.kwargs) -> None:
         journal._put(lambda connection: decide(connection, *args, **options))
@@ -51,40 +49,38 @@ def _later(
 
 
 class Journal:
-    """A run's life in journal.sqlite. All `_nowait` methods queue their decision, which waits GATHER_S for
-    others to be written with it, and return at once; the awaited ones return when it is durable.
+    """Record of a run in journal.sqlite. `_nowait` methods queue their decision for up to GATHER_S and return
+    at once; awaited methods return when it is durable.
 
-    Group:      admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or failed,
-                filtered, handed back. A ready one may still be handed back. The prompt of one that failed or
-                was handed back may be requeued.
-    Waits: batch_taken, flush, compact and read_resume sleep until the thread has committed; wait_failed until
-        it fails. The thread sleeps in the queue, which the staleness rule bounds: the run awaits each batch.
-    Invariant: a group is in one state, and in one batch at most; a prompt has one group that runs, is ready
-        or taken. Unique keys of the tables guarantee both, and batch_taken is one transaction. What is queued
-        first is durable first, and answered after the commit. One process has the run's lock (RunLock), and
-        writes.
-    Errors: the first one ends the writing for good: wait_failed raises it, and so does every call that waits
-        and every later one.
+    Life: of a group: admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or
+        failed, filtered, handed_back. A ready group may still become handed_back. Prompts of failed or
+        handed_back groups may be requeued.
+    Waits: batch_taken, flush, compact and read_resume sleep until the commit; wait_failed until a failure.
+        The thread sleeps in the queue, which the staleness rule bounds: the run awaits each batch.
+    Invariant: a group has one state and at most one batch; a prompt has one group that runs, is ready or
+        taken. Unique keys and the transaction of batch_taken guarantee both. Decisions become durable in
+        order and are answered after the commit. Only the process with the run's lock (RunLock) writes.
+
+    Errors: the first error is final: wait_failed raises it, and so does every waiting or later call.
     """
 
     name = "journal"
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        """Journal.open makes one."""
         self.path, self._connection = path, connection
         self.num_commits, self.longest_commit_s, self.busy_s = 0, 0.0, 0.0
         self._failed: Future[JournalError] = Future()
         self._is_closed = False
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_awaited = threading.Event()
-        # a daemon: a run that crashes must not hang on it
+        # daemon: a crashing run must not hang on it
         self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
         self._thread.start()
 
     @classmethod
     def open(cls, path: Path, *, run_id: str) -> Journal:
-        """Open the journal of a run, or make it. Blocks while the file is checked: call it in a thread.
-        Raises JournalError for a damaged or foreign file, and one of another run.
+        """Open or create the journal of a run. Blocks while checking the file: call it in a thread. Raises
+        JournalError for a damaged or foreign file.
         """
         return cls(path, open_to_write(path, run_id))
 
@@ -104,11 +100,11 @@ class Journal:
     event_nowait = _later(decisions.event)
 
     async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:
-        """The groups are this batch's for ever. Train on it after this returns, and not before.
+        """Assign the groups to this batch for good; train only after this returns.
 
-        "replayed": the same batch was taken before, by a run that was resumed. Raises JournalError if a group
-        is not ready or in another batch, the version has other groups, or is not the next one. If it is
-        cancelled the batch may be taken all the same.
+        "replayed": a resumed run has taken the same batch before. Raises JournalError if a group is not ready
+        or in another batch, or the version has other groups or is not next. If cancelled, the batch may be
+        taken.
         """
         decide = partial(decisions.batch_taken, batch=batch)
         return await self._durable(
@@ -116,31 +112,31 @@ class Journal:
         )
 
     async def flush(self) -> None:
-        """Return when all that was queued is durable. Raises JournalError if it cannot be."""
+        """Wait until everything queued is durable. Raises JournalError."""
         await self._durable(lambda connection: None, "the journal to be durable")
 
     async def wait_failed(self) -> None:
-        """Sleep until the journal cannot be written any more, and raise that JournalError."""
+        """Wait for a failure and raise that JournalError."""
         raise await asyncio.shield(asyncio.wrap_future(self._failed))
 
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
-        """What a run needs to resume from the checkpoint of that version (0: the initial weights)."""
+        """Return the state for a resume from this checkpoint (0: the initial weights)."""
         await self.flush()
         with waiting("what the journal says of the run", on="the journal's file"):
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
     async def compact(self, before_version: int) -> None:
-        """Delete the tokens of batches before `before_version`, the oldest kept checkpoint, and of older
-        groups that were never trained on. What a group was, and where it went, stays.
+        """Delete tokens before `before_version`, the oldest kept checkpoint, and of older untrained groups.
+        Group records stay.
 
-        Goes in small steps, so that other decisions wait for one step at most.
+        Runs in small steps, so that other decisions wait for one step at most.
         """
         some = partial(decisions.compact_some, before_version=before_version)
         while await self._durable(some, "old tokens to be deleted from the journal"):
             pass
 
     async def aclose(self) -> None:
-        """Write what waits and close; idempotent. Raises JournalError if something was never written."""
+        """Write the queue and close. Idempotent. Raises JournalError if anything was not written."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.put(None)
@@ -159,18 +155,18 @@ class Journal:
             self._is_awaited.set()
 
     async def _durable(self, decide: Callable[[sqlite3.Connection], T], what: str) -> T:
-        """What the decision returns, once it is on the disk. Raises JournalError if it is refused."""
+        """Return the decision's result once durable. Raises JournalError if refused."""
         answer: Future[T] = Future()
         self._put(decide, answer)
         with waiting(what, on="the journal's thread"):
             return await asyncio.wrap_future(answer)
 
     def _write_all(self) -> None:
-        """The thread: takes all that waits, applies it in order, commits once, answers; until the None."""
+        """Thread: apply queued decisions in order, commit once, answer; end at None."""
         job = self._queue.get()
         while job is not None:
             self._is_awaited.wait(GATHER_S)
-            self._is_awaited.clear()  # what is awaited lies in the queue by now
+            self._is_awaited.clear()  # awaited decisions are queued already
             jobs = [job]
             while not self._queue.empty() and (job := self._queue.get()) is not None:
                 jobs.append(job)
@@ -186,7 +182,7 @@ class Journal:
         self._connection.close()
 
     def _write(self, jobs: list[_Job]) -> list[Any]:
-        """What each decision returned, or the error that refused it: one for all if nothing was written."""
+        """Return each decision's result or error; the same error for all if nothing was written."""
         if self._failed.done():
             return [self._failed.result()] * len(jobs)
         started_s = time.monotonic()
@@ -194,8 +190,8 @@ class Journal:
             self._connection.execute("BEGIN IMMEDIATE")
             outcomes = [self._apply(job) for job in jobs]
             self._connection.execute("COMMIT")
-        except Exception as error:  # a thread has no caller to hear of a bug: the waiters must
-            with contextlib.suppress(sqlite3.Error):  # if the disk is gone, nothing of it is in the file
+        except Exception as error:  # a thread cannot raise; the waiters must
+            with contextlib.suppress(sqlite3.Error):  # if the disk is gone, nothing was written
                 self._connection.rollback()
             self._failed.set_result(self._refusal(error))
             return [self._failed.result()] * len(jobs)
@@ -205,7 +201,7 @@ class Journal:
         return outcomes
 
     def _apply(self, job: _Job) -> Any:
-        """What the decision returns; one that is asked for and refused has changed nothing."""
+        """Return the decision's result; a refused awaited decision changes nothing."""
         decisions.decided_s.set(job.decided_s)
         if job.answer is None:
             return job.decide(self._connection)

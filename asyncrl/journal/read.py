@@ -1,5 +1,4 @@
-"""Reads from the journal what a resumed run needs, and what people ask. It never writes, so it works beside a
-running writer.
+"""Read-only queries for resumes and `inspect`, safe during writes.
 
 Everything here blocks: call it in a thread.
 """
@@ -24,7 +23,7 @@ from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Unfi
 
 MAX_EVENTS = 1000
 _COUNTED_BY_TASK = {"rollout/failed": "total(num_failed)", "rollout/filtered": "total(state = 'filtered')"}
-"""Those that are counted for each task, too."""
+"""Counters by task."""
 _COUNTED = {
     "tokens/generated": "total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments)",
     "rollout/failed": "total(num_failed)",
@@ -34,19 +33,19 @@ _COUNTED = {
     "rollout/dropped": "total(state = 'handed_back' AND reason IN ('dropped', 'all_masked'))",
     "rollout/given_up": "total(state IN ('handed_back', 'failed') AND requeued IS NULL)",
 }
-"""Counters of the whole run, by the names of observe/metrics.py. Dropped are those that the staleness rule
-handed back while the run went on, for one of its two reasons: what a resume hands back has others."""
+"""Run-wide counters, by the names of observe/metrics.py. Dropped: by the staleness rule, not by a resume.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResumeState:
-    """Where a run stands that goes on from weights `checkpoint_version`.
+    """State of a run that resumes from weights `checkpoint_version`.
 
-    Batches checkpoint_version .. next_version - 1 are trained again as they are; `ready` and `running` go on,
-    oldest first; `requeued` prompts come again (id -> num_handed_back) and were not admitted yet, in their
-    old order, those of them in `returning` only after version next_version, at which their groups failed;
-    `num_drawn` different prompts were ever admitted, those of a run included whose journal was lost, so that
-    this one begins with a checkpoint. Prompts have neither answer nor info: the task makes them again.
+    Batches checkpoint_version .. next_version - 1 are trained again unchanged. `ready` and `running` groups
+    continue, oldest first. `requeued` prompts (id -> num_handed_back) are repeated in their old order, those
+    in `returning` only after version next_version, at which their groups failed. `num_drawn` different
+    prompts were ever admitted, including before a lost journal. Prompts have no answer or info: the task
+    makes them again.
     """
 
     path: Path
@@ -59,26 +58,26 @@ class ResumeState:
     num_drawn: int
     next_group_id: GroupId
     order: Mapping[str, Any] | None
-    """What the order of the prompts followed from; None if it was never written."""
+    """Settings that determined the prompt order; None if never written."""
     counted: Mapping[str, int]
-    """What a run that goes on begins its counters with: _COUNTED, of all groups up to now."""
+    """Initial counters of the resumed run (_COUNTED, all groups)."""
     epochs: Sequence[tuple[str, int, str]] = ()
-    """(task, number, what it has) of each epoch that was begun by difficulty, by number."""
+    """(task, number, prompts) of each epoch by difficulty, in order."""
     observed: Sequence[tuple[str, float, int]] = ()
-    """(prompt_id, mean reward, start version) of groups that were finished, where there are such epochs."""
+    """(prompt_id, mean reward, start version) of finished groups, if there are such epochs."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """Feed.memory when the journal was begun, for a run whose older one was lost."""
+    """Feed.memory when the journal began, if an older journal was lost."""
 
     def load_batch(self, version: int) -> Batch:
-        """One of the batches. Blocks. Raises JournalError if it is not there, or its tokens were deleted."""
+        """Load a batch. Blocks. Raises JournalError if it is missing or its tokens were deleted."""
         with reading(self.path) as connection:
             return read_batch(connection, version)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A snapshot of the journal, read only; what SQLite raises inside comes out as JournalError, and a
-    ValueError or TypeError as one that says that the file is damaged.
+    """Open a read-only snapshot. SQLite errors become JournalError, and ValueError or TypeError a report of a
+    damaged file.
     """
     try:
         with closing(connect(path, is_read_only=True)) as connection:
@@ -87,12 +86,12 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except DISK_ERRORS as error:
         raise cannot_use(path, error) from error
-    except (ValueError, TypeError) as error:  # a value that a flipped bit made something else
+    except (ValueError, TypeError) as error:  # a flipped bit changed a value's type
         raise damaged(path, str(error)) from error
 
 
 def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
-    """All but the batches, which are loaded one by one. Raises JournalError."""
+    """Return everything except batches. Raises JournalError."""
     with reading(path) as connection:
         rows = connection.execute("SELECT key, value FROM meta WHERE key IN ('began_at', 'order')")
         notes = {key: json.loads(value) for key, value in rows}
@@ -124,7 +123,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
 
 
 def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
-    """A batch as it was taken. Raises ValueError if it is not there, JournalError if its tokens were
+    """Return a batch unchanged. Raises ValueError if it is missing, JournalError if its tokens were
     deleted.
     """
     row = connection.execute(
@@ -157,15 +156,15 @@ def _epochs(connection: sqlite3.Connection) -> tuple[tuple[str, int, str], ...]:
 
 
 def _observed(connection: sqlite3.Connection) -> tuple[tuple[str, float, int], ...]:
-    """Each group once, whatever became of its batch."""
+    """Return each finished group once."""
     query = "SELECT prompt_id, reward_sum / num_rollouts, start_version FROM groups"
     ended = "WHERE state IN ('ready', 'taken', 'filtered') AND num_rollouts"
     return tuple(connection.execute(f"{query} {ended} ORDER BY group_id"))
 
 
 def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began_at: int) -> int:
-    """Version after the newest batch. Refuses a batch since the checkpoint that cannot be trained again: that
-    would end a resume in its middle.
+    """Return the version after the newest batch. Raises for a batch since the checkpoint that cannot be
+    trained again.
     """
     if checkpoint_version < began_at:
         raise JournalError(
@@ -177,10 +176,10 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
         "SELECT (SELECT max(version) FROM batches), (SELECT count(*) FROM groups WHERE state = 'taken'),"
         " (SELECT coalesce(sum(num_groups), 0) FROM batches), (SELECT count(*) FROM batch_groups)"
     ).fetchone()
-    if not num_taken == num_given == num_found:  # no check of pages would see a bit that lies about it
+    if not num_taken == num_given == num_found:  # page checks do not detect this
         raise ValueError(f"{num_taken} groups are taken, by batches of {num_given}, which have {num_found}")
     if newest is None:
-        return checkpoint_version  # nothing was trained, or the journal was begun anew from a checkpoint
+        return checkpoint_version  # nothing was trained, or the journal began at a checkpoint
     if newest + 1 < checkpoint_version:
         raise ValueError(f"its newest batch is {newest}, and a checkpoint is of version {checkpoint_version}")
     (first_deleted,) = connection.execute(
@@ -205,7 +204,7 @@ def _deleted(version: int) -> JournalError:
 def _alive(
     connection: sqlite3.Connection,
 ) -> tuple[tuple[tuple[Ticket, Group], ...], tuple[UnfinishedGroup, ...]]:
-    """Groups that are ready and groups that run, oldest first."""
+    """Return ready and running groups, oldest first."""
     ready, running = list[tuple[Ticket, Group]](), list[UnfinishedGroup]()
     for state, start_version, group_id, *prompt in connection.execute(
         "SELECT state, start_version, group_id, prompt_id, num_handed_back, messages FROM groups"
@@ -235,9 +234,7 @@ def _prompt(prompt_id: str, num_handed_back: int, messages: str) -> Prompt:
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
-    """By prompt id (num_handed_back, version at which its group failed, if it did), in the order of first
-    admission: as they were drawn.
-    """
+    """Return (num_handed_back, version of the failure if any) by prompt id, in order of first admission."""
     rows = connection.execute(
         "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END,"
         " (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
@@ -248,18 +245,19 @@ def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None
     return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at, _ in rows}
 
 
-# ---- for people: plain values, as `asyncrl inspect --json` has them
+# ---- for `asyncrl inspect --json`: plain values
 
 _GROUP = (
     "group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, oldest_version,"
     " iif(num_rollouts, reward_sum / num_rollouts, NULL) AS reward_mean, lost_tokens AS retried_tokens"
 )
-"""A group in one line: `num_sampled` tokens of its `num_rollouts` finished rollouts, `retried_tokens` of
-attempts that came to nothing."""
+"""Columns of a group: `num_sampled` tokens of its `num_rollouts` finished rollouts, `retried_tokens` of
+failed attempts.
+"""
 
 
 def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
-    """The run in numbers: groups by state, sampled and wasted tokens, checkpoints, and the newest events."""
+    """Return the run's groups by state, sampled and wasted tokens, checkpoints and newest events."""
     numbers, *_ = _rows(
         connection,
         "SELECT (SELECT value FROM meta WHERE key = 'run_id') AS run_id,"
@@ -287,9 +285,7 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
 
 
 def batch_story(connection: sqlite3.Connection, version: int) -> dict[str, Any] | None:
-    """The batch of one step; None if it was never taken. `tokens_by_version` counts sampled tokens; None once
-    they are deleted.
-    """
+    """Return the batch of one step, or None. `tokens_by_version` counts sampled tokens; None once deleted."""
     found = _rows(
         connection,
         "SELECT version, min_version, local_time(taken_s) AS taken_at, local_time(trained_s) AS trained_at,"
@@ -321,9 +317,7 @@ def batch_story(connection: sqlite3.Connection, version: int) -> dict[str, Any] 
 
 
 def group_story(connection: sqlite3.Connection, group_id: int) -> dict[str, Any] | None:
-    """A group's life, but for its rollouts (tokens.py), which are gone once its tokens are deleted; None if
-    it was never admitted. `same_prompt`: other groups of its prompt, which was handed back.
-    """
+    """Return a group without its rollouts, or None. `same_prompt`: other groups of its prompt."""
     found = _rows(
         connection,
         f"SELECT {_GROUP}, reason, start_version, local_time(admitted_s) AS admitted_at,"
@@ -343,14 +337,14 @@ def group_story(connection: sqlite3.Connection, group_id: int) -> dict[str, Any]
 
 
 def _rows(connection: sqlite3.Connection, query: str, *values: int) -> list[dict[str, Any]]:
-    """Each row by the names of its columns."""
+    """Return each row by column name."""
     found = connection.execute(query, values)
     names = [name for name, *_ in found.description]
     return [dict(zip(names, row, strict=True)) for row in found]
 
 
 def _local_time(seconds: float | None) -> str | None:
-    """With its offset, to the millisecond."""
+    """Return local time with its offset, to the millisecond."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")

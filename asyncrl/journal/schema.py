@@ -1,7 +1,6 @@
-"""The tables of journal.sqlite, and how the file is made, opened and checked.
+"""Tables of journal.sqlite; creating, opening and checking the file.
 
-Times are seconds since 1970, only for people to read. The order of events is that of ids and rows, so a clock
-may jump.
+Times are seconds since 1970, only for display. Events are ordered by ids and rows, so clocks may jump.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from asyncrl.files import sync
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 5
 BUSY_S = 10.0
-"""Time that a write waits for another program that holds the file, before it is an error."""
+"""Seconds a write waits for a lock of another program."""
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
-"""What reading and writing raise: the last one if a flipped byte in a name makes SQLite's message no text."""
+"""Errors of reading and writing; UnicodeDecodeError if a flipped byte corrupts SQLite's message."""
 MOVE_ASIDE = (
     "copy journal.sqlite back (with its -wal file) from where it is whole; or move journal.sqlite* out of "
     "the run directory and resume: the run then goes on from its newest whole checkpoint alone."
@@ -80,14 +79,14 @@ CREATE TABLE events (
 
 
 def damaged(where: object, why: str) -> JournalError:
-    """The file is not what was written."""
+    """Return the error of a damaged file."""
     return JournalError(
         f"{where} is damaged: {why}", rule="a run goes on from a whole journal alone", way_out=MOVE_ASIDE
     )
 
 
 def cannot_use(path: Path, error: Exception) -> JournalError:
-    """SQLite or the system refuses."""
+    """Return the error of a failed file access."""
     name = getattr(error, "sqlite_errorname", "")
     if isinstance(error, UnicodeDecodeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return damaged(path, str(error))
@@ -104,11 +103,11 @@ def cannot_use(path: Path, error: Exception) -> JournalError:
 
 
 def create(path: Path, run_id: str) -> None:
-    """Make an empty journal: written beside, synced, renamed, so that a file of that name is always a whole
-    journal.
+    """Create an empty journal: written to a temporary file, synced, renamed, so that the name always means a
+    whole journal.
 
-    Raises JournalError if the disk refuses, or if the log of another journal lies there: SQLite would replay
-    it onto this one.
+    Raises JournalError if the disk refuses, or if another journal's log exists, which SQLite would replay
+    onto this one.
     """
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
@@ -136,19 +135,19 @@ def create(path: Path, run_id: str) -> None:
 
 
 def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
-    """A connection to a journal that exists, which any one thread at a time may use. Raises DISK_ERRORS, and
-    JournalError if the file is empty, another program's, or another asyncrl's.
+    """Open an existing journal, for one thread at a time. Raises DISK_ERRORS, and JournalError if the file is
+    empty or has another format.
 
-    Nothing but SQLite opens the file: a process that closes it, by whatever descriptor, loses all its locks
-    on it, SQLite's too (https://www.sqlite.org/howtocorrupt.html section 2.2), and another program that then
-    opens the journal of a living run removes its log.
+    Only SQLite may open the file: a process that closes any descriptor of it loses all its locks, SQLite's
+    too (https://www.sqlite.org/howtocorrupt.html section 2.2), and another program that then opens a running
+    journal removes its log.
     """
     if path.stat().st_size == 0:
-        raise damaged(path, "it is empty")  # SQLite would take it for new, and delete the log beside it
+        raise damaged(path, "it is empty")  # SQLite would treat it as new and delete its log
     uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rw'}"
     is_ended = not path.with_name(f"{path.name}-wal").exists()
     if is_read_only and is_ended and not os.access(path.parent, os.W_OK, effective_ids=True):
-        uri += "&immutable=1"  # a reader has to make files beside a journal that is written
+        uri += "&immutable=1"  # readers of an active journal must create files next to it
     connection = sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
     try:
         application_id, version = (
@@ -162,7 +161,7 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
                 way_out="resume with the asyncrl that wrote it.",
             )
         if not is_read_only:
-            connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
+            connection.execute("PRAGMA synchronous = FULL")  # durable on return
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
     except BaseException:
@@ -172,16 +171,16 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
 
 
 def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
-    """A connection to the journal of this run, which was found whole, or made. Raises JournalError, with the
-    file and its log as they were.
+    """Open this run's journal for writing, verified or new. Raises JournalError and leaves the file and its
+    log unchanged.
     """
     if not path.exists():
         create(path, run_id)
     log = path.with_name(f"{path.name}-wal")
     try:
         commits = _commits_in(log)
-        with closing(connect(path, is_read_only=True)) as connection:  # closed last: a refused log stays
-            # quick_check would not see an index that hides a row
+        with closing(connect(path, is_read_only=True)) as connection:  # closed last, to keep a refused log
+            # quick_check misses an index that hides a row
             rows = connection.execute("PRAGMA integrity_check(3)").fetchall()
             if wrong := [row[0] for row in rows if row[0] != "ok"]:
                 raise damaged(path, "; ".join(wrong).replace("\n", " "))
@@ -191,7 +190,7 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
             writing = connect(path, is_read_only=False)
             num_whole = max(0, writing.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1])
             lost = [number for number in commits if number > num_whole]
-            if len(lost) > 1:  # one a power cut tears, in the making: no caller had an answer for it yet
+            if len(lost) > 1:  # a power cut tears at most one unanswered commit
                 writing.close()
                 raise damaged(
                     log, f"after {num_whole} whole frames there are {len(lost)} commits that do not read"
@@ -209,8 +208,8 @@ def _foreign(path: Path, why: str) -> JournalError:
     )
 
 
-# ---- its write-ahead log: SQLite takes the whole part of a damaged one, and drops the rest in silence
-# (layout: https://www.sqlite.org/fileformat2.html#the_write_ahead_log)
+# ---- write-ahead log: SQLite silently drops the rest of a damaged one (layout:
+# https://www.sqlite.org/fileformat2.html#the_write_ahead_log)
 
 _HEADER = struct.Struct(">8I")
 """Magic, format, page size, checkpoint number, two salts, two checksums."""
@@ -219,7 +218,7 @@ _FRAME = struct.Struct(">6I")
 
 
 def _commits_in(log: Path) -> list[int]:
-    """Numbers, from 1, of the frames that end a commit, whole or not, by what they say of themselves."""
+    """Return numbers, from 1, of frames that claim to end a commit."""
     if not log.exists():
         return []
     with log.open("rb") as file:
@@ -227,7 +226,7 @@ def _commits_in(log: Path) -> list[int]:
         if len(header) < _HEADER.size:
             return []
         _, _, page_size, _, *salts, _, _ = _HEADER.unpack(header)
-        if not _is_whole(header):  # SQLite will read nothing of the log, and what was in it is not known
+        if not _is_whole(header):  # SQLite reads nothing, so the lost commits are unknown
             return [1, 2] if file.read(1) else []
         frames = []
         while len(frame := file.read(_FRAME.size)) == _FRAME.size:
@@ -237,7 +236,7 @@ def _commits_in(log: Path) -> list[int]:
 
 
 def _is_whole(header: bytes) -> bool:
-    """The header's own checksum."""
+    """Return whether the header's checksum is valid."""
     words = struct.unpack(">6I" if header[3] & 1 else "<6I", header[:24])
     one = two = 0
     for first, second in zip(words[::2], words[1::2], strict=True):

@@ -1,10 +1,9 @@
-"""Token records as bytes and back, bit for bit: what the journal and recordings hold.
+"""Exact conversion of token records to bytes, for the journal and recordings.
 
-A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss
-mask (one bit a token), where a teacher was asked its logprobs (float32), and where an engine told them the
-experts of each token (uint16). Numbers are little endian, in byte planes: first the lowest byte of each, and
-so on, which packs much better. zlib brings a checksum, and the head says where the blob belongs, so a changed
-byte on disk is found when the blob is read.
+A blob is zlib over: head length (uint32), head (JSON), token ids (int32), logprobs (float32), loss mask (one
+bit per token), optional teacher logprobs (float32) and experts per token (uint16). Numbers are little endian
+in byte planes (all lowest bytes first), which compresses better. zlib's checksum and the place in the head
+detect changed bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ import numpy.typing as npt
 from asyncrl.messages.records import Credit, GrammarSpan, PartialCompletion, Rollout, Trajectory, VersionSpan
 
 FORMAT = 2
-_LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time
+_LEVEL = 1  # higher levels save 1 to 3 % at twice the time
 _SHORT = 1024
-"""Bytes, up to which a blob is stored as it is: to set zlib up is half of the encoding, and saves 100."""
+"""Blobs up to this many bytes are stored uncompressed; zlib's setup is half of the encoding."""
 _json = json.JSONEncoder(separators=(",", ":")).encode
 _LENGTH = struct.Struct("<I")
 
 
 def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
-    """The whole trajectory."""
     head: dict[str, Any] = {
         "format": FORMAT,
         "place": _place(group_id, trajectory.sample_index, trajectory.branch),
@@ -64,7 +62,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int) -> Trajectory:
-    """The inverse. Raises ValueError if the blob is damaged, or of another branch."""
+    """Decode a trajectory. Raises ValueError for a damaged blob or another branch's."""
     try:
         whole = zlib.decompress(blob)
         end = _LENGTH.size + _LENGTH.unpack_from(whole)[0]
@@ -101,7 +99,7 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
 
 
 def encode_partial(group_id: int, sample_index: int, partial: PartialCompletion) -> bytes:
-    """All of an unfinished completion, as a trajectory without a prompt and a reward."""
+    """Encode an unfinished completion as a trajectory without prompt and reward."""
     trajectory = Trajectory(
         sample_index,
         np.array(partial.token_ids, np.int32),
@@ -115,14 +113,14 @@ def encode_partial(group_id: int, sample_index: int, partial: PartialCompletion)
 
 
 def decode_partial(blob: bytes, group_id: int, sample_index: int) -> PartialCompletion:
-    """The inverse. Raises ValueError if the blob is damaged, or of another rollout."""
+    """Decode an unfinished completion. Raises ValueError for a damaged blob or another rollout's."""
     found = decode_trajectory(blob, group_id, sample_index, 0)
     token_ids, logprobs = tuple(found.token_ids.tolist()), tuple(found.behaviour_logprobs.tolist())
     return PartialCompletion(token_ids, logprobs, found.version_spans, found.num_interruptions)
 
 
 def _place(group_id: int, sample_index: int, branch: int) -> list[int]:
-    """Branch 0 is not named."""
+    """Return the place; branch 0 is omitted."""
     return [int(group_id), int(sample_index), *([int(branch)] if branch else [])]
 
 
@@ -137,11 +135,10 @@ def _from_planes(body: bytes, start: int, count: int, dtype: str) -> npt.NDArray
     return planes.T.copy().view(dtype).reshape(count)
 
 
-# ---- what the journal holds of a group, by sample_index; a damaged row is a ValueError
+# ---- contents of a group, by sample_index; a damaged row raises ValueError
 
 
 def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:
-    """The finished rollouts."""
     found: dict[int, Rollout] = {}
     query = (
         "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY sample_index, branch"
@@ -155,7 +152,7 @@ def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Roll
 
 
 def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
-    """(attempts, why) of the failed rollouts."""
+    """Return (attempts, why) of failed rollouts."""
     query = "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index"
     return {index: (attempts, why) for index, attempts, why in connection.execute(query, (group_id,))}
 
@@ -163,7 +160,7 @@ def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tupl
 def partials_of(
     connection: sqlite3.Connection, group_id: int
 ) -> dict[int, tuple[int, int, PartialCompletion]]:
-    """(attempt, turn, the completion so far) of the unfinished rollouts."""
+    """Return (attempt, turn, completion so far) of unfinished rollouts."""
     query = "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
     return {
         index: (attempt, turn, decode_partial(blob, group_id, index))

@@ -1,1 +1,1 @@
-"""From prompts to finished groups: generators, retries, seeds, evaluation, recordings."""
+"""Generators, retries, seeds, evaluation and recordings."""

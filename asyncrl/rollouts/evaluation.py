@@ -1,6 +1,4 @@
-"""The evaluations of a run, one after the other, on an engine of their own or on the rollout engines: when,
-with which weights, and the results.
-"""
+"""Evaluations of a run, on a separate engine or on the rollout engines: schedule, weights and results."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from asyncrl.waits import waiting
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scored rollout: `length` in sampled tokens, of all its turns; `metrics` as task and harness say."""
+    """A scored rollout: `length` in sampled tokens over all turns; `metrics` from task and harness."""
 
     prompt_id: str
     reward: float
@@ -36,12 +34,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """All scored samples of one evaluation at `version`; `num_failed` others have no reward, the last for
-    `last_failure`. `name`: of the evaluation, '' of the only one.
+    """Scored samples at `version`; `num_failed` others have no reward. `name` is '' for a single evaluation.
 
-    `seconds` from the time the version was published until all was scored. `num_skipped` and `num_abandoned`:
-    evaluations so far that were due and did not begin, or did not end. `num_abandoned_calls`: of the eval
-    task's reward function, so far, that did not end when they were cancelled.
+    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: evaluations so far that
+    were due and did not begin, or did not end. `num_abandoned_calls`: reward calls so far that ignored their
+    cancellation.
     """
 
     version: int
@@ -55,13 +52,12 @@ class EvalResult:
     name: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """By metric name. What needs a sample, or two prompts, is left out where there are none.
+        """Return values by metric name, if there are enough samples and prompts.
 
         eval/reward_mean, eval/reward_std: over prompts, each the mean of its samples (population standard
-        deviation); eval/standard_error: of reward_mean (samples of one prompt are not independent, prompts
-        are); eval/length_mean: sampled tokens; eval/truncated_fraction: rollouts that ran into
-        rollout.max_tokens; eval/task/NAME: over the samples that have it; eval/failed: samples without a
-        reward, which are in none of the means.
+        deviation); eval/standard_error: of reward_mean, over prompts; eval/length_mean: sampled tokens;
+        eval/truncated_fraction: rollouts that reached rollout.max_tokens; eval/task/NAME: over samples with
+        NAME; eval/failed: samples without a reward, excluded from all means.
         """
         metrics: dict[str, float] = {
             "eval/version": self.version,
@@ -92,14 +88,14 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """`samples` rollouts of each prompt, at most `slots` of them sampled at once, without retries.
+    """Samples each prompt `samples` times, at most `slots` rollouts at once, without retries.
 
-    `broken`: errors of the engine that reached a harness and not the generator; while there is one, a failed
-    rollout is no data.
+    `broken`: engine errors that reached a harness instead of the generator; with one, a failed rollout is no
+    data.
 
-    Waits: evaluate sleeps in the generator; a rollout takes at most timeout_s (None: no limit).
-    Invariant: every token of a result was sampled at its version: any other raises. Seeds depend on prompt
-        and sample alone, so that two evaluations differ by the weights and by nothing else.
+    Waits: evaluate sleeps in the generator, at most timeout_s per rollout (None: no limit).
+    Invariant: every token of a result was sampled at its version, otherwise it raises. Seeds depend only on
+        prompt and sample, so that two evaluations differ only by weights.
     """
 
     generator: Generator
@@ -110,7 +106,7 @@ class Evaluator:
     broken: list[RoomError] = field(default_factory=list)
 
     async def evaluate(self, version: int) -> EvalResult:
-        """All samples, in the order of prompts. Raises RoomError if the engine is gone, or serves another
+        """Return all samples, in prompt order. Raises RoomError if the engine is gone or serves another
         version.
         """
         self.broken.clear()
@@ -118,7 +114,7 @@ class Evaluator:
         places = [(number, index) for number in range(len(self.prompts)) for index in range(self.samples)]
 
         async def run(number: int, index: int) -> Rollout | FailedRollout:
-            group_id, prompt = GroupId(-1 - number), self.prompts[number]  # below those of training
+            group_id, prompt = GroupId(-1 - number), self.prompts[number]  # below ids of training groups
             name = f"eval-v{version}/{prompt.prompt_id}/s{index}"
             return await runner.run(group_id, prompt, index, slots=slots, order=(number, index), name=name)
 
@@ -150,27 +146,25 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
 
 
 class Schedule:
-    """Which versions are evaluated: the first one at or after each multiple of `every`, and the last version.
-    `at_start`: 0 is such a multiple.
+    """Decides which versions are evaluated: the first at or after each multiple of `every` (0 included with
+    `at_start`), and the last.
 
-    Life: is_due_nowait(v) is asked once for each version, in order: for 0 where the engine starts with it,
-        then for each published version. A version stands for those that a push skipped, once.
+    Life: call is_due_nowait(v) once per version, in order: 0 if the engine starts with it, then each
+        published version.
     """
 
     def __init__(self, *, every: int, last: int, at_start: bool, evaluated: int | None = None) -> None:
-        """`evaluated`: the newest version that was evaluated before the run was resumed."""
+        """`evaluated`: newest version evaluated before the run was resumed."""
         self.every, self.last = every, last
         self.is_over = evaluated is not None and evaluated >= last
-        """The last version was evaluated."""
         before = -1 if at_start else 0
         self._next = ((before if evaluated is None else evaluated) // every + 1) * every
 
     def is_next(self, version: int) -> bool:
-        """Whether this version is due, without any change of state."""
         return not self.is_over and version >= min(self._next, self.last)
 
     def is_due_nowait(self, version: int) -> bool:
-        """Whether `version` is to be evaluated; the next one is due at the following multiple then."""
+        """Return whether `version` is due, and move to the next multiple."""
         if is_due := self.is_next(version):
             self._next = (version // self.every + 1) * self.every
         return is_due
@@ -178,7 +172,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """One of the evaluations of a run; `name` '' is the only one."""
+    """An evaluation of a run; `name` is '' for a single one."""
 
     name: str
     evaluator: Evaluator
@@ -188,8 +182,8 @@ class HeldOut:
 
 @dataclass(slots=True)
 class EvaluationStats:
-    """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: the one at
-    work, or the last. `held_s`: seconds in which a push or the trainer's turn waited for an evaluation.
+    """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: current or
+    last. `held_s`: seconds in which a push or the trainer waited for an evaluation.
     """
 
     state: Literal["idle", "loading", "sampling", "off"] = "idle"
@@ -203,18 +197,16 @@ class EvaluationStats:
 class Evaluation:
     """Evaluates published versions, on an eval engine in parallel with training, or on the rollout engines.
 
-    Life: idle -> a version that is due is published -> with an eval engine: loading (prepare, commit) of its
-        weights, which were kept -> sampling, for what is due at it, one after the other -> idle. Off for good
-        once the eval engine is gone (the run continues without), or once the run is stopped.
-    Waits: run sleeps until a version is due, then at most timeout_s of each from loading to the last reward;
-        the run's end sleeps in wait_last. On the rollout engines the next push and the trainer's turn sleep
-        in wait_released. All else returns at once: with an eval engine neither weight sync nor trainer waits.
-    Invariant: all tokens of one evaluation are of one version. An eval engine gets weights in run only,
-        between two evaluations; a version that is due while one runs is skipped and counted, except the last
-        one, which waits. The rollout engines get none until wait_released returns, so nothing is skipped.
+    Life: idle -> a due version is published -> with an eval engine: loading (prepare, commit) -> sampling,
+        one evaluation after another -> idle. Off for good once the eval engine is gone or the run stops.
+    Waits: run sleeps until a version is due, then at most timeout_s per evaluation; the run's end sleeps in
+        wait_last. On the rollout engines the next push and the trainer sleep in wait_released; with an eval
+        engine nothing waits.
+    Invariant: all tokens of an evaluation have one version. An eval engine gets weights only between
+        evaluations; versions due during one are skipped and counted, except the last. The rollout engines get
+        none until wait_released returns, so nothing is skipped.
 
-    An exported file is kept by a second name (hard link) in `folder`, on the same file system: the trainer
-    deletes its own old exports by their names, the bytes stay as long as any name is left.
+    A hard link in `folder`, on the same file system, keeps an export that the trainer deletes.
     """
 
     name = "evaluation"
@@ -229,15 +221,15 @@ class Evaluation:
         on_trouble: Callable[[str], None],
         is_fetched: bool = False,
     ) -> None:
-        """`held_out`: in their order. `target`: the eval engine; None: the rollout engines sample.
+        """`held_out`: in evaluation order. `target`: the eval engine; None: the rollout engines.
 
-        `is_fetched`: published files are on the eval engine's node, kept there by its launcher.
+        `is_fetched`: published files are on the eval engine's node, kept by its launcher.
         """
         self._held_out, self._target, self._folder = held_out, target, folder
         self._is_fetched = is_fetched
         self._on_result, self._on_trouble = on_result, on_trouble
         self._pending: tuple[int, ExportResponse | None, Sequence[HeldOut]] | None = None
-        """A version, its weights if they are kept (None: the engines have them), and what is due at it."""
+        """Version, kept weights (None: the engines have them), and due evaluations."""
         self._changed = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self._stats = EvaluationStats()
@@ -246,7 +238,7 @@ class Evaluation:
         return self._stats
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py; those of eval.jsonl come with each result."""
+        """Return values for the metrics in observe/metrics.py."""
         stats = self._stats
         num_ended = stats.finished + stats.skipped + stats.abandoned
         return {
@@ -257,21 +249,19 @@ class Evaluation:
 
     @property
     def is_off(self) -> bool:
-        """The eval engine is gone, or the run is stopped."""
         return self._stats.state == "off"
 
     @property
     def is_over(self) -> bool:
-        """The last version was evaluated."""
         return all(one.schedule.is_over for one in self._held_out)
 
     def wants(self, version: int) -> bool:
-        """Whether published_nowait would keep this version's weights, without any change of state."""
+        """Return whether published_nowait would keep this version's weights."""
         is_open = self._target is not None and not self.is_off
         return is_open and any(one.schedule.is_next(version) for one in self._held_out)
 
     def served_nowait(self, version: int) -> None:
-        """The engines that sample serve this version: evaluate it if it is due."""
+        """Evaluate the version that the sampling engines serve, if it is due."""
         if due := self._due_nowait(version):
             self._keep(version, None, due)
 
@@ -279,8 +269,8 @@ class Evaluation:
         return [] if self.is_off else [one for one in self._held_out if one.schedule.is_due_nowait(version)]
 
     def published_nowait(self, manifest: ExportResponse) -> None:
-        """With an eval engine, called while the exported file is the newest one: keep it if this version is
-        due.
+        """Keep this version's weights for the eval engine if it is due. Call it while the exported file is
+        the newest.
         """
         version, stats = manifest.version, self._stats
         due = self._due_nowait(version)
@@ -289,7 +279,7 @@ class Evaluation:
         is_last = version >= due[0].schedule.last
         if self._pending is not None or (stats.state != "idle" and not is_last):
             stats.skipped += len(self._pending[2] if self._pending is not None and is_last else due)
-            if not is_last:  # else it takes the place of the one that waits
+            if not is_last:  # the last version replaces a waiting one
                 return
         if self._is_fetched:
             self._keep(version, manifest, due)
@@ -304,9 +294,8 @@ class Evaluation:
         self._keep(version, manifest.model_copy(update={"path": str(path)}), due)
 
     async def run(self) -> None:
-        """Evaluate version after version, until the last one or cancelled."""
         try:
-            if self._target is not None:  # it starts with the initial weights
+            if self._target is not None:  # the eval engine starts with the initial weights
                 self.served_nowait(0)
             while not self.is_over:
                 with waiting("a published version that is due", on="publisher"):
@@ -321,7 +310,7 @@ class Evaluation:
             self._drop()
 
     async def wait_released(self) -> None:
-        """Return once no evaluation needs the version that the rollout engines serve."""
+        """Wait until no evaluation needs the rollout engines' version."""
         clock, stats = asyncio.get_running_loop().time, self._stats
         if self._target is not None or (self._pending is None and stats.state != "sampling"):
             return
@@ -333,49 +322,47 @@ class Evaluation:
         note_span("weight sync", "held for an evaluation", start_s, clock(), stats.version)
 
     async def wait_last(self) -> None:
-        """Return once the last version is evaluated, or its evaluation was given up."""
+        """Wait until the last version is evaluated or given up."""
         with waiting("the evaluation of the last version", on="evaluation"):
             while not self.is_over and not self.is_off:
                 await self._changed.wait()
 
     def give_up(self, error: RoomError) -> None:
-        """The eval engine is gone: no evaluation from here on. Ends the one that runs; idempotent."""
+        """Stop evaluating: the eval engine is gone. Idempotent."""
         if not self.is_off:
             self.stop_nowait()
             self._on_trouble(f"the run goes on without evaluation: {error}")
 
     def stop_nowait(self) -> None:
-        """Start no evaluation any more, and end the one that runs, without a result. Idempotent."""
+        """End the current evaluation without a result and start no more. Idempotent."""
         self._stats.state = "off"
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
         self._drop()
 
     async def guard(self, watching: Awaitable[None]) -> None:
-        """Watch over the eval engine: where `watching` raises RoomError, evaluation ends and the run does
-        not.
-        """
+        """Await `watching`; its RoomError ends evaluation, not the run."""
         try:
             await watching
         except RoomError as error:
             self.give_up(error)
 
     async def _evaluate(self, version: int, manifest: ExportResponse | None, due: Sequence[HeldOut]) -> None:
-        """What is due at these weights; `manifest` is None where the engines have them."""
+        """Run the due evaluations; `manifest` None: the engines have the weights."""
         stats, is_loaded = self._stats, manifest is None
         for number, one in enumerate(due):
             if self.is_off:
                 return
             stats.state, stats.version = "sampling" if is_loaded else "loading", version
             is_loaded = await self._evaluate_one(one, version, None if is_loaded else manifest)
-            if not is_loaded:  # and the file is gone
+            if not is_loaded:
                 stats.abandoned += len(due) - number - 1
                 break
         if not self.is_off:
             stats.state = "idle"
 
     async def _evaluate_one(self, one: HeldOut, version: int, manifest: ExportResponse | None) -> bool:
-        """Whether the engine has the weights at its end."""
+        """Run one evaluation; return whether the engine has the weights."""
         clock, stats = asyncio.get_running_loop().time, self._stats
         started_s, is_loaded = clock(), manifest is None
         self._limit = limit = asyncio.timeout(one.timeout_s)
@@ -397,7 +384,7 @@ class Evaluation:
             if self._target is None:
                 raise
             self._limit = None
-            self.give_up(error)  # the one place where a broken part does not end the run
+            self.give_up(error)  # the only part whose failure does not end the run
         finally:
             self._limit = None
         if result is not None:
@@ -412,7 +399,7 @@ class Evaluation:
         return is_loaded
 
     async def _load(self, manifest: ExportResponse) -> None:
-        """Both phases of a push, to an eval engine on which nothing runs."""
+        """Load weights into the idle eval engine."""
         assert self._target is not None, "only an eval engine loads weights here"
         sent = (manifest.version, manifest.digest)
         try:
@@ -428,13 +415,11 @@ class Evaluation:
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
 
     def _keep(self, version: int, manifest: ExportResponse | None, due: Sequence[HeldOut]) -> None:
-        """Have `run` evaluate this version, in place of one that waits."""
         self._drop()
         self._pending = version, manifest, due
         self._wake()
 
     def _drop(self) -> None:
-        """Evaluate nothing of what waits."""
         if self._pending is not None and self._pending[1] is not None:
             self._unlink(self._pending[1])
         self._pending = None

@@ -1,4 +1,4 @@
-"""The generators: how one attempt of a rollout is made. Each is an object with run_attempt (Generator)."""
+"""Generators: ways to make one attempt of a rollout, each with run_attempt (Generator)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class EncodedPrompts:
-    """Token ids of prompts. Those of the newest MAX_PROMPTS are kept, so that a group's is rendered once, and
-    its requests share one object.
+    """Token ids of the newest MAX_PROMPTS prompts, so that a group is rendered once and its requests share
+    one object.
     """
 
     MAX_PROMPTS = 1024
@@ -44,7 +44,6 @@ class EncodedPrompts:
         self._known: dict[str, tuple[Prompt, tuple[int, ...]]] = {}
 
     def ids_of(self, prompt: Prompt) -> tuple[int, ...]:
-        """The chat, with the prompt for the assistant's turn."""
         known, ids = self._known.get(prompt.prompt_id, (None, ()))
         if known is not prompt:
             ids = self.tokenizer.encode_chat(prompt.messages)
@@ -57,7 +56,7 @@ class EncodedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
-    """Prompt -> chat ids -> completion -> text -> reward -> Trajectory."""
+    """Generator: prompt -> chat ids -> completion -> text -> reward -> Trajectory."""
 
     engine: EnginePool
     prompts: EncodedPrompts
@@ -69,8 +68,8 @@ class SingleTurn:
     stop: tuple[str, ...] = ()
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, refused, or
-        cannot be scored.
+        """Return one trajectory. Raises RolloutFailure if the prompt is too long, refused, or cannot be
+        scored.
         """
         prompt, index = attempt.prompt, attempt.sample_index
         prompt_ids = self.prompts.ids_of(prompt)
@@ -100,7 +99,7 @@ class SingleTurn:
         attempt.seen.num_spent = lambda: num_spent
         completion = await self.engine.generate(
             SamplingRequest(
-                # a retry may be sent before the server has seen that the first try is gone
+                # a retry may arrive before the server notices the end of the first try
                 request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
                 prompt_ids=prompt_ids,
                 max_tokens=self.max_tokens,
@@ -127,9 +126,7 @@ def make_trajectory(
     completion: Completion | PartialCompletion,
     reward: float,
 ) -> Trajectory:
-    """The token record of a prompt and its one completion, P + N tokens; spans move from completion to
-    trajectory.
-    """
+    """Return the token record of a prompt and its completion, P + N tokens, with shifted spans."""
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
     logprobs = np.zeros(num_prompt + num_sampled, np.float32)
     logprobs[num_prompt:] = completion.behaviour_logprobs
@@ -158,11 +155,10 @@ def make_trajectory(
 
 
 class HarnessGenerator:
-    """Session opened -> work run by a worker -> session ended -> reward -> branches. No state of its own.
+    """Generator: session opened -> work run by a worker -> session ended -> reward -> branches.
 
-    The clock of rollout.timeout_s is held while the work is queued, and runs on once a worker has taken it.
-    A rollout that has met a limit (RolloutSession.overflow) is truncated or failed, as `on_overflow` says. A
-    truncated one whose harness fails is scored by the task; without a reward of the task's it gets 0.
+    The clock of rollout.timeout_s stops while work is queued. A rollout that reached a limit is truncated or
+    failed, by `on_overflow`. A truncated one without reward gets 0.
     """
 
     def __init__(
@@ -176,8 +172,8 @@ class HarnessGenerator:
         self._host, self._queue, self._scorer, self._on_overflow = host, queue, scorer, on_overflow
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """All branches of the rollout. Raises RolloutFailure if the harness or its worker fails, or there is
-        nothing to train on.
+        """Return all branches. Raises RolloutFailure if the harness or its worker fails, or nothing can be
+        trained on.
         """
         prompt, index, number = attempt.prompt, attempt.sample_index, attempt.attempt
         name = attempt.rollout_id
@@ -196,7 +192,7 @@ class HarnessGenerator:
             attempt.clock.hold()
             work = Work(name, prompt, index, number, session.key, attempt.clock.left_s)
             outcome, is_cut = await self._outcome(session, work, attempt)
-            session.end_nowait("its harness has finished")  # before the reward: what it left would sample on
+            session.end_nowait("its harness has finished")  # leftover work would keep sampling
             attempt.stopped_sampling()
             reward = 0.0 if is_cut and not self._scorer.scores(prompt) else own_reward(outcome)
             if reward is None:
@@ -211,14 +207,14 @@ class HarnessGenerator:
     async def _outcome(
         self, session: RolloutSession, work: Work, attempt: RolloutAttempt
     ) -> tuple[Outcome, bool]:
-        """(what its harness says, whether it said nothing because a limit has ended it)."""
+        """Return (the harness's outcome, whether a limit cut it)."""
         try:
             async with session.while_open():
                 outcome = await self._queue.run(work, started=attempt.clock.resume)
         except RolloutFailure as failure:
             if session.overflow is None or self._on_overflow == "fail" or not session.num_completions:
                 raise
-            # it may be a mistake of the harness's own
+            # it may be the harness's own bug
             log.warning("%s is kept as truncated (%s): %s", work.rollout_id, session.overflow, failure)
             return Outcome(), True
         if session.overflow is not None and self._on_overflow == "fail":
@@ -228,26 +224,23 @@ class HarnessGenerator:
 
 
 def own_reward(outcome: Outcome) -> float | None:
-    """What the harness says, else the mean of its parts; None: the task's own reward of the last completion
-    counts.
-    """
+    """Return the harness's reward, or the mean of its parts; None: the task scores the last completion."""
     parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
     return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
 
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """Rollouts of another generator, with what a teacher says of each sampled token.
+    """Adds a teacher's logprobs to another generator's rollouts.
 
-    The clock of rollout.timeout_s is held meanwhile: the teacher's answer has a limit of its own, and a
-    rollout is not to fail because the teacher is started again.
+    The clock of rollout.timeout_s stops: teacher answers have their own limit.
     """
 
     generator: Generator
     teacher: Teacher
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """Raises what the generator raises, and RequestRefused if the teacher cannot read the tokens."""
+        """Raises the generator's errors, and RequestRefused for unreadable tokens."""
         rollout = await self.generator.run_attempt(attempt)
         attempt.clock.hold()
         judged = await self.teacher.judge(rollout)

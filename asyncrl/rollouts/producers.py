@@ -1,4 +1,4 @@
-"""Keeps the engines busy: admits groups, runs their rollouts, hands finished groups to the buffer."""
+"""Admits groups, runs their rollouts, and passes finished groups to the buffer."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ from asyncrl.tasks.feed import Feed
 log = logging.getLogger(__name__)
 
 NUM_OLDEST = 8
-"""Number of rollouts that oldest() names."""
+"""Number of rollouts returned by oldest()."""
 
 UnusedState = Literal["failed", "handed_back"]
 Spawn = Callable[..., asyncio.Task[None]]
-"""Starts a coroutine as a task with a `name` in the run's one TaskGroup."""
+"""Starts a coroutine as a task with a `name` in the run's TaskGroup."""
 OnFailed = Callable[[GroupId, Prompt, FailedRollout], None]
 
 
 class RunningGroup:
-    """One admitted group while its rollouts run.
+    """An admitted group.
 
-    Life: made with its ticket, or with what a killed run knew of it -> one add() a rollout, in any order ->
-        nothing is to_run -> group(), or None if too few rollouts are usable. Or cancel(), when the buffer
-        takes the admission back.
-    Invariant: a failed rollout costs its own place alone: its siblings stay.
+    Life: made with its ticket, or from a killed run -> one add() per rollout, in any order -> to_run is empty
+        -> group(). Or cancel(), if the buffer revokes the admission.
+    Invariant: a failed rollout does not affect its siblings.
     """
 
     def __init__(self, before: UnfinishedGroup, group_size: int) -> None:
@@ -53,7 +52,7 @@ class RunningGroup:
         self.group_size = group_size
         self.tasks: list[asyncio.Task[Any]] = []
         self.sampled: set[int] = set()
-        """Sample indices of rollouts that have sampled all their tokens."""
+        """Sample indices of rollouts that have sampled all tokens."""
         self._rollouts: dict[int, Rollout] = dict(before.rollouts)
         self._failures = {
             index: FailedRollout(index, attempts, RolloutFailure(why))
@@ -62,23 +61,21 @@ class RunningGroup:
 
     @property
     def to_run(self) -> list[int]:
-        """Sample indices of the rollouts that have not ended. None: the group is complete."""
+        """Sample indices of unfinished rollouts."""
         rollouts, failures = self._rollouts, self._failures
         return [index for index in range(self.group_size) if index not in rollouts and index not in failures]
 
     def add(self, outcome: Rollout | FailedRollout) -> None:
-        """One rollout has ended."""
         if isinstance(outcome, FailedRollout):
-            # Its words alone, as after a resume: its traceback holds the attempt, and so this group; what was
-            # seen of it may be all of its conversation.
+            # Keep only the message: the traceback holds this group, and `seen` maybe the whole conversation.
             words = RolloutFailure(str(outcome.failure))
             self._failures[outcome.sample_index] = replace(outcome, failure=words, seen=Seen())
         else:
             self._rollouts[outcome[0].sample_index] = outcome
 
     def group(self) -> Group | None:
-        """The finished group, all branches by sample_index and number; None if there are not two rollouts to
-        be scored against each other.
+        """Return the finished group, branches by sample_index and number, or None if fewer than two rollouts
+        are usable.
         """
         if len(self._rollouts) < min(2, self.group_size):
             return None
@@ -87,9 +84,7 @@ class RunningGroup:
         return Group(self.ticket.group_id, self.prompt, branches)
 
     def why_failed(self) -> tuple[str, bool]:
-        """Why group() is None, with the last failure, and whether another attempt at its prompt may
-        succeed.
-        """
+        """Return why group() is None, with the last failure, and whether another attempt may succeed."""
         last = list(self._failures.values())[-1]
         why = (
             f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
@@ -98,28 +93,26 @@ class RunningGroup:
         return why, all(failed.num_attempts for failed in self._failures.values())
 
     def cancel(self) -> None:
-        """End the rollouts that still run; without waiting for them."""
         for task in self.tasks:
             task.cancel()
 
 
 class Producers:
-    """Groups from admission to the buffer.
+    """Runs groups from admission to the buffer.
 
-    Life: a group is admitted -> its rollouts run -> finish_nowait to the buffer, or fail_nowait when fewer
-        than two are usable; or the buffer hands it back first and its rollouts are cancelled.
-    Prompts: the prompt of a group that was handed back goes to the front of the source at once. That of a
-        failed group follows once another group has not failed (while all groups fail the prompts are not the
-        cause, and would use up their attempts) and a later version is served (so that at max_staleness 0 the
-        prompts of a batch do not depend on when a group fails). After max_hand_backs times a prompt is given
-        up; one that can never be sampled is given up at once. A finished group that the buffer filters is no
-        failure: its admission goes to the next prompt.
-    Waits: run sleeps for a free slot, woken by a rollout that stops sampling, then for leave of the buffer; a
-        ticket is asked for when both are there, so that it is stamped with the version served when its first
-        tokens can start. A rollout sleeps for a slot before each attempt. Free slots go to the rollouts of
-        admitted groups, earliest deadline first, before they let a new group in.
-    Invariant: every ticket is answered once: finished, failed or handed back. No rollout begins to sample
-        while `capacity` others do: Slots guarantees it.
+    Life: a group is admitted -> its rollouts run -> finish_nowait, or fail_nowait if fewer than two are
+        usable; or the buffer revokes it and its rollouts are cancelled.
+
+    Prompts: the prompt of a revoked group returns to the front of the source at once. The prompt of a failed
+    group returns after another group has succeeded (if all fail, prompts are not the cause) and a later
+    version is served (so that at max_staleness 0 batches do not depend on timing). It is given up after
+    max_hand_backs times.
+
+    Waits: run sleeps for a free slot, then for the buffer's permission; only then it takes a ticket, which
+        carries the served version. A rollout sleeps for a slot before each attempt. Free slots go first to
+        admitted groups, earliest deadline first.
+    Invariant: every ticket is answered once: finished, failed or revoked. At most `capacity` rollouts sample
+        at once (Slots).
     """
 
     name = "producers"
@@ -138,7 +131,7 @@ class Producers:
         journal: Journal,
         on_failed: OnFailed = lambda *_: None,
     ) -> None:
-        """`on_failed` is called with each rollout that has failed for good."""
+        """`on_failed` is called with each permanently failed rollout."""
         self._on_failed = on_failed
         self._sink, self._source, self._runner = sink, source, runner
         self._spawn, self._journal = spawn, journal
@@ -147,17 +140,17 @@ class Producers:
         self._groups: dict[GroupId, RunningGroup] = {}
         self._slots = Slots(capacity)
         self._failed_in_a_row = 0
-        # of groups that failed in this row: (start version, as it will come again)
+        # from recent consecutive failures: (start version, prompt to repeat)
         self._set_aside: list[tuple[int, Prompt]] = []
-        # of those before: each comes again with the first ticket of a later version
+        # from earlier failures: each returns with the first ticket of a later version
         self._returning: list[tuple[int, Prompt]] = []
-        self._known_to_fail: set[str] = set()  # ids of prompts that came again: failed while others did not
+        self._known_to_fail: set[str] = set()  # ids of repeated prompts: they failed while others did not
         self._counts, self._failed = Counter[str](), Counter[str]()
         self.last_failure = ""
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py. dropped: groups that the buffer took back.
-        given_up: prompts whose groups failed or were taken back once too often, or that can never be sampled.
+        """Return values for the metrics in observe/metrics.py. dropped: groups that the buffer revoked.
+        given_up: prompts that failed or were revoked too often.
         """
         counted = ("finished", "dropped", "failed_groups", "given_up")
         return {
@@ -169,68 +162,59 @@ class Producers:
 
     @property
     def num_sampling(self) -> int:
-        """Rollouts that hold an engine slot."""
         return self._slots.num_held
 
     def resize_nowait(self, capacity: int) -> None:
-        """So many rollouts sample at once from now on; those that run stay."""
+        """Set the number of rollouts that sample at once."""
         self._slots.resize_nowait(capacity)
 
     def oldest(self) -> list[tuple[str, float]]:
-        """(rollout, seconds since it had its first slot) of those that have run longest, oldest first."""
+        """Return (rollout, seconds since its first slot), oldest first."""
         started = list(islice(self._runner.started_s.items(), NUM_OLDEST))
         return [(name, asyncio.get_running_loop().time() - start_s) for name, start_s in started]
 
     def prompts_out(self) -> list[Prompt]:
-        """The prompts whose groups run, and those of failed groups that are yet to come again."""
         return [
             *(group.prompt for group in self._groups.values()),
             *(prompt for _, prompt in (*self._set_aside, *self._returning)),
         ]
 
     async def run(self) -> None:
-        """Start group after group until cancelled."""
         while True:
             await self._slots.wait_spare()
             try:
                 ticket = self._sink.admit_nowait()
             except WouldWait:
                 await self._sink.wait_open()
-                continue  # meanwhile a rollout that is tried again may have taken the slot
+                continue  # a retried rollout may have taken the slot
             for start_version, prompt in self._returning:
                 if start_version < ticket.start_version:
                     self._source.hand_back_nowait(prompt)
             self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
             prompt = self._source.next_nowait(ticket.start_version)
-            self._journal.admitted_nowait(ticket, prompt)  # no token is sampled before
+            self._journal.admitted_nowait(ticket, prompt)  # before any token is sampled
             self._start(UnfinishedGroup(ticket, prompt))
-            await asyncio.sleep(0)  # a version that is served may admit thousands
+            await asyncio.sleep(0)  # a new version may admit thousands
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
-        """Go on with a group that ran when the run was killed; its admission and its journal are as they
-        were.
-        """
+        """Continue a group of a killed run."""
         group = self._start(unfinished)
-        if not group.to_run:  # killed between its last rollout's end and its own
+        if not group.to_run:  # killed before the group's end was journaled
             self._complete(group)
 
     def returns_nowait(self, start_version: int, prompt: Prompt) -> None:
-        """A group of that version had failed when the run was killed: its prompt comes again once a later one
-        is served.
-        """
+        """Repeat the prompt of a group that failed in a killed run, once a later version is served."""
         self._returning.append((start_version, prompt))
 
     async def aclose(self) -> None:
-        """Cancel what still runs; idempotent."""
         for group in self._groups.values():
             group.cancel()
         self._groups.clear()
 
     def handed_back(self, group_id: GroupId, group: Group | None, reason: str) -> None:
-        """The buffer's callback: it took this admission back. `group` is None if the group still runs.
+        """Handle the buffer's revocation; `group` is None while it runs.
 
-        The rollouts that run are cancelled, and the prompt is generated again, first of all, unless that was
-        max_hand_backs times.
+        Cancels its rollouts and repeats the prompt, up to max_hand_backs times.
         """
         unused = group or self._groups.pop(group_id)
         if isinstance(unused, RunningGroup):
@@ -247,7 +231,7 @@ class Producers:
             name, order = f"g{group_id}/r{index}", (before.ticket.start_version, group_id, index)
             self._slots.ask_nowait(name, order)  # before the task's first step: charged at once
             task = self._spawn(self._run_rollout(group, index, order), name=f"rollout {name}")
-            # even if it never began
+            # even if the task never began
             task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
         return group
@@ -255,7 +239,7 @@ class Producers:
     def _give_back(self, name: str, task: asyncio.Task[None]) -> None:
         self._slots.give_back_nowait(name)
         if task.cancelled():
-            # A task keeps its CancelledError, whose frames hold the task: asked once, it lets go of it.
+            # A task keeps its CancelledError, whose frames hold the task; reading it releases it.
             with contextlib.suppress(asyncio.CancelledError):
                 task.result()
 
@@ -265,7 +249,7 @@ class Producers:
             self._sink.samples_again_nowait(group.ticket.group_id)
 
     def _sampled(self, group: RunningGroup, index: int) -> None:
-        """The last rollout of a group that samples tells the buffer that only rewards are waited for."""
+        """Report to the buffer when only rewards of the group are missing."""
         group.sampled.add(index)
         group_id = group.ticket.group_id
         if self._groups.get(group_id) is group and group.sampled.issuperset(group.to_run):
@@ -285,7 +269,7 @@ class Producers:
             again=functools.partial(self._samples_again, group, index),
         )
         if self._groups.get(group_id) is not group:
-            return  # handed back while the outcome was on its way
+            return  # revoked in the meantime
         if isinstance(outcome, FailedRollout):
             self._failed[group.prompt.task] += 1
             self.last_failure = str(outcome.failure)
@@ -311,7 +295,7 @@ class Producers:
 
     def _complete(self, running: RunningGroup) -> None:
         group_id, prompt = running.ticket.group_id, running.prompt
-        del self._groups[group_id]  # first: the buffer may hand the group back while it is being finished
+        del self._groups[group_id]  # first: the buffer may revoke the group now
         group = running.group()
         if group is not None:
             self._failed_in_a_row = 0
@@ -320,7 +304,7 @@ class Producers:
             self._returning += self._set_aside
             self._set_aside.clear()
             found = self._sink.finish_nowait(group)
-            if found in ("ready", "filtered"):  # what was handed back is journaled by handed_back()
+            if found in ("ready", "filtered"):  # handed_back() journals revoked groups
                 self._journal.group_ended_nowait(group_id, found, "")
                 rewards = {one.sample_index: one.reward for one in group.trajectories}.values()
                 self._source.observed_nowait(prompt.prompt_id, fmean(rewards), running.ticket.start_version)
@@ -341,9 +325,7 @@ class Producers:
     def _end_unused(
         self, group_id: GroupId, state: UnusedState, prompt: Prompt, reason: str, *, may_succeed: bool
     ) -> Prompt | None:
-        """Journal the end of a group that no batch uses. Returns its prompt with one hand-back more; None if
-        it has had them all, or can never be sampled, and is given up.
-        """
+        """Journal the end of an unused group. Return its prompt, or None if it is given up."""
         again: Prompt | None = None
         if may_succeed and prompt.num_handed_back < self.max_hand_backs:
             again = replace(prompt, num_handed_back=prompt.num_handed_back + 1)

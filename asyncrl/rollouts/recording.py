@@ -1,4 +1,4 @@
-"""Write rollouts as JSON lines: what `asyncrl serve gateway --record FILE` keeps."""
+"""Write rollouts as JSON lines for `asyncrl serve gateway --record FILE`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 
 class RolloutRecorder:
-    """Append one JSON object per rollout to a file. Records nothing until a file is opened.
+    """Append one JSON object per rollout to a file, once a file is opened.
 
     An object has prompt_id, messages, answer, info, sample_index, reward (null: none) and branches. A branch
     has its text, token_ids, loss_mask (1: sampled), logprobs in nats and version_spans [start, end, version].
@@ -34,7 +34,6 @@ class RolloutRecorder:
             raise ConfigError(f"cannot write to {path}: {error}", way_out="name another file.") from error
 
     def next_sample(self, prompt_id: str) -> int:
-        """Return the number of rollouts of this prompt so far."""
         return self._samples[prompt_id]
 
     def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:

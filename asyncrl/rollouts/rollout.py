@@ -1,4 +1,4 @@
-"""One rollout with its limits and retries: the one boundary where a failure becomes data."""
+"""A rollout with limits and retries; at this boundary failures become data."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
-    """Seed in [0, 2**63) of one request, the same in every run with the same arguments.
+    """Return the reproducible seed in [0, 2**63) of a request.
 
-    `seed_id` names the prompt and how often it was handed back (Prompt.seed_id), `attempt` counts the retries
-    of a rollout: with the same seed it would sample the same tokens, and a rollout that failed because of its
-    tokens would fail again. The first attempt and the first admission add nothing to the hash, so a plain
-    loop without retries derives the same seeds.
+    `seed_id` contains the prompt and its number of repeats (Prompt.seed_id). A retry must not repeat the
+    failed tokens. First attempts and admissions add nothing to the hash, so a plain loop derives the same
+    seeds.
     """
     parts = [str(run_seed), seed_id, str(sample_index), str(turn)]
     if attempt:
@@ -35,21 +34,19 @@ def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attem
 
 
 class Slots:
-    """`capacity` places for rollouts that sample.
+    """`capacity` slots for sampling rollouts.
 
-    Life: of a rollout: ask_nowait -> holds a place at once, or waits for one -> give_back_nowait, in either
-        case.
-    Waits: wait sleeps until the rollout holds its place; wait_spare until a place is free. Both are woken by
-        give_back_nowait, and by resize_nowait.
-    Invariant: none gets a place while `capacity` hold one, and none waits while one is free: the next one
-        goes to the smallest `order`. Where resize_nowait leaves fewer than are held, nothing is taken back.
+    Life: of a rollout: ask_nowait -> holds a slot, or waits for one -> give_back_nowait.
+    Waits: wait sleeps until the rollout holds a slot, wait_spare until one is free.
+    Invariant: at most `capacity` rollouts get slots, and none waits while one is free; the smallest `order`
+        is next. Shrinking revokes nothing.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._held: set[str] = set()
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._queue: list[tuple[tuple[int, ...], str]] = []  # heap; what is not in _waiting is skipped
+        self._queue: list[tuple[tuple[int, ...], str]] = []  # heap; names not in _waiting are skipped
         self._spare = asyncio.Event()
 
     @property
@@ -57,7 +54,7 @@ class Slots:
         return len(self._held)
 
     def ask_nowait(self, name: str, order: tuple[int, ...]) -> None:
-        """Hold a place if one is free, else wait for one. Asked twice, it changes nothing."""
+        """Take a free slot or wait for one. Idempotent."""
         if name in self._held or name in self._waiting:
             return
         if self.num_held < self.capacity:
@@ -67,13 +64,12 @@ class Slots:
         heapq.heappush(self._queue, (order, name))
 
     async def wait(self, name: str) -> None:
-        """Return when the rollout holds its place."""
         if name in self._waiting:
             with waiting(self._what_is_free, on="a rollout that ends"):
                 await self._waiting[name]
 
     async def wait_spare(self) -> None:
-        """Return when a place is free; then no rollout waits for it."""
+        """Wait until a slot is free and no rollout waits."""
         with waiting(self._what_is_free, on="a rollout that ends"):
             while self.num_held >= self.capacity:
                 await self._spare.wait()
@@ -82,7 +78,7 @@ class Slots:
         return f"a free sequence in the engines ({self.num_held} of {self.capacity} sample)"
 
     def give_back_nowait(self, name: str) -> None:
-        """Hold no place and wait for none; the place goes to the next one. Idempotent."""
+        """Release the slot or stop waiting for one. Idempotent."""
         if name not in self._held and name not in self._waiting:
             return
         self._waiting.pop(name, None)
@@ -90,7 +86,6 @@ class Slots:
         self._hand_out()
 
     def resize_nowait(self, capacity: int) -> None:
-        """So many places from now on."""
         self.capacity = capacity
         self._hand_out()
 
@@ -100,7 +95,7 @@ class Slots:
             future = self._waiting.pop(found, None)
             if future is not None:
                 self._held.add(found)
-                if not future.done():  # cancelled in this very moment: its end gives the place back
+                if not future.done():  # cancelled just now; its end releases the slot
                     future.set_result(None)
         if self.num_held < self.capacity:
             self._spare.set()
@@ -108,37 +103,34 @@ class Slots:
 
 
 class RolloutClock:
-    """The one budget of seconds that a rollout has for all its attempts, None for no limit.
+    """A rollout's time budget over all attempts; None: no limit.
 
-    Life: for each attempt: start() and entering what it returns -> hold() and resume() any number of times ->
-        end(). Outside of an attempt, and once the time is up, hold and resume change nothing.
-    Waits: while it is held, nothing here ends the wait: the watchdog reports a run in which nothing moves.
+    Life: for each attempt: start() and entering its result -> hold() and resume() any number of times ->
+        end(). Otherwise hold and resume do nothing.
+    Waits: a held clock ends no wait; the watchdog reports a stuck run.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self.left_s = timeout_s
-        """What the attempts to come have, or this one if it holds the clock; None for no limit."""
+        """Remaining seconds at the last stop; None: no limit."""
         self._limit: asyncio.Timeout | None = None
 
     def start(self) -> asyncio.Timeout:
-        """The limit of one attempt, to be entered at once."""
+        """Return the limit of one attempt, to enter at once."""
         self._limit = asyncio.timeout(self.left_s)
         return self._limit
 
     def hold(self) -> None:
-        """Stand still."""
         if self._limit is not None and not self._limit.expired():
             self._count(self._limit)
             self._limit.reschedule(None)
 
     def resume(self) -> None:
-        """Run on, if it was held."""
         limit, left_s = self._limit, self.left_s
         if limit is not None and left_s is not None and limit.when() is None and not limit.expired():
             limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     def end(self) -> None:
-        """The attempt has ended."""
         if self._limit is not None:
             self._count(self._limit)
             self._limit = None
@@ -152,22 +144,22 @@ class RolloutClock:
 
 @dataclass(slots=True)
 class Seen:
-    """The tokens that an attempt has sampled so far: shown if it fails, and counted."""
+    """Tokens sampled so far in an attempt."""
 
     rollout: Callable[[], Rollout] = tuple
-    """Its branches so far, without a reward. May raise RolloutFailure where there is nothing."""
+    """Branches so far, without a reward. May raise RolloutFailure if there are none."""
     num_spent: Callable[[], int] = int
-    """Number of tokens that the engines returned, trained or not. Excludes those of a killed run."""
+    """Number of tokens that the engines returned, trained or not. Excludes a killed run's tokens."""
     num_kept: int = 0
-    """Number of tokens in the journal's unfinished completion, those of a killed run included."""
+    """Number of tokens in the journal's unfinished completion, including a killed run's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutAttempt:
-    """One try at one prompt. `rollout_id` (`g17/r3`) is the same for all attempts; `attempt` counts them from
-    0. `stopped_sampling` is called once it needs no engine slot any more.
+    """An attempt at a prompt. `rollout_id` (`g17/r3`) is the same for all attempts; `attempt` counts from 0.
+    `stopped_sampling` releases the engine slot.
 
-    `partial`: what a killed run had sampled in this very attempt.
+    `partial`: tokens of this attempt from a killed run.
     """
 
     rollout_id: str
@@ -182,14 +174,13 @@ class RolloutAttempt:
     seen: Seen = field(default_factory=Seen)
 
     def keep_segment(self, turn: int, partial: PartialCompletion) -> None:
-        """Have the journal keep all that was sampled of this turn so far."""
         if self.journal is not None:
             self.journal.segment_nowait(self.group_id, self.sample_index, self.attempt, turn, partial)
             self.seen.num_kept = len(partial.token_ids)
 
     def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
-        """Have the journal count the sampled tokens of which nothing will come. `outcome` is None if the
-        attempt was cancelled: a resumed run continues its unfinished completion.
+        """Journal the number of wasted tokens. `outcome` is None if the attempt was cancelled: a resumed run
+        continues its unfinished completion.
         """
         if self.journal is None:
             return
@@ -205,10 +196,8 @@ class RolloutAttempt:
 
 
 class Generator(Protocol):
-    """A way to run a rollout: single_turn and its like."""
-
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """The finished rollout, all its branches. Raises RolloutFailure (data), or RoomError (ends the
+        """Return the finished rollout, all branches. Raises RolloutFailure (data), or RoomError (ends the
         run).
         """
         ...
@@ -216,8 +205,8 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FailedRollout:
-    """A rollout that failed at each of its `num_attempts`; `failure` is the last one. 0: its prompt can never
-    be sampled. `seen`: of the last attempt.
+    """A rollout that failed `num_attempts` times, last with `failure`. 0: its prompt is impossible. `seen`:
+    from the last attempt.
     """
 
     sample_index: int
@@ -227,25 +216,23 @@ class FailedRollout:
 
     @property
     def how(self) -> str:
-        """In words that its failure follows."""
         return f"failed {self.num_attempts} times, last" if self.num_attempts else "cannot be sampled"
 
 
 class RolloutRunner:
-    """Runs rollouts within rollout.timeout_s each, and tries failed ones again in what is left of it.
+    """Runs rollouts within rollout.timeout_s each, retries included.
 
-    Waits: run sleeps for its slot before each attempt, then in the generator, at most timeout_s for all
-        attempts together (None = no limit); while the generator holds the clock, without a limit.
-    Invariant: run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone pass.
+    Waits: run sleeps for a slot before each attempt, then in the generator, at most timeout_s for all
+        attempts (None = no limit) unless the generator holds the clock.
+    Invariant: run returns data for any failure of a rollout; only RoomError and CancelledError pass.
     """
 
     def __init__(self, generator: Generator, *, timeout_s: float | None, retries: int) -> None:
         self._generator = generator
         self.timeout_s, self.retries = timeout_s, retries
         self.num_retried = 0
-        """Attempts after a failed one, so far."""
         self.started_s: dict[str, float] = {}
-        """Of each rollout that runs, when it first had a slot, oldest first."""
+        """Time of the first slot of each running rollout, oldest first."""
 
     async def run(
         self,
@@ -261,11 +248,11 @@ class RolloutRunner:
         sampled: Callable[[], None] = lambda: None,
         again: Callable[[], None] = lambda: None,
     ) -> Rollout | FailedRollout:
-        """One rollout, retries included. Each attempt holds one of `slots` until it has sampled, and then
-        calls `sampled`; before another attempt, `again`.
+        """Run a rollout with retries. An attempt holds a slot until it has sampled, then calls `sampled`; a
+        retry calls `again` first.
 
-        `journal` gets its segments. `resumed`: the attempt that a killed run was in, counted from 0, and what
-        it had sampled; the budget begins in full. `name`: a rollout_id for one that is in no group.
+        `resumed`: (attempt, tokens) of a killed run; the time budget restarts. `name`: rollout_id outside
+        groups.
         """
         rollout_id = name or f"g{group_id}/r{sample_index}"
         number, partial = resumed or (0, None)
@@ -298,7 +285,7 @@ class RolloutRunner:
                 )
                 if isinstance(outcome, PromptUnusable):
                     return FailedRollout(sample_index, 0, outcome, attempt.seen)
-                if number >= self.retries or clock.left_s == 0.0:  # above it, if a killed run had more
+                if number >= self.retries or clock.left_s == 0.0:  # above it if a killed run had more retries
                     return FailedRollout(sample_index, number + 1, outcome, attempt.seen)
                 number, partial = number + 1, None
                 self.num_retried += 1

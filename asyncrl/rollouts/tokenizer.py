@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model, for prompts and completions. Does not import torch."""
+"""Tokenizer of a Hugging Face model, for prompts and completions. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,41 +17,35 @@ from asyncrl.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""A token that stands for one byte, where a vocabulary has no other for a character (byte fallback)."""
+"""Token for one byte of a character without its own token (byte fallback)."""
 
 ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
-"""In a template that writes the arguments of a tool call as they are if they are text (Qwen3)."""
+"""Found in templates that write textual tool-call arguments verbatim (Qwen3)."""
 
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-"""Variables that no one sets but a rendering itself."""
+"""Variables that only a rendering sets."""
 
 
 class HFChatTokenizer:
-    """A ChatRenderer over a model's folder.
+    """ChatRenderer of a model's folder. Thread-safe.
 
-    It loads tokenizer.json by itself, because AutoTokenizer imports torch; only a model without that file
-    takes the way over AutoTokenizer, which converts it. Every method may run in several threads at once.
+    Loads tokenizer.json directly, because AutoTokenizer imports torch; AutoTokenizer converts models without
+    that file.
     """
 
     template: str
-    """The Jinja text that renders chats; where the model has several, the one for chats with tools."""
+    """Jinja template of chats, preferably the variant for tools."""
     response_template: dict[str, Any] | None
-    """How transformers reads an answer, where the tokenizer says it."""
+    """transformers' response parser, if the tokenizer has one."""
     vocab_size: int
-    """Ids that the model knows (config.json); it may be more than the vocabulary has."""
+    """Number of ids in config.json; may exceed the vocabulary."""
     end_ids: frozenset[int]
-    """Tokens that end a turn: what generation_config.json, config.json and the tokenizer name, as the engines
-    do.
-    """
+    """Tokens that end a turn, from generation_config.json, config.json and the tokenizer."""
     text_ids: frozenset[int]
-    """Tokens of the vocabulary that are text: all but the special ones."""
     special_ids: frozenset[int]
-    """Special tokens of the vocabulary."""
     byte_ids: frozenset[int]
-    """Tokens whose text depends on the whole run of such tokens that they stand in (byte fallback). Mostly
-    empty.
-    """
+    """Byte-fallback tokens, whose text depends on their neighbors. Mostly empty."""
 
     def __init__(
         self,
@@ -60,11 +54,11 @@ class HFChatTokenizer:
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load it. `chat_template`: a Jinja file that replaces the tokenizer's own; `chat_template_kwargs`:
-        variables of the template, in each rendering that does not set them otherwise.
+        """`chat_template`: Jinja file that replaces the tokenizer's own; `chat_template_kwargs`: default
+        template variables.
 
-        Raises ConfigError if the tokenizer or the file cannot be read, if there is no chat template, or if it
-        does not read one of those variables.
+        Raises ConfigError if the tokenizer or the file cannot be read, without a chat template, or if the
+        template does not read one of the variables.
         """
         self.model_path = str(model_path)
         self._tokenizer = tokenizer = _load(self.model_path)
@@ -72,7 +66,7 @@ class HFChatTokenizer:
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(special) | frozenset(tokenizer.all_special_ids)
         self.text_ids = frozenset(vocabulary.values()) - self.special_ids
-        if not self.text_ids:  # transformers makes an empty one where there are no files of a tokenizer
+        if not self.text_ids:  # transformers returns an empty one without tokenizer files
             what = f"{self.model_path} has no tokenizer: its vocabulary is empty"
             way_out = "copy tokenizer.json and tokenizer_config.json of the model into that folder."
             raise ConfigError(what, rule="prompts are encoded by the model's own tokenizer", way_out=way_out)
@@ -113,7 +107,6 @@ class HFChatTokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Ids by token, the special ones included."""
         return dict(self._tokenizer.get_vocab())
 
     def render(
@@ -123,15 +116,13 @@ class HFChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as text, up to the assistant's next turn. Raises ValueError, with what the template says,
-        if the template refuses it.
+        """Render the chat up to the assistant's next turn. Raises ValueError if the template refuses it.
 
-        `settings` are variables of the template, which go before the run's own; those that it does not read
-        change nothing. A developer is the system, where the template knows no developer.
+        `settings`: template variables, overriding the run's. The role developer becomes system if the
+        template does not know it.
 
-        The arguments of tool calls may be objects or JSON texts. They reach the template as objects, for most
-        would quote a text once more; one that asks whether they `is string` gets them as they are, and one
-        that fails on objects gets texts.
+        Tool-call arguments may be objects or JSON texts. Templates get objects, since most would quote a text
+        again; templates with `is string` get them verbatim, and templates that fail on objects get texts.
         """
         options = {"tools": [dict(tool) for tool in tools] if tools else None, "add_generation_prompt": True}
         options |= self._all_settings(settings)
@@ -147,12 +138,10 @@ class HFChatTokenizer:
                 raise refusal from None
 
     def _all_settings(self, settings: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The run's and the call's, those that the template reads."""
         found = {**self._settings, **(settings or {})}
         return {name: value for name, value in found.items() if name in self._variables}
 
     def _with_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with roles that the template knows."""
         chat = [dict(message) for message in messages]
         for message in chat:
             if message.get("role") == "developer" and not self._has_developer:
@@ -166,28 +155,24 @@ class HFChatTokenizer:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids. Special tokens are known by their text; none is added, since the template writes them
-        all.
+        """Encode text, special tokens included. Raises ValueError for lone surrogates, which JSON escapes can
+        contain.
 
-        Raises ValueError for text that is no Unicode: lone surrogates, which a JSON escape can smuggle in.
+        Adds no special tokens, since the template writes them.
         """
-        try:  # the ids of the transformers call, without its BatchEncoding and offsets
+        try:  # equal to the transformers call, without BatchEncoding and offsets
             return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except TypeError as error:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of the chat, with the prompt for the next assistant turn."""
         return self.encode(self.render(messages))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids, without the special tokens by default."""
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """Text of the first 1, 2, ... and of all the ids, with the special tokens. Time grows with the square
-        of their number; meanwhile other threads of this process run.
-        """
+        """Decode the first 1, 2, ... and all ids. Takes quadratic time without blocking other threads."""
         ids = list(token_ids)
         prefixes = [ids[:end] for end in range(1, len(ids) + 1)]
         return list(self._backend.decode_batch(prefixes, skip_special_tokens=False))
@@ -199,7 +184,7 @@ def _load(model_path: str) -> Any:
     try:
         try:
             return PreTrainedTokenizerFast.from_pretrained(model_path)
-        except (OSError, ValueError):  # no tokenizer.json: a format that only the model's own class can read
+        except (OSError, ValueError):  # no tokenizer.json: only the model's own class can read it
             from transformers import AutoTokenizer
 
             found = AutoTokenizer.from_pretrained(model_path)
@@ -212,7 +197,7 @@ def _load(model_path: str) -> Any:
 
 
 def read_template(path: Path) -> str:
-    """The text of model.chat_template. Raises ConfigError if it cannot be read, or is no template."""
+    """Return the template in model.chat_template. Raises ConfigError if it is unreadable or invalid."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -223,9 +208,7 @@ def read_template(path: Path) -> str:
 
 
 def _compile(template: str, name: str) -> Template:
-    """As apply_chat_template does, which keeps what it has compiled; it alone knows all tags of chat
-    templates.
-    """
+    """Compile like apply_chat_template, with its cache and tags."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
@@ -237,13 +220,12 @@ def _compile(template: str, name: str) -> Template:
 
 
 def template_variables(compiled: Template, template: str) -> frozenset[str]:
-    """Names that the template reads and does not set: what it may be given."""
+    """Return names that the template reads and does not set."""
     environment = compiled.environment
     return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
 
 
 def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """The chat with the arguments of its tool calls converted; `chat` itself is left alone."""
     converted = []
     for message in chat:
         calls = []
@@ -266,12 +248,11 @@ def _as_text(arguments: Any) -> Any:
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """Of a model that need not have a chat template. Raises ConfigError."""
+    """Return a model's vocabulary. Raises ConfigError."""
     return dict(_load(str(folder)).get_vocab())
 
 
 def _read_json(model_path: str, name: str) -> dict[str, Any]:
-    """What the file says, {} if the model has none."""
     try:
         content: dict[str, Any] = json.loads((Path(model_path) / name).read_text(encoding="utf-8"))
     except OSError:

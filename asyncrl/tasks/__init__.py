@@ -1,4 +1,4 @@
-"""Prompts in, rewards out."""
+"""Prompts and rewards."""
 
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task

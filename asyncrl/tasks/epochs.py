@@ -1,4 +1,4 @@
-"""The order in which the prompts of one task are drawn: shuffled each epoch, all of them or by difficulty."""
+"""Draw order of a task's prompts: shuffled each epoch, all or by difficulty."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 
 FLOOR = 0.1
-"""Least probability that an epoch has a prompt."""
+"""Minimum probability of a prompt in an epoch."""
 UNIT = 10**9
-"""A mean reward is counted in so many parts of the range: sums of integers do not depend on their order."""
+"""Rewards are counted in this fraction of their range: integer sums do not depend on order."""
 
 
 class Epochs:
-    """Each epoch has every prompt once. Draws of the task are counted from 0, epochs too."""
+    """Epochs with every prompt once. Draws and epochs are counted from 0."""
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
         self.num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
@@ -30,35 +30,37 @@ class Epochs:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What it adds to Feed.order."""
+        """Contribution to Feed.order."""
         return {}
 
     def reach_nowait(self, draw: int, version: int | None) -> None:
-        """Before a draw that is made for the first time, for a group that starts at policy_version `version`
-        (None: at a later one than all groups before).
+        """Prepare a new draw for a group that starts at policy_version `version` (None: later than all groups
+        before).
         """
 
     def observe_nowait(self, index: int, reward: float, version: int) -> None:
-        """The mean reward of a finished group of the prompt, which started at policy_version `version`."""
+        """Record the mean reward of the prompt's finished group, which started at policy_version
+        `version`.
+        """
 
     def place(self, draw: int) -> tuple[int, int]:
-        """(epoch, index of the prompt) of a draw that was reached."""
+        """Return (epoch, index of the prompt) of a reached draw."""
         epoch, place = divmod(draw, self.num_prompts)
         return epoch, int(self._order(epoch)[0][place])
 
     def draw_of(self, epoch: int, index: int) -> int:
-        """The draw at this place. Raises IndexError if there is none."""
+        """Return the draw at this place. Raises IndexError."""
         return epoch * self.num_prompts + int(self._order(epoch)[1][index])
 
     def memory(self) -> dict[str, Any]:
-        """What it knows beside its settings, fit for JSON; {}: nothing."""
+        """Return state beyond the settings, for JSON; {} if none."""
         return {}
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
-        """Know what `memory` said."""
+        """Restore the state of `memory`."""
 
     def _make_order(self, epoch: int) -> tuple[Indices, Indices]:
-        """(index at each place, place of each index), int64 [num_prompts] both."""
+        """Return (index at each place, place of each index), both int64 [num_prompts]."""
         order = np.arange(self.num_prompts)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(order)
@@ -66,20 +68,18 @@ class Epochs:
 
 
 class ByDifficulty(Epochs):
-    """An epoch has most of the prompts that are sometimes right and sometimes wrong, and few of the others.
+    """Epochs with most prompts of mixed rewards and few others.
 
-    A prompt whose groups had the mean reward p so far (0: wrong, 1: right, by `reward_range`) is in an epoch
-    with probability max(FLOOR, 4p(1 - p)), drawn anew for each: no prompt is left out for ever. One that was
-    not observed yet is in each; so the first epoch has all. p(1 - p) is the variance of a right-or-wrong
-    reward, and so the size of its gradient: "learnability" of
-    https://arxiv.org/abs/2408.15099 (Sampling For Learnability), used for language models in
-    https://arxiv.org/abs/2502.12272.
+    A prompt with mean reward p so far (scaled to 0..1 by `reward_range`) is in an epoch with probability
+    max(FLOOR, 4p(1 - p)), drawn again each time; an unobserved prompt always is. p(1 - p), the variance of a
+    binary reward, measures its gradient: "learnability" of https://arxiv.org/abs/2408.15099 (Sampling For
+    Learnability), used for language models in https://arxiv.org/abs/2502.12272.
 
-    What counts at the start of an epoch, whose first draw is for a group of policy_version v: groups that
-    started before v. At max_staleness 0 all of them have ended, so that the epoch follows from them and not
-    from time. `on_epoch` is told which prompts it has; an epoch that was told is given back by load_epoch.
+    An epoch whose first draw is at policy_version v uses groups that started before v; at max_staleness 0
+    they have all ended, so that timing has no influence. `on_epoch` gets each epoch's prompts; load_epoch
+    restores them.
 
-    Cost: O(num_prompts) in numpy once an epoch, O(log epochs) a draw; 12 bytes a prompt, and a bit a prompt
+    Cost: O(num_prompts) in numpy per epoch, O(log epochs) per draw; 12 bytes per prompt, and a bit per prompt
     and epoch.
     """
 
@@ -97,9 +97,9 @@ class ByDifficulty(Epochs):
         self._on_epoch = on_epoch
         self._sums, self._counts = np.zeros(num_prompts, np.int64), np.zeros(num_prompts, np.int32)
         self._later = dict[int, list[tuple[int, int]]]()
-        """Observations that do not count yet: start version -> (index, reward in UNITs)."""
+        """Observations for later epochs: start version -> (index, reward in UNITs)."""
         self._epochs, self._ends = list[str](), list[int]()
-        """Of each epoch that has begun: which prompts it has, and the draw after its last."""
+        """Prompts of each begun epoch, and the draw after its last."""
 
     @property
     def order(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class ByDifficulty(Epochs):
         return self._start(epoch) + place
 
     def load_epoch(self, epoch: int, text: str) -> None:
-        """An epoch as on_epoch was told. Raises ValueError if it is not the next one, or of other data."""
+        """Restore an epoch from on_epoch. Raises ValueError if it is not the next one, or from other data."""
         size = int(np.count_nonzero(self._has(text)))
         if epoch != len(self._epochs) or not size:
             raise ValueError(f"epoch {epoch} cannot follow {len(self._epochs)} epochs")
@@ -153,7 +153,7 @@ class ByDifficulty(Epochs):
             self.load_epoch(epoch, text)
 
     def _choose(self, epoch: int) -> Bools:
-        """Which prompts the epoch has, by what was observed of them, bool [num_prompts]; at least one."""
+        """Return the epoch's prompts by past rewards, bool [num_prompts]; at least one."""
         part = self._sums / UNIT / np.maximum(self._counts, 1)
         probability = np.where(self._counts == 0, 1.0, np.maximum(FLOOR, 4 * part * (1 - part)))
         drawn = np.random.default_rng([self._seed, epoch, 1]).random(self.num_prompts)
@@ -171,7 +171,7 @@ class ByDifficulty(Epochs):
         return np.unpackbits(bits, count=self.num_prompts).astype(np.bool_)
 
     def _make_order(self, epoch: int) -> tuple[Indices, Indices]:
-        """As above; the place of a prompt that the epoch does not have is -1."""
+        """Return the order; the place of an excluded prompt is -1."""
         order, _ = super()._make_order(epoch)
         order = order[self._has(self._epochs[epoch])[order]]
         places = np.full(self.num_prompts, -1, np.int64)
@@ -184,7 +184,6 @@ def _as_text(values: npt.NDArray[Any]) -> str:
 
 
 def _from_text(text: str) -> bytes:
-    """Raises ValueError."""
     try:
         return zlib.decompress(base64.b64decode(text, validate=True))
     except zlib.error as error:

@@ -1,6 +1,4 @@
-"""The order of prompts: given ones, then seeded shuffle, epoch after epoch; handed-back ones first. Of
-several tasks each as often as its share says.
-"""
+"""Prompt order: repeated prompts first, then seeded shuffles per epoch; several tasks by their shares."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from asyncrl.tasks.epochs import ByDifficulty, Epochs
 from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, user_code
 
 _POSITION = ("num_drawn", "handed_back", "memory")
-"""Keys of a state that are not of its order."""
+"""State keys outside the order."""
 
 
 class Feed:
-    """Where producers take prompts from.
+    """Prompt source of the producers.
 
-    A prompt is drawn, then consumed (the feed is not called, except for observed_nowait) or handed back. A
-    prompt that was handed back is drawn again before any new prompt, with its num_handed_back.
+    A drawn prompt is consumed (no call, except observed_nowait) or returned, to be drawn again before any new
+    prompt, with its num_handed_back.
 
     Invariant: state() and the config are complete; a feed that loads a state continues with the same prompts.
     """
@@ -38,8 +36,8 @@ class Feed:
         label: str = "",
         epochs: Epochs | None = None,
     ) -> None:
-        """`name`: the task's name in errors. `label`: prefix of its prompt ids, if there are several tasks.
-        `epochs`: default is all prompts in each epoch, shuffled by `seed`.
+        """`name`: task name in errors. `label`: prefix of prompt ids with several tasks. `epochs`: by default
+        all prompts, shuffled by `seed`.
         """
         self._begin(name or repr(task))
         if len(task) == 0:
@@ -52,13 +50,11 @@ class Feed:
     def _begin(self, name: str) -> None:
         self._name = name
         self.num_drawn = 0
-        """Draws so far, repeated ones not counted."""
+        """Draws so far, without repeats."""
         self._handed_back: dict[int, int] = {}  # draw -> num_handed_back
 
     def next_nowait(self, version: int | None = None) -> Prompt:
-        """The next prompt, for a group that starts at policy_version `version`. Raises TaskError if the task
-        cannot make it.
-        """
+        """Return the next prompt, for a group that starts at policy_version `version`. Raises TaskError."""
         draw = min(self._handed_back, default=self.num_drawn)
         if draw == self.num_drawn:
             self._reach(draw, version)
@@ -66,20 +62,20 @@ class Feed:
         return self._make(draw, self._handed_back.pop(draw, 0))
 
     def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
-        """The mean reward of a finished group of this prompt, which started at policy_version `version`."""
+        """Record the mean reward of the prompt's finished group, which started at policy_version
+        `version`.
+        """
         self._epochs.observe_nowait(self._index_of(prompt_id)[1], reward, version)
 
     def make_again(self, prompt_id: str, num_handed_back: int) -> Prompt:
-        """A prompt that was drawn before. Raises TaskError if the task cannot make it."""
+        """Return a previously drawn prompt. Raises TaskError."""
         return self._make(self._draw_of(prompt_id), num_handed_back)
 
     def _make(self, draw: int, num_handed_back: int) -> Prompt:
         return replace(self._make_prompt(*self._place(draw)), num_handed_back=num_handed_back)
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
-        """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back
-        already.
-        """
+        """Put a drawn prompt at the front again. Raises ValueError if it is not in use."""
         draw = self._draw_of(prompt.prompt_id)
         if draw >= self.num_drawn or draw in self._handed_back:
             raise ValueError(f"prompt {prompt.prompt_id} is not in use, so it cannot be handed back")
@@ -89,28 +85,26 @@ class Feed:
         return self._epochs.draw_of(*self._index_of(prompt_id))
 
     def _index_of(self, prompt_id: str) -> tuple[int, int]:
-        """(epoch, index). Raises ValueError for an id that is none of the task's."""
+        """Return (epoch, index). Raises ValueError for an unknown id."""
         epoch, index = (int(part) for part in prompt_id.removeprefix(self._prefix).split("/"))
         return epoch, index
 
     @property
     def order(self) -> dict[str, Any]:
-        """All that determines the order of prompts, for JSON. A saved position is valid only with the same
-        values.
-        """
+        """Settings that determine the prompt order, for JSON. A saved position requires equal values."""
         order = {"num_prompts": len(self._task), "seed": self._seed, "shuffle": self._shuffle}
         return order | self._epochs.order
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
-        """Raise TaskError if a saved order is another one."""
+        """Raise TaskError if a saved order differs."""
         now = self.order
         for key in [*now, *(key for key in saved if key not in (*now, *_POSITION))]:
             if (before := saved.get(key)) != now.get(key):
                 raise _another(f"the saved position has {key}={before}, this run has {now.get(key)}")
 
     def restore_nowait(self, num_drawn: int, handed_back: Mapping[str, int]) -> None:
-        """Go on after `num_drawn` draws; `handed_back`: id -> num_handed_back. Every other drawn prompt is
-        out or consumed.
+        """Continue after `num_drawn` draws; `handed_back`: id -> num_handed_back. Other drawn prompts are in
+        use or consumed.
 
         Raises TaskError if the task cannot have given these prompts.
         """
@@ -128,9 +122,8 @@ class Feed:
         epochs: Sequence[tuple[str, int, str]],
         observed: Sequence[tuple[str, float, int]],
     ) -> None:
-        """Before restore_nowait: what the tasks knew (memory()), each epoch that was told since, and each
-        group that was finished since (as observed_nowait has them). Raises TaskError if it cannot be of these
-        tasks.
+        """Restore memory(), later epochs, and later finished groups (as for observed_nowait), before
+        restore_nowait. Raises TaskError if they do not fit.
         """
         try:
             self.load_memory(memory)
@@ -142,33 +135,31 @@ class Feed:
             raise _another(f"what was saved of the order of the prompts does not fit: {error}") from error
 
     def prompts_back(self) -> dict[str, int]:
-        """Ids of the prompts that come again before any new one, in that order -> their num_handed_back."""
+        """Return id -> num_handed_back of repeated prompts, in order."""
         return {self._prompt_id(draw): count for draw, count in sorted(self._handed_back.items())}
 
     def state(self) -> dict[str, Any]:
-        """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the
-        caller's to remember.
-        """
+        """Return the cursor for JSON. The caller must remember prompts in use."""
         position = {"num_drawn": self.num_drawn, "handed_back": self.prompts_back()}
         return self.order | position | {"memory": self.memory()}
 
     def memory(self) -> dict[str, Any]:
-        """What the tasks know of their prompts (sampling=by_difficulty), by name, fit for JSON."""
+        """Return prompt statistics by task (sampling=by_difficulty), for JSON."""
         found = self._epochs.memory()
         return {self._label: found} if found else {}
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
-        """Know that. Raises KeyError or ValueError if it cannot be of these tasks."""
+        """Restore memory(). Raises KeyError or ValueError if it does not fit."""
         for found in memory.values():
             self._epochs.load_memory(found)
 
     def load_epoch(self, name: str, epoch: int, text: str) -> None:
-        """An epoch that the task of this name has begun, as it was told. Raises ValueError."""
+        """Restore an epoch of the named task. Raises ValueError."""
         if isinstance(self._epochs, ByDifficulty):
             self._epochs.load_epoch(epoch, text)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises TaskError if it belongs to another task, seed or order."""
+        """Continue from `state`. Raises TaskError for another task, seed or order."""
         self.check_order(state)
         self.load_memory(state.get("memory", {}))
         self.restore_nowait(state["num_drawn"], state["handed_back"])
@@ -177,7 +168,6 @@ class Feed:
         self._epochs.reach_nowait(draw, version)
 
     def _place(self, draw: int) -> tuple[int, int]:
-        """(epoch, index) of a draw of the task."""
         return self._epochs.place(draw)
 
     def _prompt_id(self, draw: int) -> str:
@@ -208,17 +198,17 @@ def _another(what: str) -> TaskError:
 
 
 class Rota:
-    """Whose turn a draw is: a cycle in which each task comes as often as its share, a whole number, says.
+    """Cycle of tasks, each as often as its integer share.
 
-    Invariant: after any number of draws a task has had less than one draw more or less than its part of them,
-    and in any window less than two. This is Tijdeman's solution of the chairman assignment problem (Discrete
-    Mathematics 32, 1980): of the tasks that have waited for long enough, the one whose deadline is first.
+    Invariant: after any number of draws a task deviates by less than one draw from its share, and in any
+        window by less than two. This is Tijdeman's solution of the chairman assignment problem (Discrete
+        Mathematics 32, 1980): of the tasks that have waited long enough, take the earliest deadline.
     """
 
     def __init__(self, shares: Mapping[str, int]) -> None:
         self.shares, self._length = dict(shares), sum(shares.values())
         self._turns = list[tuple[str, int]]()
-        """(task, its draws in the cycle before this one)"""
+        """(task, its earlier draws in the cycle)"""
         self._places: dict[str, list[int]] = {name: [] for name in shares}
         twice = max(2, 2 * len(shares) - 2)
         for turn in range(1, self._length + 1):
@@ -227,25 +217,25 @@ class Rota:
                 lacks = twice * (share * turn - len(self._places[name]) * self._length)
                 if lacks >= self._length or len(shares) == 1:
                     deadlines.append((Fraction((twice - 1) * self._length - lacks, share), name))
-            _, name = min(deadlines, key=lambda entry: entry[0])  # of equal ones the first task
+            _, name = min(deadlines, key=lambda entry: entry[0])  # ties go to the first task
             self._turns.append((name, len(self._places[name])))
             self._places[name].append(turn - 1)
 
     def turn(self, draw: int) -> tuple[str, int]:
-        """(task, number of its draws before) of a draw of all tasks."""
+        """Return (task, number of its previous draws) of a draw of all tasks."""
         cycle, place = divmod(draw, self._length)
         name, before = self._turns[place]
         return name, cycle * self.shares[name] + before
 
     def draw_of(self, name: str, number: int) -> int:
-        """The draw of all tasks that is draw `number` of this one."""
+        """Return the overall draw of the task's draw `number`."""
         cycle, place = divmod(number, self.shares[name])
         return cycle * self._length + self._places[name][place]
 
 
 class MixedFeed(Feed):
-    """A feed over those of several tasks, by name. It alone hands out prompts and takes them back; the others
-    say which prompt each of their draws is.
+    """Feed over several tasks, by name. Only it draws and takes back prompts; the others map their draws to
+    prompts.
     """
 
     def __init__(self, feeds: Mapping[str, Feed], shares: Mapping[str, int]) -> None:

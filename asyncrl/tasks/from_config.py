@@ -1,4 +1,4 @@
-"""Makes the task of a config. In the processes of the reward pool it makes only the score function."""
+"""Build the task of a config, or only its score function in reward processes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from asyncrl.tasks.task import PromptTask, RowTask, Score, UserCodeFailed, no_re
 from asyncrl.user_code import check_call, load_function, load_object
 
 LoadTaskset = Callable[[], Any]
-"""Loads the taskset of the verifiers environment that generator.verifiers names. Raises ConfigError if it
-cannot be.
-"""
+"""Loads the taskset of generator.verifiers. Raises ConfigError."""
 
 
 def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> PromptTask:
-    """The task that `config` names; `seed` is the run's. `load_taskset` is called if task.verifiers is set.
+    """Build the task of `config`; `seed` is the run's. `load_taskset` is required for task.verifiers.
 
-    Raises ConfigError if a name or setting is wrong, or the prompts cannot be read.
+    Raises ConfigError for a wrong name or setting, or unreadable prompts.
     """
     if config.verifiers:
         return VerifiersTask(_taskset(load_taskset), size=config.size)
@@ -49,11 +47,10 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
 def look_at_task(
     config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
 ) -> tuple[PromptTask | None, str]:
-    """The task before anything starts, and what it is, in words. None where only the start of the run may
-    read it: tasks of a verifiers environment, which is loaded all the same, and a dataset that may have to
-    come from the hub.
+    """Return the task before the start, and its description. The task is None if only the run may read it: of
+    a verifiers environment (loaded all the same), or a dataset from the hub.
 
-    Raises as build_task does.
+    Raises like build_task.
     """
     if config.verifiers:
         name = type(_taskset(load_taskset)).__name__
@@ -79,7 +76,7 @@ def make_feed(
 ) -> Feed:
     """Build the prompt source of a run. `in_order`: do not shuffle.
 
-    `on_epoch` is called with each epoch of a task that is sampled by difficulty, before its first prompt.
+    `on_epoch` is called with each epoch of a task sampled by difficulty, before its first prompt.
     """
     feeds = dict[str, Feed]()
     for name, settings in config.tasks.items():
@@ -101,12 +98,12 @@ def make_feed(
 
 
 def task_name(config: TaskConfig) -> str | None:
-    """Name of a user's task in errors, by its setting; None for other tasks, whose errors name them."""
+    """Return a user task's name in errors. Errors of other tasks name them."""
     return f"task.python={config.python}" if config.python is not None else None
 
 
 def build_score(config: TaskConfig, seed: int) -> Score:
-    """The score function alone, without reading rows. Raises as build_task does."""
+    """Build only the score function, without reading rows. Raises like build_task."""
     if config.files is not None or config.dataset is not None or config.verifiers:
         return _reward_function(config)
     return build_task(config, seed).score
@@ -159,22 +156,22 @@ EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 
 
 def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
-    """`label`: what its prompt ids begin with. Raises as build_task does, and ConfigError if the task has
-    fewer prompts or cannot make one.
+    """Return the eval task. `label`: prefix of its prompt ids. Raises like build_task, and ConfigError for
+    too few or invalid prompts.
     """
     with _named_eval(label):
         return _taken(config, build_task(config.task, config.seed), label)
 
 
 def look_at_eval_task(config: EvalConfig, label: str = "") -> tuple[EvalTask | None, str]:
-    """What it is before anything starts, and in words; as look_at_task."""
+    """Return the eval task before the start, like look_at_task."""
     with _named_eval(label):
         task, words = look_at_task(config.task, config.seed)
         return (None if task is None else _taken(config, task, label)), words
 
 
 def _taken(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
-    """The task with its first prompts, in file order."""
+    """Return the task with its first prompts, in file order."""
     prompt, name, label = config.task.system_prompt, task_name(config.task), label or config.name or ""
     feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name, label=label)
     if len(task) < config.num_prompts:
@@ -185,10 +182,10 @@ def _taken(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
 
 @contextlib.contextmanager
 def _named_eval(label: str) -> Iterator[None]:
-    """Errors of the section `task` say that they are those of `eval`."""
+    """Name the section `eval` in errors of `task`."""
     try:
         yield
-    except (ConfigError, TaskError) as error:  # all its prompts are made before anything starts
+    except (ConfigError, TaskError) as error:  # all its prompts are made before the start
         what = error.fault if isinstance(error, TaskError) else error.what
         what = f"in the section {key_of('eval', label)}, {what}"
         raise ConfigError(what, rule=error.rule, way_out=error.way_out) from error

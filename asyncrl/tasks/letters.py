@@ -1,11 +1,10 @@
-"""The quickstart task: "b 7" asks for the letter b, seven times. Small enough for a model with random
-weights.
+"""Quickstart task: "b 7" asks for the letter b, seven times. Learnable with random weights.
 
-Most counts are small and a few are large (lognormal), so response lengths have the long tail that
-asynchronous training is about. The reward looks at the prompt's text and the completion alone.
+Counts are lognormal: most are small, few are large, so that response lengths have the long tail that
+asynchronous training handles. The reward uses only the prompt's text and the completion.
 
-A quarter of all pairs of a letter and a count are held out of training, drawn once for all runs. A model that
-answers a held-out pair such as "b 7" has learned letters and counts apart from each other.
+A quarter of all (letter, count) pairs is held out of training, the same in all runs. A model that answers a
+held-out pair has learned letters and counts separately.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from asyncrl.messages.records import Prompt
 from asyncrl.tasks.task import Item
 
 MAX_DRAWS = 10_000
-"""Draws of a pair until one is found that is, or is not, held out."""
+"""Maximum draws to find a suitable pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Letters:
-    """`size` prompts "LETTER COUNT"; letters are drawn evenly, counts from a lognormal, clipped to 1 ..
-    max_count. `held_out`: draw held-out pairs instead of training pairs.
+    """`size` prompts "LETTER COUNT"; letters are uniform, counts lognormal, clipped to 1 .. max_count.
+    `held_out`: draw held-out pairs instead of training pairs.
     """
 
     size: int
@@ -45,7 +44,7 @@ class Letters:
         return self.size
 
     def prompt(self, index: int) -> Item:
-        """Prompt number `index`, e.g. "b 7"."""
+        """Return prompt number `index`, e.g. "b 7"."""
         draw = random.Random(f"letters/{self.seed}/{index}")
         for _ in range(MAX_DRAWS):
             count = round(self.median_count * math.exp(draw.gauss(0.0, self.sigma)))
@@ -55,11 +54,11 @@ class Letters:
         raise ValueError(f"letters={self.letters} and its counts leave no pair with held_out={self.held_out}")
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """0 .. 1, in three parts: 0.4 for the share of right letters, 0.5 for a length near the count, 0.1
-        for an exact answer.
+        """Return 0 .. 1: 0.4 for the share of right letters, 0.5 for a length near the count, 0.1 for an
+        exact answer.
 
-        A sum and not a product, so that each part can be learnt before the other. An answer that does not end
-        has a wrong length, and the text of a special token is wrong letters.
+        It is a sum, so that each part can be learned first. An unfinished answer has a wrong length, and a
+        special token's text is wrong letters.
         """
         letter, count_text = prompt.messages[-1]["content"].split(" ")
         count = int(count_text)

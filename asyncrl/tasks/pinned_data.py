@@ -1,6 +1,4 @@
-"""Digests of the data that tasks read: printed, named in the config, and kept so that a run that goes on
-reads the same.
-"""
+"""Digests of task data: printed, named in the config, and saved so that a resumed run reads the same data."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
 
 DATA_PIN = "data.json"
-"""In the run directory: digests of the data that the run began with."""
+"""File in the run directory with the digests of the run's data."""
 ROWS_AT_ONCE = 10_000
 Digests = Mapping[str, str]
 """xxh3 of 128 bits in hex, by file, or by data set and split."""
@@ -26,8 +24,8 @@ _SAVED = TypeAdapter(dict[str, dict[str, str]])
 
 
 def digest_of_file(path: Path) -> str:
-    """Of its bytes. It is read each time: a file whose size and time were kept may have changed, and its rows
-    take far longer to read. Raises ConfigError.
+    """Return the digest of a file's bytes, always read again, because unchanged size and time prove nothing.
+    Raises ConfigError.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -38,7 +36,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def digest_of_rows(rows: Any) -> str:
-    """Of the names, types and values of a datasets.Dataset, whatever files and shards they lie in."""
+    """Return the digest of names, types and values of a datasets.Dataset, independent of files and shards."""
     digest = xxhash.xxh3_128()
     digest.update(str(rows.features.arrow_schema.remove_metadata()).encode())
     for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
@@ -48,13 +46,13 @@ def digest_of_rows(rows: Any) -> str:
 
 
 def whole_digest(digests: Digests) -> str:
-    """Of all data of a task, as task.digest has it; that of one file is its own."""
+    """Return the digest of all data of a task, as in task.digest; a single file's is unchanged."""
     one, *others = digests.values() or [""]
     return f"xxh3:{xxhash.xxh3_128_hexdigest(''.join([one, *others]).encode()) if others else one}"
 
 
 def check_digest(config: TaskConfig, digests: Digests) -> None:
-    """Raise ConfigError if the data are not those that task.digest names."""
+    """Raise ConfigError if the data differ from task.digest."""
     if config.digest is not None and config.digest != (found := whole_digest(digests)):
         raise ConfigError(
             f"task.digest={config.digest}, and the data of {', '.join(digests)} have the digest {found}",
@@ -64,12 +62,15 @@ def check_digest(config: TaskConfig, digests: Digests) -> None:
 
 
 class DataPin:
-    """The data that a run began with. Life: made, which compares -> write() once nothing can refuse."""
+    """Data that a run began with.
+
+    Life: made, which compares -> write() once nothing can refuse.
+    """
 
     def __init__(self, run_dir: Path, found: Mapping[str, Digests], *, is_free: bool = False) -> None:
-        """`found`: digests by task. `is_free`: any data will do, and become the run's.
+        """`found`: digests by task. `is_free`: accept any data as the run's.
 
-        Raises ConfigError that names what differs, or if what was written cannot be read.
+        Raises ConfigError that lists differences, or if the saved digests are unreadable.
         """
         self.path, self._found = run_dir / DATA_PIN, {name: dict(one) for name, one in found.items() if one}
         before = {} if is_free or not self.path.exists() else self._read()
@@ -86,7 +87,7 @@ class DataPin:
             )
 
     def write(self) -> None:
-        """The run begins, or goes on, with these data. Raises OSError."""
+        """Save the digests at the start. Raises OSError."""
         if self._found:
             write_whole(self.path, json.dumps(self._found, indent=1) + "\n")
 
@@ -100,7 +101,7 @@ class DataPin:
 
 
 def _differences(before: Digests, now: Digests) -> list[tuple[str, str]]:
-    """(file, what is other with it). Only the name of a file may change."""
+    """Return (file, difference). Only file names may change."""
     if list(before.values()) == list(now.values()):
         return []
     both = [

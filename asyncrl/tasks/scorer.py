@@ -1,6 +1,4 @@
-"""Turns a completion into a reward, within a limit: inline, in threads, or in processes that are ended when
-they hang.
-"""
+"""Scores completions within a time limit: inline, in threads, or in killable processes."""
 
 from __future__ import annotations
 
@@ -30,12 +28,11 @@ TOO_SLOW = "did not return within {} s (task.reward_timeout_s)"
 
 
 class TaskScorer:
-    """`task.score` inline, in threads or in processes, as `task.reward_pool` says.
+    """Calls `task.score` inline, in threads or in processes, by `task.reward_pool`.
 
-    An async score function is awaited on the event loop, with the same limit and no bound on how many at once
-    (in `process` it runs in a process like any other). A call that does not end when it is cancelled is given
-    up. Whatever goes wrong is a RewardFailure, never a reward of 0; so is a task that leaves the rewards to
-    its harness, which gave none.
+    An async score function is awaited on the event loop, with the same limit and unbounded concurrency (with
+    `process` it runs in a process). A call that ignores its cancellation is abandoned. Every failure is a
+    RewardFailure, never a reward of 0; so is a missing reward of the harness.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class TaskScorer:
         name = f"the reward function {config.reward or config.python}"
         self._calls = UserCalls(name, error=partial(TaskError, "tasks"), warn=warn)
         self._pool: ThreadPool | ProcessPool | None = None
-        """None: the function is called on the event loop."""
+        """None: the function runs on the event loop."""
         if config.has_score and kind == "thread":
             self._pool = ThreadPool(task.score, config)
         elif config.has_score and kind == "process":
@@ -58,15 +55,15 @@ class TaskScorer:
 
     @property
     def num_abandoned(self) -> int:
-        """Calls so far that were given up because they did not end when they were cancelled."""
+        """Number of abandoned calls."""
         return self._calls.num_abandoned
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
+        """Return values for the metrics in observe/metrics.py."""
         return {"rollout/abandoned": self.num_abandoned}
 
     def scores(self, prompt: Prompt) -> bool:
-        """Whether a text can be scored; if not, each reward of this task must come from the harness."""
+        """Return whether a text can be scored; otherwise rewards must come from the harness."""
         return self._has_score
 
     def shows_special(self, prompt: Prompt) -> bool:
@@ -74,7 +71,7 @@ class TaskScorer:
         return self._shows_special
 
     async def score(self, prompt: Prompt, completion: str) -> float:
-        """A finite reward. Raises RewardFailure (data), or TaskError if nothing can be scored any more (ends
+        """Return a finite reward. Raises RewardFailure (data), or TaskError if scoring is impossible (ends
         the run).
         """
         if not self._has_score:
@@ -83,7 +80,7 @@ class TaskScorer:
             self._calls.check()
             if self._pool is None:
                 answer = call(self._score, prompt, completion)
-                if isinstance(answer, float):  # without a wait
+                if isinstance(answer, float):  # without waiting
                     return answer
             with waiting("their rewards", on="the reward function"):
                 if self._pool is not None:
@@ -95,7 +92,7 @@ class TaskScorer:
             raise RewardFailure(what, rule="a reward is one finite number", way_out=way_out) from failure
 
     async def aclose(self) -> None:
-        """End the processes; idempotent. Threads end with the interpreter."""
+        """End the processes. Idempotent. Threads end with the interpreter."""
         if isinstance(self._pool, ProcessPool):
             await self._pool.aclose()
 
@@ -105,7 +102,7 @@ class TaskScorer:
 
 
 class Scorers:
-    """The scorers of the tasks of a run, by name: each prompt by that of its task."""
+    """Scorers of all tasks, by name."""
 
     def __init__(
         self,
@@ -121,23 +118,18 @@ class Scorers:
         self._scorers = dict(made)
 
     def gauges(self) -> dict[str, float]:
-        """Their numbers, by the names of observe/metrics.py."""
         return {"rollout/abandoned": sum(scorer.num_abandoned for scorer in self._scorers.values())}
 
     def scores(self, prompt: Prompt) -> bool:
-        """As TaskScorer.scores."""
         return self._scorers[prompt.task].scores(prompt)
 
     def shows_special(self, prompt: Prompt) -> bool:
-        """As TaskScorer.shows_special."""
         return self._scorers[prompt.task].shows_special(prompt)
 
     async def score(self, prompt: Prompt, completion: str) -> float:
-        """As TaskScorer.score."""
         return await self._scorers[prompt.task].score(prompt, completion)
 
     async def aclose(self) -> None:
-        """End all processes; idempotent."""
         for scorer in self._scorers.values():
             await scorer.aclose()
 
@@ -147,14 +139,14 @@ def _within(timeout_s: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
 
 
 class ThreadPool:
-    """At most reward_workers calls at once, each in a daemon thread of its own, so that a hung one cannot
-    keep the interpreter alive.
+    """At most reward_workers concurrent calls in daemon threads, so that a hung call cannot keep the
+    interpreter alive.
 
-    Call:       waits for a worker, runs, is answered or given up after timeout_s. A call that was given up
-                keeps its worker until its thread returns.
-    Waits: callers wait for a worker, woken by a thread that returns, or by an alarm.
-    Invariant: no wait is endless. Once every worker has been in one call for twice the limit, the pool is
-        stuck, and every caller, waiting or to come, gets a TaskError.
+    Life: of a call: waits for a worker -> runs -> is answered, or abandoned after timeout_s. An abandoned
+        call keeps its worker until its thread returns.
+    Waits: callers wait for a worker, woken by a returning thread or an alarm.
+    Invariant: no wait is endless. If every worker has been in one call for twice the limit, every caller gets
+        a TaskError.
     """
 
     def __init__(self, score: Score, config: TaskConfig) -> None:
@@ -163,7 +155,7 @@ class ThreadPool:
         self._overdue: set[asyncio.TimerHandle] = set()
 
     async def run(self, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
-        """Raises UserCodeFailed, or TaskError if no worker will be free any more."""
+        """Score a completion. Raises UserCodeFailed, or TaskError if no worker will be free again."""
         await self._free.acquire()
         if len(self._overdue) == self._workers:
             self._free.release()  # for the next waiting call
@@ -180,7 +172,7 @@ class ThreadPool:
 
     def _is_back(self, call: asyncio.Future[Any], alarm: asyncio.TimerHandle) -> None:
         if not call.cancelled():
-            call.exception()  # of a call whose rollout has ended nobody else asks, and asyncio would log it
+            call.exception()  # else asyncio would log an unread exception
         alarm.cancel()
         self._overdue.discard(alarm)
         self._free.release()
@@ -192,17 +184,16 @@ class ThreadPool:
 
 
 START_LIMIT_S = 120.0
-"""Seconds in which a process must have started and built the score function."""
+"""Maximum seconds to start a process and build the score function."""
 
 
 class ProcessPool:
-    """At most reward_workers calls at once, each in a process that is ended when the call takes too long.
+    """At most reward_workers concurrent calls, in processes that are killed at the time limit.
 
-    Life: processes start with the first call and live until aclose(); one that is ended or dies is replaced.
-        pebble gives up the whole pool where one dies while none is known to be in a call (an idle one that
-        the kernel kills for memory): then all are replaced, and what they had is called again, once.
-    Waits: callers wait for a worker, woken by one whose call is over. No call outlives limit plus
-        START_LIMIT_S.
+    Life: processes start with the first call and live until aclose(); a killed or dead one is replaced.
+        pebble breaks the whole pool if an idle process dies (killed by the kernel for memory): then all are
+        replaced and the open calls repeated once.
+    Waits: callers wait for a worker. No call outlives the limit plus START_LIMIT_S.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
@@ -220,14 +211,16 @@ class ProcessPool:
         self._pool = self._make()
 
     async def run(self, prompt: Prompt, completion: str) -> float:
-        """Raises UserCodeFailed, or TaskError if the processes cannot start or build the score function."""
+        """Score a completion. Raises UserCodeFailed, or TaskError if processes cannot start or build the
+        score function.
+        """
         late = f"did not start within {START_LIMIT_S} s"
         limit_s = self._timeout_s + START_LIMIT_S
         async with self._free, within(limit_s, lambda: self._broken(late)):
             pool = self._pool
             try:
                 return await self._run(pool, prompt, completion)
-            except RuntimeError:  # BrokenProcessPool is one
+            except RuntimeError:  # includes BrokenProcessPool
                 await self._replace(pool)
             try:
                 return await self._run(self._pool, prompt, completion)
@@ -236,11 +229,10 @@ class ProcessPool:
                 raise self._broken(what) from error
 
     async def aclose(self) -> None:
-        """End the processes."""
         await self._end(self._pool)
 
     async def _replace(self, pool: Any) -> None:
-        if pool is self._pool:  # else another call has done it
+        if pool is self._pool:  # else another call has replaced it
             self._pool = self._make()
             await self._end(pool)
 
@@ -271,13 +263,13 @@ class ProcessPool:
 
 
 _score: Score | str = "never started"
-"""In a worker process: the score function, or why there is none."""
+"""In a worker process: the score function, or an error message."""
 
 
 def _start(config: TaskConfig, seed: int) -> None:
     """Build the score function of a worker process, which dies with its parent.
 
-    Ctrl-C is the parent's, so a KeyboardInterrupt in here was raised by the user's code.
+    SIGINT is ignored, so a KeyboardInterrupt here comes from the user's code.
     """
     global _score
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -297,11 +289,11 @@ def _die_with_parent() -> None:
 
 
 def _work(prompt: Prompt, completion: str) -> float | str:
-    """In a worker process: the reward, or why no call can be made here. Raises UserCodeFailed."""
+    """Return the reward, or an error message if no call is possible. Raises UserCodeFailed."""
     if isinstance(_score, str):
         return _score
     answer = call(_score, prompt, completion)
     if isinstance(answer, float):
         return answer
-    with user_code():  # no caller cancels in here: what a score function cancels is its own failure
+    with user_code():  # a cancellation here is the score function's own failure
         return asyncio.run(call_async(answer))

@@ -1,5 +1,5 @@
-"""Where prompts and rewards come from: files, Hugging Face datasets, reasoning-gym
-(https://github.com/open-thought/reasoning-gym), verifiers environments, and the `math` reward.
+"""Prompts and rewards from files, Hugging Face datasets, reasoning-gym
+(https://github.com/open-thought/reasoning-gym) and verifiers environments, and the `math` reward.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from asyncrl.tasks.pinned_data import digest_of_file, digest_of_rows
 from asyncrl.tasks.task import Item, UserCodeFailed, no_reward, user_code
 
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str], Mapping[str, str]]
-"""Rows, the name of the row at an index in errors, and digests of the data by file."""
+"""(rows, name of the row at an index in errors, digests of the data by file)."""
 ROW = TypeAdapter(dict[str, Any])
 
 
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
-    """The rows of all files, in order. Raises ConfigError for a file that is missing, empty, broken or of
-    another kind, and for any settings.
+    """Read the rows of all files, in order. Raises ConfigError for missing, empty, broken or unknown files,
+    and for any settings.
     """
     if settings:
         raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
@@ -51,7 +51,7 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
 
 
 def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
-    """The rows by their places."""
+    """Return rows by their places."""
     found: dict[str, Mapping[str, Any]] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -82,11 +82,10 @@ READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parque
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
-    """The rows of one split of a hub id or a folder; `settings` go to `datasets.load_dataset` as they are
-    (`name` of a subset, `revision`, ...).
+    """Read a split of a hub id or folder; `settings` go to `datasets.load_dataset` (`name` of a subset,
+    `revision`, ...).
 
-    A folder may be one that `save_to_disk` wrote, or one with data files. Raises ConfigError if it cannot be
-    read.
+    A folder may come from `save_to_disk` or contain data files. Raises ConfigError if it cannot be read.
     """
     import datasets
 
@@ -100,7 +99,7 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
                 found = found[split]
         else:
             found = datasets.load_dataset(name, split=split, **settings)
-    except Exception as error:  # each kind of file, and the hub, has errors of its own
+    except Exception as error:  # file formats and the hub raise various errors
         what = f"{shown} cannot be loaded: {type(error).__name__}: {error}"
         way_out = "check hub id or folder, task.split, subset (task.args: {name: ...}) and network."
         raise ConfigError(what, way_out=way_out) from error
@@ -111,11 +110,10 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
 
 
 class GymTask:
-    """The reasoning-gym task `name` with `size` prompts; scored by that task's own score_answer.
+    """reasoning-gym task `name` with `size` prompts, scored by its own score_answer.
 
-    What is scored is what stands in the last <answer> tags (by the library's own extraction), or the whole
-    completion where there are none. Many tasks give part of the reward to an answer with words around it, as
-    that library has it.
+    Scores the last <answer> tags (by the library's extraction), or the whole completion without tags. Many
+    tasks give partial rewards for additional words.
     """
 
     def __init__(self, name: str, *, size: int, seed: int, settings: Mapping[str, Any]) -> None:
@@ -145,14 +143,14 @@ class GymTask:
         return len(self._dataset)
 
     def prompt(self, index: int) -> Item:
-        """Question of entry `index`; its answer is {"answer", "metadata"}, for the metadata of many tasks
-        hold the answer too.
+        """Return the question of entry `index`; answer and metadata go to its answer, since metadata often
+        reveal the answer.
         """
         entry = self._dataset[index]
         return Item(entry["question"], answer={"answer": entry["answer"], "metadata": entry["metadata"]})
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """The library's own score of the answer, 0 to 1."""
+        """Return the library's own score, 0 to 1."""
         answer = self._extract(completion)
         entry = {"question": prompt.messages[-1]["content"], **prompt.answer}
         said = completion.strip() if answer is None else answer
@@ -160,17 +158,15 @@ class GymTask:
 
 
 class VerifiersTask:
-    """The tasks of a verifiers environment (https://github.com/PrimeIntellect-ai/verifiers): `taskset` in its
-    own order; of one without an end the first `size`.
+    """Tasks of a verifiers environment (https://github.com/PrimeIntellect-ai/verifiers) in the order of
+    `taskset`; the first `size` of an endless one.
 
-    All are read when this is built, so that a bad one ends the run before it has started. The messages of a
-    prompt are only shown to people: the environment makes its own from the same data.
+    All are read here, so that a bad task ends the run before it starts. Messages are for display: the
+    environment makes its own from the same data.
     """
 
     def __init__(self, taskset: Any, *, size: int) -> None:
-        """Raises ConfigError if a task cannot be made, or cannot be sent to a worker and built again
-        there.
-        """
+        """Raises ConfigError if a task cannot be made, or sent to a worker and rebuilt."""
         self._name = type(taskset).__name__
         fields = type(taskset).task_type().data_type().model_fields
         if hidden := [name for name, field in fields.items() if field.exclude]:
@@ -193,11 +189,10 @@ class VerifiersTask:
         return len(self._items)
 
     def prompt(self, index: int) -> Item:
-        """The task at `index`."""
         return self._items[index]
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Raises RewardFailure: a text alone cannot be scored."""
+        """Raises RewardFailure: text has no score by itself."""
         raise no_reward(prompt)
 
     def _item(self, data: Any, index: int) -> Item:
@@ -216,7 +211,7 @@ class VerifiersTask:
         return Item(messages or [opening], info={VERIFIERS_KEY: row})
 
     def _text(self, content: Any, index: int) -> str:
-        """The text of a message; there may be none beside tool calls."""
+        """Return the text of a message; tool calls may have none."""
         if content is None or isinstance(content, str):
             return content or ""
         if others := [part.type for part in content if part.type != "text"]:
@@ -228,21 +223,19 @@ class VerifiersTask:
         return ConfigError(f"{self._name}: {what}", rule=rule, way_out="correct the environment's task data.")
 
 
-# The `math` reward: is the completion's final answer the reference answer, as mathematics? (math-verify
-# decides.)
-#
-# https://github.com/huggingface/Math-Verify. Its own time limits are signals, which work in the main thread
-# alone, so they are off and the scorer's limit counts. A model may write 9^(9^9), whose evaluation would hold
-# the interpreter for hours: that is why `math` runs in processes unless task.reward_pool says otherwise.
+# The `math` reward: does the final answer equal the reference mathematically? math-verify decides:
+# https://github.com/huggingface/Math-Verify. Its time limits are signals, which need the main thread, so they
+# are off and the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math`
+# runs in processes by default.
 
 
 DELIMITERS = ("$", "\\boxed", "\\[", "\\(")
 
 
 def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
-    """1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0.
+    """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0.
 
-    Raises ValueError if `answer` itself is missing or no mathematics: no completion could be scored fairly.
+    Raises ValueError if `answer` is missing or unreadable.
     """
     from math_verify import parse, verify
 
@@ -254,21 +247,20 @@ def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> tuple[Any, ...]:
-    """The reference answer, parsed: what stands after ####, if that is there (as in GSM8K), else all of it.
+    """Parse the reference answer: the part after ####, if any (as in GSM8K), else all of it.
 
-    Bare LaTeX is put into dollars, without which math-verify sees the first number in it alone; a sentence is
-    not.
+    Bare LaTeX gets dollars, otherwise math-verify sees only its first number; sentences do not.
     """
     from math_verify import parse
 
-    # Warns once that the time limits are off; they are off on purpose (see above).
+    # It warns once that time limits are off, which is intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = answer.rpartition("####")[2].strip()
     is_sentence = "\\" not in answer and re.search(r"\b[A-Za-z]{2,}\b", answer) is not None
     readings = [answer, f"${answer}$"] if is_sentence else [f"${answer}$", answer]
     for text in [answer] if any(mark in answer for mark in DELIMITERS) else readings:
         found = parse(text, parsing_timeout=None)
-        # a text is what math-verify gives back unparsed
+        # math-verify returns unparsed text as str
         if any(not isinstance(reading, str) for reading in found):
             return tuple(found)
     return ()

@@ -1,4 +1,4 @@
-"""The Task protocol, tasks made of rows, and one call of a score function: a number, or a failure."""
+"""Task protocol, tasks from rows, and score calls: a number or a failure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ Content = str | Sequence[Mapping[str, str]]
 """A prompt as users write it: the user's text, or chat messages with `role` and `content`."""
 
 Score = Callable[[Prompt, str], float | Awaitable[float]]
-"""Reward of a completion's text. Pure: from the prompt and the text alone, whatever thread or process it runs
-in.
-"""
+"""Reward of a completion's text. Pure: depends only on prompt and text, in any thread or process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One prompt of a task. `answer` and `info` reach the score alone, never the model."""
+    """A prompt of a task. Only the score sees `answer` and `info`, never the model."""
 
     content: Content
     answer: Any = None
@@ -35,22 +33,18 @@ class Item:
 
 @runtime_checkable
 class PromptTask(Protocol):
-    """What `task.python: module:Class` must offer. Built as `Class(size=..., seed=..., **task.args)`."""
+    """Interface for `task.python: module:Class`. Built as `Class(size=..., seed=..., **task.args)`."""
 
     def __len__(self) -> int:
-        """Number of prompts; one epoch."""
+        """Return the number of prompts in an epoch."""
         ...
 
     def prompt(self, index: int) -> str | Item:
-        """The prompt at `index` (0 .. len - 1), the same one each time it is asked for. A text is an Item of
-        that text.
-        """
+        """Return the prompt at `index` (0 .. len - 1), always the same. A text is an Item of that text."""
         ...
 
     def score(self, prompt: Prompt, completion: str) -> float | Awaitable[float]:
-        """Reward of a completion of `prompt`; may be `async def`. An exception is a failed rollout, not a
-        reward of 0.
-        """
+        """Return the reward of a completion; may be `async def`. An exception fails the rollout."""
         ...
 
 
@@ -61,7 +55,7 @@ class _ChatMessage(Message):
     @model_validator(mode="before")
     @classmethod
     def _without_none(cls, given: Any) -> Any:
-        """Fields that are None are left out: parquet has them."""
+        """Drop fields that are None, as in parquet files."""
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
 
 
@@ -69,7 +63,7 @@ _CHAT = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
 
 
 def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """The chat messages of a prompt's content; `where` is how an error calls its place.
+    """Return the chat messages of a prompt's content; `where` is its place in errors.
 
     Raises ConfigError if it is neither a text nor a list of messages with a known role and a text each.
     """
@@ -87,10 +81,10 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTask:
-    """A task out of rows: one column is the prompt, one may be the answer, the others are `info`; `score` is
-    a function. `place` is what errors call the row at an index; `digests` are of its data, by file.
+    """Task made of rows: a prompt column, an optional answer column, the others as `info`; `score` is a
+    function. `place` names a row in errors; `digests` by file.
 
-    Every row is looked at when the task is built, so that a bad one ends the run before it has started.
+    All rows are checked here, so that a bad row ends the run before it starts.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -117,23 +111,21 @@ class RowTask:
         return len(self.rows)
 
     def prompt(self, index: int) -> Item:
-        """The row at `index` as an item."""
         info = dict(self.rows[index])
         content = info.pop(self.prompt_column)
         return Item(content, None if self.answer_column is None else info.pop(self.answer_column), info)
 
 
-class UserCodeFailed(Exception):  # noqa: N818  it is data of one rollout, or told as a ConfigError
-    """What the user's code raised or returned, in words that follow its name. Fit to cross a process."""
+class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned into a ConfigError
+    """Error or return value of the user's code, as text after its name. Picklable."""
 
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Turn any exception of the block into UserCodeFailed. Cancellation of the caller and Ctrl-C pass.
+    """Turn exceptions of the block into UserCodeFailed, except cancellation of the caller and Ctrl-C.
 
-    This is the rollout boundary of rewards: an exception of the user's code fails one rollout, whatever its
-    class. That includes the CancelledError of a call that the user's code awaited and that was cancelled
-    elsewhere: asyncio would silently drop a task that ends with it.
+    This is the rollout boundary of rewards: any exception fails one rollout. That includes CancelledError of
+    an awaited call that was cancelled elsewhere: asyncio would silently drop a task that ends with it.
     """
     try:
         yield
@@ -144,21 +136,21 @@ def user_code() -> Iterator[None]:
 
 
 def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
-    """The reward, or what an async function has returned, for call_async. Raises UserCodeFailed."""
+    """Return the reward, or an awaitable for call_async. Raises UserCodeFailed."""
     with user_code():
         value: Any = score(prompt, completion)
         return value if isinstance(value, Awaitable) else as_reward(value)
 
 
 async def call_async(value: Awaitable[Any]) -> float:
-    """Await what an async score function has returned. Raises UserCodeFailed."""
+    """Await an async score function's result. Raises UserCodeFailed."""
     with user_code():
         return as_reward(await value)
 
 
 def as_reward(value: Any) -> float:
-    """A number as a reward: int, float, bool, numpy's, or an array or tensor with one element. Raises
-    UserCodeFailed for all else.
+    """Convert int, float, bool, numpy numbers, or arrays and tensors with one element. Raises UserCodeFailed
+    otherwise.
     """
     number = value
     if hasattr(value, "item"):
@@ -174,7 +166,7 @@ def as_reward(value: Any) -> float:
 
 
 def no_reward(prompt: Prompt) -> RewardFailure:
-    """The failure of a rollout whose harness gave no reward, where the task has none either."""
+    """Return the failure of a rollout without a reward from harness or task."""
     return RewardFailure(
         f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
         rule="each rollout needs a reward, from its harness (or verifiers environment) or from the task",

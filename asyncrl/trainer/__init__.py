@@ -1,1 +1,1 @@
-"""The optimizer steps: the controller's client, and the ranks that compute them from batches of tokens."""
+"""The trainer: the controller's client, and the ranks that compute optimizer steps."""

@@ -1,8 +1,8 @@
-"""The optimizer steps on one batch, on this rank's part of it. No HTTP; the trained record is its only file.
+"""Optimizer steps on this rank's part of a batch. No HTTP; the trained record is its only file.
 
-A batch is good for epochs * mini_batches optimizer steps and makes one policy_version. Master weights,
-gradients and optimizer state are float32; with dtype bfloat16 the forward pass and the exported weights are
-bfloat16, as in the engine.
+A batch gives epochs * mini_batches optimizer steps and one policy_version. Master weights, gradients and
+optimizer state are float32; with dtype bfloat16 the forward pass and the exported weights are bfloat16, as in
+the engine.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ log = logging.getLogger("asyncrl.trainer")
 
 
 class StepSums:
-    """Of the micro-batches of one optimizer step, or of one forward pass over a batch; logprobs and entropies
-    [N] are set where a token carries loss.
+    """Sums over the micro-batches of an optimizer step or forward pass; logprobs and entropies [N] are set
+    for loss tokens.
 
-    What a micro-batch gives stays on the device until all are under way: to read it is to wait for the
-    device, which would then have nothing to do until the next micro-batch comes.
+    Results stay on the device until all micro-batches are launched, because reading waits for the device.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -72,11 +71,11 @@ class StepSums:
         self._unread = list[tuple[IntN, Tensor, Tensor, Tensor | float, Stats]]()
 
     def add(self, micro: MicroBatch, scores: Scores, loss: Tensor | float, stats: Stats) -> None:
-        """What a micro-batch gave, of which nothing is read yet; the loss without its gradient."""
+        """Add a micro-batch's results, unread, and its loss without gradient."""
         self._unread.append((micro.source_M, scores.logprob_M.detach(), scores.entropy_M, loss, stats))
 
     def read(self) -> None:
-        """All that was given. Waits for the device."""
+        """Read all results. Waits for the device."""
         for source_M, logprob_M, entropy_M, loss, stats in self._unread:
             self.logprobs_N[source_M] = logprob_M.cpu().numpy()
             self.entropies_N[source_M] = entropy_M.cpu().numpy()
@@ -85,9 +84,7 @@ class StepSums:
         self._unread.clear()
 
     def add_up(self, ranks: Ranks) -> None:
-        """Replace these numbers by their sums over all ranks, so that each rank then makes the same
-        decisions.
-        """
+        """Replace the sums by their sums over all ranks, so that all ranks decide alike."""
         ranks.add_up(self.logprobs_N, self.entropies_N)
         parts = ranks.gather([self.loss, self.stats])
         self.loss, self.stats = 0.0, Counter()
@@ -98,8 +95,8 @@ class StepSums:
 
 @dataclass
 class BatchTotals:
-    """Of the optimizer steps on one batch; logprobs and entropies of each token before the first step on
-    it; (loss, gradient norm) of each step that was taken.
+    """Totals of a batch: logprobs and entropies of each token before its first step; (loss, gradient norm) of
+    each step taken.
     """
 
     logprobs_N: Float32N
@@ -112,32 +109,30 @@ class BatchTotals:
 
 
 class Learner:
-    """Weights, optimizer and the number of steps taken. Not thread-safe: one thread owns it.
+    """Weights, optimizer and step counts, owned by one thread.
 
-    Life: policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch leaves policy_version as it was.
-    Invariant: each batch is trained on once, by the policy_version that it is for. On the CPU the same
-        batches with the same number of threads give the same bits.
+    Life: policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch leaves policy_version unchanged.
+    Invariant: each batch is trained once, by its policy_version. On CPU the same batches with the same number
+        of threads give the same bits.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
-        """Load everything. Raises ConfigError if the model or a function cannot be had, or memory is
-        short.
-        """
+        """Load everything. Raises ConfigError if the model or a function is missing, or memory is short."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
-        """gaps_of_rollouts() of the batch that was trained last."""
+        """gaps_of_rollouts() of the last batch."""
         self.rollout_advantages: list[tuple[int, int, float]] = []
-        """advantages_of_rollouts() of the same batch."""
+        """advantages_of_rollouts() of the last batch."""
         self._schedule_ahead = 0
-        """Steps that the present settings would have taken so far, above those that were: 0 unless a resume
-        changed them.
+        """Steps that the current settings would have taken minus steps taken; nonzero only after a resume
+        with changed settings.
         """
         self._has_recorded = False
         self._allowed: AllowedSets | None = None
-        """Of the batch in hand."""
+        """Grammar masks of the current batch."""
         self._objective = Objective(spec)
         parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
         self.device, self.dtype, self.policy = parts.device, parts.dtype, parts.policy
@@ -147,10 +142,9 @@ class Learner:
         self._meter = StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Take the optimizer steps of one batch; returns its metrics by full name. Raises Refused.
+        """Take the optimizer steps of a batch and return its metrics by full name. Raises Refused.
 
-        Metrics that a skipped step makes meaningless are NaN, like loss and gradient norm if all steps of the
-        batch were skipped.
+        Metrics without a value are NaN, like loss and gradient norm if all steps were skipped.
         """
         self._meter.start()
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
@@ -164,21 +158,20 @@ class Learner:
         for epoch in range(self.spec.trainer.epochs):
             for chosen in parts:
                 self._optimizer_step(batch, chosen, taken, is_first=epoch == 0)
-            # A part without a loss token is no step, and counts as one: the schedule ends with the run's last
-            # batch.
+            # Parts without a loss token count as steps, so that the schedule ends with the last batch.
             self.num_optimizer_steps += self.spec.trainer.mini_batches - len(parts)
         self.policy_version += 1
         columns = zip(*(taken.steps or [(math.nan, math.nan)]), strict=True)
         loss, grad_norm = (float(np.mean(column)) for column in columns)
         if self.ranks.is_first:
-            if not self._has_recorded:  # what an earlier process has written from here on is done again
+            if not self._has_recorded:  # an earlier process's lines from here on are repeated
                 self._note_restored(header.version)
             append_line(self.spec.record_path, trained_line(header, arrays, has_loss, loss))
         num_loss_tokens = int(has_loss.sum())
         means = {f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()}
         return {
-            "policy/clip_fraction": 0.0,  # of a loss that clips nothing
-            **means,  # first: a user's name hides none below
+            "policy/clip_fraction": 0.0,  # for losses that clip nothing
+            **means,  # first, so that user metrics hide none below
             "policy/loss": loss,
             "policy/grad_norm": grad_norm,
             **policy_metrics(
@@ -199,11 +192,11 @@ class Learner:
         return TokenGrammars(load_tokenizer(self.spec.model_path, self.spec.chat_template), vocab_size)
 
     def _grammars(self) -> TokenGrammars:
-        """Of the model's tokenizer, made when a batch first has one. Raises GrammarError."""
+        """Return the tokenizer's grammars, created on first use. Raises GrammarError."""
         return self._token_grammars
 
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
-        """All that is computed before the first step, which may change the weights."""
+        """Compute everything needed before the first step changes the weights."""
         batch = BatchNumbers(header, arrays, has_loss)
         if self._objective.needs_proximal:
             batch.proximal_N, batch.entropy_N = self._forward(self.policy, header, arrays, has_loss)
@@ -221,7 +214,7 @@ class Learner:
     def _forward(
         self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> tuple[Float32N, Float32N]:
-        """float32 [N] both: logprobs of the loss tokens, and entropies there, 0 elsewhere; no gradient."""
+        """Return logprobs and entropies of loss tokens, both float32 [N], 0 elsewhere; no gradient."""
         sums = StepSums(len(has_loss))
         micros = self._micro_batches(header, arrays, has_loss)
         self._meter.enter("logprobs")
@@ -239,11 +232,11 @@ class Learner:
     def _micro_batches(
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> list[tuple[MicroBatch, bool]]:
-        """Those of this rank, and whether each one counts."""
+        """Return this rank's micro-batches, and whether each counts."""
         self._meter.enter("pack")
         plan, max_tokens = self.policy.plan, self.spec.trainer.micro_batch_tokens
         if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
-            max_tokens = 1  # each sequence alone, so that each micro-batch is one forward pass on every rank
+            max_tokens = 1  # one sequence each, so that every rank runs one forward pass per micro-batch
         return rank_micro_batches(
             header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs, self._allowed
         )
@@ -251,15 +244,15 @@ class Learner:
     def _optimizer_step(
         self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
     ) -> None:
-        """One forward-backward over the chosen tokens and one step; a gradient that is not finite is skipped
-        and counted.
+        """Run forward, backward and one step on the chosen tokens; a non-finite gradient is skipped and
+        counted.
         """
         try:
             sums = self._accumulate(batch, chosen)
             if is_first:
                 taken.logprobs_N[chosen] = sums.logprobs_N[chosen]
                 taken.entropies_N[chosen] = sums.entropies_N[chosen]
-            if taken.num_tokens == 0:  # later steps start from other weights than those it was sampled with
+            if taken.num_tokens == 0:  # later steps start from other weights than the samples
                 taken.gap = self._check_gap(batch, chosen, sums)
             self._meter.enter("optimizer")
             grad_norm = self._clip_gradient()
@@ -277,7 +270,7 @@ class Learner:
         taken.stats.update(sums.stats)
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
-        """Forward and backward over all micro-batches; the gradients add up to that of the step's loss."""
+        """Run forward and backward over all micro-batches, accumulating the step's gradient."""
         numbers = self._objective.step_numbers(batch, chosen)
         sums = StepSums(len(chosen))
         for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
@@ -312,12 +305,10 @@ class Learner:
         taken.steps.append((sums.loss, grad_norm))
 
     def before_change(self) -> None:
-        """Called before weights change: wait here for what still reads them."""
+        """Wait for readers of the weights before they change."""
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
-        """Leave the weights as they are; the batch is saved for inspection. Refuses once it happens too
-        often.
-        """
+        """Skip the step and save the batch. Raises Refused if it happens too often."""
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1
@@ -328,8 +319,8 @@ class Learner:
         log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
-        """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses
-        past the limit.
+        """Return metrics of |current - behaviour| on fresh tokens, which both computed with the same weights.
+        Raises Refused above the limit.
         """
         self.rollout_gaps = []
         if not self.spec.measures_gap:
@@ -348,7 +339,7 @@ class Learner:
         return gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
-        """Clip to trainer.max_grad_norm; returns the norm before."""
+        """Clip to trainer.max_grad_norm; return the norm before."""
         limit = self.spec.trainer.max_grad_norm
         weights = list(self._masters.named.values())
         norm = torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit)
@@ -379,6 +370,6 @@ class Learner:
 
 
 def _name(batch: BatchNumbers) -> str:
-    """`step 8 (groups 40, 41)`: the prompts in question, for `asyncrl inspect --group`."""
+    """Return `step 8 (groups 40, 41)`, for `asyncrl inspect --group`."""
     ids = dict.fromkeys(entry.group_id for entry in batch.header.trajectories)
     return f"step {batch.header.version + 1} (groups {', '.join(map(str, ids))})"

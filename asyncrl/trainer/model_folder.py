@@ -1,5 +1,5 @@
-"""The Hugging Face folder that trainer and engines start from: made from scratch, given, or fetched from the
-hub. Checks that a resumed run starts from the same one. Loads no model.
+"""Hugging Face folder of trainer and engines: made from scratch, given, or fetched from the hub; and the
+check that a resumed run uses the same. Loads no model.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from asyncrl.messages.base import find_fatal
 from asyncrl.placement.processes import start_process
 
 MAKE_TIMEOUT_S = 300.0
-"""For a model from scratch: its process imports torch and transformers."""
+"""For a model from scratch, including the import of torch and transformers."""
 REACH_TIMEOUT_S = 10.0
-"""For the hub to answer at all, before a plan does without the size of the model."""
+"""Limit for any response of the hub, before a plan proceeds without the model's size."""
 MODEL_PIN = "model.json"
-"""In the run directory: the model that the run began with."""
+"""File in the run directory that records the run's model."""
 MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
-"""What a process that loads weights reads in a second at least: less than a hard disk gives."""
+"""Minimum read rate of weights, below a hard disk's."""
 TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.*"),
 )
 SAFETENSORS = "weights are whole safetensors files"
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
-"""Patterns of the files with weights, architecture and tokenizer."""
+"""File patterns of weights, architecture and tokenizer."""
 
 
 async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | None = None) -> Path:
-    """The folder of the config's model. `commit`: that of the hub with which the run began."""
+    """Return the folder of the config's model. `commit`: the run's initial hub commit."""
     if config.model.scratch is None:
         path, revision = str(config.model.path), config.model.revision
         return await asyncio.to_thread(find_model, path, revision, commit=commit)
     folder, spec = run_dir / "model", run_dir / "specs" / "scratch.json"
-    if folder.exists() and spec.exists():  # a run that goes on: it was made by this spec, as a whole
+    if folder.exists() and spec.exists():  # a resumed run: the folder is complete
         return folder
     spec.parent.mkdir(parents=True, exist_ok=True)
     scratch = config.model.scratch.model_dump()
@@ -78,16 +78,16 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | N
 def find_model(
     path: str, revision: str | None = None, key: str = MODEL_KEY, *, commit: str | None = None
 ) -> Path:
-    """The folder of a model that `key` names, fetched if need be; `commit`: what `revision` was before.
-    Blocks. Raises ConfigError.
+    """Return the folder of the model that `key` names, fetched if necessary; `commit`: earlier resolution of
+    `revision`. Blocks. Raises ConfigError.
     """
     return _find_given(path, key, revision) or _download(path, commit or revision, key)
 
 
 def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
-    """The folder of a model, given or in the hub's cache; None if it is a hub id that has to be fetched.
+    """Return the folder of a model, given or in the hub's cache; None if a hub id must be fetched.
 
-    Raises ConfigError if it is neither, or lacks what is needed to read the model.
+    Raises ConfigError if it is neither, or incomplete.
     """
     if (given := _find_given(path, key, revision)) is not None:
         return given
@@ -96,16 +96,15 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
     try:
         folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
         _refuse_incomplete(folder, path)
-    except (OSError, ValueError, ConfigError):  # not there, or not all of it
+    except (OSError, ValueError, ConfigError):  # missing or incomplete
         return None
     _refuse_truncated(folder)
     return folder if any(folder.glob("tokenizer*")) else None
 
 
 def fetch_architectures(config: RunConfig) -> None:
-    """Fetch config.json of the hub ids that model and teacher are, where the cache has none: a plan of memory
-    needs no more, and is made before the models are fetched. Blocks. One that cannot be had (no network,
-    HF_HUB_OFFLINE, no such id, no extra train) is left out: whatever needs the model says why.
+    """Fetch config.json of hub models that are not cached, for memory plans. Blocks. Failures are ignored
+    here; later users of the model report them.
     """
     wanted = [(config.model.path, config.model.revision)]
     if config.teacher is not None:
@@ -124,27 +123,25 @@ def fetch_architectures(config: RunConfig) -> None:
 
 
 def _is_reached(url: str) -> bool:
-    """Whether a server answers, whatever it says. The hub's own download asks six times, over 23 s, where
-    there is no network.
-    """
+    """Return whether a server answers at all. The hub's own download retries for 23 s without a network."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=REACH_TIMEOUT_S):
             return True
-    except urllib.error.HTTPError:  # it wants a login, say
+    except urllib.error.HTTPError:  # it may require a login
         return True
     except OSError:
         return False
 
 
 def load_limit_s(folder: Path) -> float:
-    """How long a process may take to load the model of this folder, beside its start."""
+    """Return the time limit for loading this folder's model, without the process start."""
     paths = [path for pattern in WEIGHTS for path in folder.glob(pattern) if path.is_file()]
     return sum(path.stat().st_size for path in paths) / SLOWEST_BYTES_S
 
 
 def check_model_type(model_type: Any, source: str) -> None:
-    """Raise ConfigError if transformers knows no such architecture. `source` is where it is named."""
-    from transformers.models.auto import auto_mappings  # most of the names, and it needs no torch
+    """Raise ConfigError if transformers does not know the architecture. `source`: its place in errors."""
+    from transformers.models.auto import auto_mappings  # most names, without importing torch
 
     if model_type not in auto_mappings.CONFIG_MAPPING_NAMES:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -155,8 +152,8 @@ def check_model_type(model_type: Any, source: str) -> None:
 
 
 def hub_source(folder: Path) -> tuple[str, str] | None:
-    """(hub id, commit) of a model's folder in the hub's cache, models--OWNER--NAME/snapshots/COMMIT; None for
-    any other folder.
+    """Return (hub id, commit) of a folder in the hub's cache, models--OWNER--NAME/snapshots/COMMIT; None
+    otherwise.
     """
     snapshots, (kind, *parts) = folder.parent, folder.parent.parent.name.split("--")
     is_cached = snapshots.name == "snapshots" and kind == "models" and parts
@@ -164,7 +161,7 @@ def hub_source(folder: Path) -> tuple[str, str] | None:
 
 
 def _find_given(name: str, key: str, revision: str | None) -> Path | None:
-    """The folder that `key` names; None if that is a hub id."""
+    """Return the folder that `key` names, or None if it is a hub id."""
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -192,7 +189,9 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
     key, index, missing = "model_type", folder / "model.safetensors.index.json", list[str]()
     try:
         model_type = json.loads(path.read_text(encoding="utf-8"))[key]
-        if index.is_file() and not (folder / "model.safetensors").is_file():  # which transformers loads first
+        if (
+            index.is_file() and not (folder / "model.safetensors").is_file()
+        ):  # transformers prefers model.safetensors
             path, key = index, "weight_map"
             named = {*json.loads(path.read_text(encoding="utf-8"))[key].values()}
             missing = sorted(file for file in named if not (folder / file).is_file())
@@ -206,8 +205,8 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
 
 
 def _refuse_truncated(folder: Path) -> None:
-    """Compare the size of each safetensors file with its header. 8 bytes have the length of a JSON text,
-    which the tensors follow (huggingface.co/docs/safetensors).
+    """Compare each safetensors file's size with its header: 8 bytes with the length of a JSON text, then the
+    tensors (huggingface.co/docs/safetensors).
     """
     for path in folder.glob("*.safetensors"):
         size, whole = path.stat().st_size, 8
@@ -232,7 +231,7 @@ def _download(hub_id: str, revision: str | None, key: str) -> Path:
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the hub's own errors are all OSErrors or ValueErrors
+    except (OSError, ValueError) as error:  # all hub errors are OSError or ValueError
         at = f" at {revision}" if revision else ""
         what = f"{key}={hub_id}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
         way_out = "check the spelling and the network, or give the path of a local folder."
@@ -243,7 +242,7 @@ def _download(hub_id: str, revision: str | None, key: str) -> Path:
 
 
 class PinnedFile(BaseModel, frozen=True, extra="forbid"):
-    """One file. With the size and time that it had, it is not read again."""
+    """A file, skipped when size and time are unchanged."""
 
     size: int
     mtime_ns: int
@@ -251,7 +250,7 @@ class PinnedFile(BaseModel, frozen=True, extra="forbid"):
 
 
 class PinnedModel(BaseModel, frozen=True, extra="forbid"):
-    """Files by name. `given`: ModelConfig.source; `revision`: of a hub id, the commit that was fetched."""
+    """Files by name. `given`: ModelConfig.source; `revision`: fetched commit of a hub id."""
 
     given: str | None
     revision: str | None
@@ -259,17 +258,17 @@ class PinnedModel(BaseModel, frozen=True, extra="forbid"):
 
 
 class ModelPin:
-    """The model that a run began with, by the digests of its files. With trainer.lora a checkpoint holds only
-    the adapters, so no other check would notice a changed model. Blocks on the disk: call it in a thread.
+    """The model that a run began with, by file digests. With trainer.lora a checkpoint contains only
+    adapters, so nothing else detects a changed model. Blocks on the disk: call it in a thread.
 
-    Life: made (reads what the first start has written) -> read() -> write() once nothing can refuse.
+    Life: made -> read() -> write() once nothing can refuse.
     """
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`given`: ModelConfig.source, None for a model that is made from scratch. `is_free`: any model will
-        do, and becomes the run's.
+        """`given`: ModelConfig.source, None if made from scratch. `is_free`: accept any model as the
+        run's.
 
-        Raises ConfigError if what was written cannot be read.
+        Raises ConfigError if the saved record is unreadable.
         """
         self.path, self._given = run_dir / MODEL_PIN, given
         self._pinned: PinnedModel | None = None
@@ -284,19 +283,17 @@ class ModelPin:
 
     @property
     def revision(self) -> str | None:
-        """The commit of the hub that the run began with; None for a new run, another model.path or
-        model.revision, or a folder.
-        """
+        """The run's initial hub commit, or None (new run, changed model.path or model.revision, folder)."""
         pinned = self._pinned
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
     def read(self, folder: Path) -> None:
-        """Read those of its files whose time is not the pinned one; may take as long as loading them. Raises
-        ConfigError that names the files that are not what the run began with.
+        """Read files whose time has changed, maybe as slowly as loading them. Raises ConfigError that lists
+        changed files.
         """
         before = {} if self._pinned is None else self._pinned.files
         now = hash_files(folder, PINNED, before)
-        is_of_hub = folder.parent.name == "snapshots"  # as the hub's cache lays it out
+        is_of_hub = folder.parent.name == "snapshots"  # layout of the hub's cache
         revision = folder.name if is_of_hub else None
         self._found = PinnedModel(given=self._given, revision=revision, files=now)
         contents = ({(name, file.xxh3) for name, file in files.items()} for files in (before, now))
@@ -312,7 +309,7 @@ class ModelPin:
             )
 
     def write(self) -> None:
-        """Remember the model: the run begins, or goes on, with it. Raises OSError."""
+        """Save the model's digests. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")
@@ -321,7 +318,9 @@ class ModelPin:
 def hash_files(
     folder: Path, patterns: Sequence[str], known: Mapping[str, PinnedFile]
 ) -> dict[str, PinnedFile]:
-    """Files of a model by name; one whose size and time are `known` is not read. Raises ConfigError."""
+    """Return a model's files by name. Files with a `known` size and time are not read again. Raises
+    ConfigError.
+    """
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     try:
         return {path.name: _hash(path, known.get(path.name)) for path in paths}

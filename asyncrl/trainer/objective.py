@@ -1,12 +1,11 @@
-"""Checks a batch, and turns logprobs into the loss of an optimizer step: advantages, surrogate, correction,
-KL, aggregation.
+"""Checks a batch and computes a step's loss from logprobs: advantages, surrogate, correction, KL,
+aggregation.
 
-Loss and advantage may be the user's: what they return is checked. The sum of what micro_loss returns over all
-micro-batches of an optimizer step is its loss, so their cut never changes the result.
+User losses and advantages are checked. A step's loss is the sum of micro_loss over its micro-batches,
+independent of their split.
 
-Invariant: no token sampled before header.min_version carries loss. loss_tokens guarantees it here, whatever
-    the buffer did before: such a token gets weight 0 where the batch allows it (mask_older), or the batch is
-    refused.
+Invariant: no token sampled before header.min_version carries loss. loss_tokens enforces this independently of
+    the buffer: such a token gets weight 0 (mask_older), or the batch is refused.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from asyncrl.user_code import load_advantage, load_loss
 
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
-"""Sums over tokens, one number each; on the device, where they were computed there."""
+"""Sums over tokens, one number each, possibly on the device."""
 LOGPROB_SLACK = 1e-3
-"""Nats by which a float32 logprob may round above 0."""
+"""Maximum float32 rounding of a logprob above 0, in nats."""
 
 
 def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
-    """Refuse a batch for another version (409), and tokens that cannot be trained on (422)."""
+    """Raise Refused for a batch of another version (409) or untrainable tokens (422)."""
     if header.version != policy_version:
         what = f"batch {header.version} came while the trainer is at policy_version {policy_version}"
         rule = "batch v is trained once, by policy_version v"
@@ -61,8 +60,8 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
-    """The tokens that carry loss, bool [N]. Refuses (409) an old token if the batch does not allow masking,
-    and an empty batch.
+    """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens without masking, or an empty
+    batch.
     """
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
@@ -80,7 +79,7 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
 
 
 def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> None:
-    """Refuse (409) a batch without a loss token."""
+    """Raise Refused (409) for a batch without loss tokens."""
     if not has_loss.any():
         raise Refused(
             409,
@@ -92,18 +91,18 @@ def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) ->
 
 
 def _token_name(header: BatchHeader, index: int) -> str:
-    """`g17/r3/b0, position 8`."""
+    """Return `g17/r3/b0, position 8`."""
     entry = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
     return f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {index - entry.start}"
 
 
 @dataclass(frozen=True)
 class Units:
-    """What one sample of the advantage is: a rollout, all its branches together, or with credits each of its
-    unit numbers, wherever the tokens lie. Numbered in the order in which a batch first names them.
+    """Samples of the advantage: rollouts with all branches, or the units of their credits. Numbered by first
+    appearance.
 
-    `rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: that of each token, -1 where no
-    credit says one.
+    `rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, -1 without a
+    credit.
     """
 
     rewards: list[float]
@@ -112,7 +111,7 @@ class Units:
 
 
 def find_units(header: BatchHeader, num_tokens: int) -> Units:
-    """The units of a batch; tokens of a credit lie in its trajectory."""
+    """Return the units of a batch; a credit's tokens are in its trajectory."""
     rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
@@ -128,11 +127,10 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 
 @dataclass
 class BatchNumbers:
-    """What is known of a batch before its first optimizer step; arrays over all its tokens [N].
+    """Data of a batch before its first step; arrays over all tokens [N].
 
-    `proximal_N`: logprobs by the weights before the batch, `entropy_N`: entropies by them, `reference_N`:
-    logprobs by the initial weights; None where not needed. `advantage_N`: that of the sample a token with
-    loss is part of.
+    `proximal_N` and `entropy_N`: logprobs and entropies by the weights before the batch; `reference_N`:
+    logprobs by the initial weights; None if not needed. `advantage_N`: advantage of a loss token's sample.
     """
 
     header: BatchHeader
@@ -146,8 +144,8 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What all micro-batches of one optimizer step share: weight_S multiplies each loss token of a
-    trajectory, [S] in the header; mask_N, 0 or 1, its surrogate.
+    """Shared by a step's micro-batches: weight_S multiplies the loss tokens of a trajectory, [S] in the
+    header; mask_N, 0 or 1, multiplies their surrogate.
     """
 
     weight_S: Tensor
@@ -156,27 +154,27 @@ class StepNumbers:
 
 
 class Objective:
-    """The functions of one run. Stateless beside them."""
+    """Loss functions of a run. Stateless."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        """Raises ConfigError if a function cannot be found, or not be called as it will be."""
+        """Raises ConfigError if a function is missing or has a wrong signature."""
         self.spec, self._recipe = spec, resolve(spec.algorithm)
         cap = importance_cap(spec.algorithm, self._recipe)
         self.settings = spec.algorithm.model_copy(update={"importance_cap": cap})
-        """As the functions are given them: with a number as importance_cap."""
+        """Settings for the functions, with a numeric importance_cap."""
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         correction = self._recipe.correction
         self._correction = None if correction == "none" else getattr(losses, correction)
         self._is_whole_batch = correction in WHOLE_BATCH
         self.needs_reference = self.settings.kl_coefficient > 0
-        """Logprobs of the initial weights enter the loss or the reward."""
+        """True if loss or reward need logprobs of the initial weights."""
         self._is_penalised = self.needs_reference and self.settings.kl_in == "reward"
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether a forward pass over the batch is needed before its first step, because the logprobs or
-        entropies of that step's own forward pass come too late.
+        """True if a forward pass is needed before the first step, because that step's own logprobs or
+        entropies come too late.
         """
         is_used = self._recipe.ratio == "proximal" or self._correction is not None
         is_recomputed = is_used and self.spec.steps_per_batch > 1 and self.settings.proximal == "recompute"
@@ -184,10 +182,9 @@ class Objective:
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
-        """float32 [N], from the rewards of the batch's units (B of them) with their penalties.
+        """Return advantages, float32 [N], from the penalized rewards of the B units.
 
-        A unit's length is all its sampled tokens, in whichever turns and branches; its KL penalty is the sum
-        over all its tokens that carry loss.
+        A unit's length counts all its sampled tokens; its KL penalty sums over its loss tokens.
         """
         settings, has_loss, overlong_tokens = self.settings, batch.has_loss, self.settings.overlong_tokens
         units = find_units(batch.header, len(has_loss))
@@ -223,7 +220,7 @@ class Objective:
         return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
-        """float32 [N]: the reward's advantages and the teacher's, which differ from token to token."""
+        """Return the combined advantages of reward and teacher, float32 [N]."""
         header, arrays, has_loss, settings = batch.header, batch.arrays, batch.has_loss, self.settings
         if arrays.teacher_logprobs is None:
             what = f"batch {header.version} has rollouts without the logprobs of a teacher"
@@ -239,7 +236,7 @@ class Objective:
         return taught_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
-        """For the optimizer step that trains on the tokens of `has_loss` bool [N]."""
+        """Return the data of the step on the tokens of `has_loss` bool [N]."""
         tokens_S = torch.tensor(
             [int(has_loss[one.start : one.end].sum()) for one in batch.header.trajectories]
         )
@@ -253,7 +250,7 @@ class Objective:
         return StepNumbers(weight_S, self._whole_correction(batch, has_loss, tokens_S), mask_N)
 
     def _whole_correction(self, batch: BatchNumbers, has_loss: BoolN, tokens_S: Tensor) -> Float32N | None:
-        """float32 [N] of a correction that needs all tokens of the step, else None."""
+        """Return float32 [N] of a correction that needs all tokens of the step, else None."""
         if self._correction is None or not self._is_whole_batch:
             return None
         assert batch.proximal_N is not None
@@ -269,8 +266,8 @@ class Objective:
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, Stats]:
-        """(share of the step's loss, scalar with gradient; sums of statistics over the micro-batch's
-        tokens, one number each, on its device: nothing here waits for it).
+        """Return (part of the step's loss, scalar with gradient; sums of statistics on the device). Does not
+        wait for the device.
         """
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
@@ -282,7 +279,7 @@ class Objective:
             staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
             proximal_M = losses.interpolate(behaviour_M, current_M.detach(), staleness_M)
         elif batch.proximal_N is None:
-            proximal_M = current_M.detach()  # before the only step both are the same numbers
+            proximal_M = current_M.detach()  # equal before the only step
         else:
             proximal_M = over_tokens(batch.proximal_N)
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
@@ -321,7 +318,7 @@ class Objective:
         sequence_M: Tensor,
         correction_M: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The surrogate times the correction, or with it in its ratio."""
+        """Return the surrogate times the correction, or with the correction in its ratio."""
         of_tokens, is_within = (behaviour_M, advantage_M, sequence_M), self._recipe.surrogate in WITHIN_RATIO
         if correction_M is None:
             return self._call_surrogate(current_M, anchor_M, *of_tokens)
@@ -334,8 +331,8 @@ class Objective:
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
     ) -> Tensor:
-        """Each token's KL(current || reference), float32 [M]; weighted, that of the current policy's own
-        tokens.
+        """Return each token's KL(current || reference), float32 [M], optionally reweighted to the current
+        policy's tokens.
         """
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:

@@ -1,11 +1,10 @@
 """Moves the memory of a trainer's tensors off its device and back.
 
-What moves is the memory under the tensors and not the tensors: the bytes of a storage are copied, and the
-storage is set to size 0. Whatever points at it (a parameter and its tied twin, a view, FSDP's flat shard and
-the DTensor over it, an optimizer's key) stays what it is, is not to be read meanwhile, and has its content
-again once the storage has. On CUDA the copy lies in pinned host memory; what is in host memory already
-(trainer.cpu_offload) stays there. On the CPU it lies in a mapped file of the run directory, whose pages the
-kernel writes to disk. Single numbers stay: a checkpoint reads the optimizer's step counts.
+The bytes of a storage are copied and the storage is resized to 0; tensors stay the same objects. Everything
+that shares it (tied parameters, views, FSDP's flat shards and DTensors, optimizer keys) must not be read
+until it is restored. On CUDA the copy is in pinned host memory; data already on the host
+(trainer.cpu_offload) stays. On CPU it is in a mapped file of the run directory, which the kernel writes to
+disk. Scalars stay, because a checkpoint reads the optimizer's step counts.
 """
 
 from __future__ import annotations
@@ -34,15 +33,14 @@ Copies = list[tuple[torch.UntypedStorage, Tensor]]
 
 
 class HostMemory:
-    """One piece of host memory, kept for the next use. For copies of a CUDA device it is pinned by being
-    registered, which takes its size and no more; torch's pinned allocator rounds each tensor up to a power of
-    two, and keeps it.
+    """Reusable host memory. For CUDA it is pinned by registration, at its exact size; torch's pinned
+    allocator rounds each tensor up to a power of two.
 
-    Life: empty -> of(): as large as was ever asked for -> free() -> empty ...
+    Life: empty -> of(): the largest size so far -> free() -> empty ...
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """Of a thread whose current CUDA device is that of the copies, where `device` is one. `cuda` pins."""
+        """For the calling thread's current CUDA device. `cuda` pins."""
         self._data = torch.empty(0, dtype=torch.uint8)
         self._cuda = cuda if device.type == "cuda" else None
         self._ordinal = 0 if self._cuda is None else self._cuda.current_device()
@@ -51,11 +49,11 @@ class HostMemory:
         return len(self._data)
 
     def __del__(self) -> None:
-        self.free()  # memory that goes while it is registered cannot be registered again
+        self.free()  # memory freed while registered cannot be registered again
 
     def of(self, num_bytes: int) -> Tensor:
-        """Uint8 of so many bytes; what was there before is lost if it was less. Raises MemoryError where the
-        host has less available, and RuntimeError.
+        """Return uint8 of this size; growing loses the old content. Raises MemoryError if the host lacks
+        memory, and RuntimeError.
         """
         if num_bytes > len(self):
             self.free()
@@ -68,35 +66,34 @@ class HostMemory:
         return self._data[:num_bytes]
 
     def free(self) -> None:
-        """Give it back; no tensor over it may be used any more. Idempotent."""
+        """Free the memory; its tensors become invalid. Idempotent."""
         data, self._data = self._data, torch.empty(0, dtype=torch.uint8)
         if len(data):
             self._call("cudaHostUnregister", data.data_ptr())
 
     @property
     def is_short(self) -> bool:
-        """Whether the host has less available than this takes: others need it more than the next use."""
+        """True if others need the host's memory more."""
         return available_memory() < len(self)
 
     def _call(self, name: str, *arguments: int) -> None:
         if self._cuda is not None:
-            with self._cuda.device(self._ordinal):  # else a thread makes a context on the first device
+            with self._cuda.device(self._ordinal):  # else a thread creates a context on the first device
                 try:
                     self._cuda.check_error(getattr(self._cuda.cudart(), name)(*arguments))
                 except RuntimeError:
-                    # What CUDA refused, the next launch is told once more, whoever launches then.
+                    # CUDA reports the refusal again at the next launch.
                     with suppress(RuntimeError):
                         self._cuda._sleep(1)
                     raise
 
 
 class Offload:
-    """Tracks which parts of a trainer's state are off its device. Made on all ranks; offload and onload are
-    called on all of them at once.
+    """Tracks parts of a trainer's state off its device. All ranks construct it and call offload and onload
+    together.
 
     Life: here -> offload(parts) -> away -> onload(parts) -> here ...
-    Invariant: a part is here on all ranks or away on all of them: a move that fails on one rank is taken back
-        on the others.
+    Invariant: a part is here or away on all ranks: a move that fails on one rank is reverted on the others.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class Offload:
         self.away: frozenset[TrainerPart] = frozenset()
 
     def offload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move what is here of `parts`. Raises Refused, with all where it was."""
+        """Move `parts` that are here. Raises Refused and moves nothing."""
         started, moving = time.perf_counter(), [part for part in PARTS if part in set(parts) - self.away]
         is_cpu = self._device.type == "cpu"
         way_out = f"free space on the disk of {self._folder}." if is_cpu else "free host memory."
@@ -136,7 +133,7 @@ class Offload:
         return self._moved(num_bytes, started)
 
     def onload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move what is away of `parts` back, to the bit. Raises Refused, and then all is as before."""
+        """Restore `parts` that are away, bit for bit. Raises Refused and moves nothing."""
         started, moving = time.perf_counter(), [part for part in PARTS if part in self.away & set(parts)]
         copied = [entry for part in moving for entry in self._copies[part]]
 
@@ -158,13 +155,13 @@ class Offload:
         return self._moved(sum(len(data) for _, data in copied), started)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
-        """Raises Refused if one of `parts` is away, on all ranks alike."""
+        """Raise Refused on all ranks if some of `parts` are away."""
         if missing := [part for part in parts if part in self.away]:
             error, rule = f"cannot {what}: {' and '.join(missing)} offloaded", "it needs them on its device"
             raise Refused(409, error, rule=rule, way_out=f"POST /onload with parts {missing} first.")
 
     def content_of(self, local: Tensor) -> Tensor:
-        """`local`, or if it is away, what it held, in the memory that it lies in until the next offload()."""
+        """Return `local`, or its content while it is away, valid until the next offload()."""
         for storage, data in (entry for copied in self._copies.values() for entry in copied):
             if storage._cdata == local.untyped_storage()._cdata:
                 content = data.view(local.dtype)
@@ -173,7 +170,9 @@ class Offload:
         return local
 
     def _refuse_more_than_hosts_have(self, found: dict[TrainerPart, list[torch.UntypedStorage]]) -> None:
-        """Before the first rank takes any: each alone would find free what all of its host then take."""
+        """Raise Refused before any rank allocates: each rank sees the memory that all ranks of its host
+        need.
+        """
         if not self._pinned:
             return
         sizes = {part: sum(map(_aligned, storages)) for part, storages in found.items()}
@@ -189,7 +188,7 @@ class Offload:
                 raise Refused(507, what, way_out="free host memory.")
 
     def _storages(self, part: TrainerPart) -> list[torch.UntypedStorage]:
-        """Each once, of what lies on the device and can be given up."""
+        """Return each movable storage on the device once."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors_of(part):
             local = local_of(tensor)
@@ -210,8 +209,8 @@ class Offload:
         return copies
 
     def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
-        """Uint8 of so many bytes, on CUDA kept for the next turn. On the CPU it is a file without a name:
-        however this process ends, the disk gets its space back.
+        """Return uint8 of this size, reusable on CUDA. On CPU it is an unlinked file, whose space the disk
+        regains in any case.
         """
         if self._pinned:
             return self._pinned[part].of(num_bytes)
@@ -226,9 +225,7 @@ class Offload:
 
     @contextmanager
     def _moving(self, what: str, way_out: str) -> Iterator[None]:
-        """Around copies; returns when the device has done them. Raises Refused for a full disk, and a lack of
-        host or device memory.
-        """
+        """Wait for copies in the block. Raises Refused for a full disk or a lack of memory."""
         try:
             yield
             if self._device.type == "cuda":
@@ -243,22 +240,22 @@ class Offload:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The shard of this rank, or the tensor itself."""
+    """Return this rank's shard, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _aligned(storage: torch.UntypedStorage) -> int:
-    """Bytes of its copy: the next one can be read where it begins, whatever it is."""
+    """Return the aligned size of its copy."""
     return -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Uint8 view of all of it."""
+    """Return a uint8 view of all of it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _free(copied: Copies) -> int:
-    """Give the memory of these storages up; returns their bytes."""
+    """Free the storages' memory; return its bytes."""
     for storage, _ in copied:
         storage.resize_(0)
     return sum(len(data) for _, data in copied)

@@ -1,16 +1,14 @@
-"""The trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. The endpoints over one
-TrainStep of step.py.
+"""Trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. Serves one TrainStep.
 
-Life: one thread loads the model and owns torch; all requests but /health run on it in the order in which they
-    arrive. /health is answered by the event loop, during a step too. Rank 0 makes the staging directory with
-    mode 0700, and removes it if its parent is gone; ranks that meet in a file of it are on rank 0's node, and
-    make it too. Any other end leaves it to the parent: engines may still read the last export.
-Waits: a request waits for those before it; the client waits for its answer.
-Ranks: every rank is such a process and answers /health. Rank 0 alone takes requests, and sends each as a
-    command to the torch threads of the others, which call the same method of their TrainStep. If all ranks
-    refuse alike, rank 0 answers with that refusal. Any other error ends the process of its rank, with the
-    reason as the last line of its log, and with it the run: the group needs all of its ranks. Rank 0, which
-    has lost another one, answers all calls with that, /health too, until it is ended.
+Life: one thread loads the model and owns torch; all requests except /health run on it in order. The event
+    loop answers /health at any time. Rank 0 makes the staging directory with mode 0700 and removes it if its
+    parent is gone; otherwise the parent removes it, since engines may still read the last export.
+Waits: a request waits for earlier ones; the client waits for its answer.
+
+Ranks: every rank is such a process. Rank 0 takes requests and sends each as a command to the others, which
+call the same method of their TrainStep. If all ranks refuse alike, rank 0 answers with that refusal. Any
+other error ends the rank's process, with the reason as its log's last line, and thereby the run. Once it has
+lost another rank, rank 0 answers all calls with that error.
 """
 
 from __future__ import annotations
@@ -80,13 +78,13 @@ ENDPOINTS = (
     *("begin_save_state", "wait_save_state", "load_state", "offload", "onload"),
 )
 KEPT_EXPORTS = 2
-"""Engines may still read the export before the newest."""
+"""Engines may still read the previous export."""
 GRACE_S = 10.0
-"""How long a rank waits to be ended after another one was lost, so that the run's error names the other."""
+"""Delay of a rank's exit after another was lost, so that the run's error names the other."""
 
 
 class TrainerService:
-    """One TrainStep on its own thread. `num_waiting` counts requests that run or wait."""
+    """A TrainStep on its own thread. `num_waiting` counts running and waiting requests."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
@@ -95,8 +93,8 @@ class TrainerService:
         self.num_waiting = 0
         self._broken = ""
         self._begun: Callable[[], ExportResponse] | None = None
-        """The export that was begun and has not been asked for."""
-        # Loaded on the thread that will step: the number of CPU threads belongs to the calling thread.
+        """Export that was begun and not requested yet."""
+        # torch's number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
             lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
         ).result()
@@ -107,7 +105,7 @@ class TrainerService:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` on the torch thread, after all that came before it."""
+        """Run `work` on the torch thread, in order."""
         self.num_waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
@@ -115,8 +113,8 @@ class TrainerService:
             self.num_waiting -= 1
 
     def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
-        """On the torch thread of rank 0: call this method of the step on all ranks. Raises what it raises,
-        and Refused for a file that cannot be written.
+        """Call this method of the step on all ranks, from rank 0's torch thread. Raises its errors, and
+        Refused for an unwritable file.
         """
         if self._lost is not None:
             raise self._lost
@@ -128,8 +126,8 @@ class TrainerService:
             self.step.ranks.send(command)
             return _perform(self.step, command)
         except Refused:
-            raise  # all ranks' alike
-        except (OSError, SafetensorError) as error:  # files are written beside what the ranks do together
+            raise  # same on all ranks
+        except (OSError, SafetensorError) as error:  # file errors do not desynchronize the ranks
             raise _cannot_write(name, arguments.get("path", "its file"), error) from error
         except Exception as error:
             if self.step.ranks.size > 1:
@@ -138,13 +136,13 @@ class TrainerService:
             raise
 
     def _check_lost(self, error: Exception) -> None:
-        """Raises Refused for an error by which another rank is lost."""
+        """Raise Refused if the error means that another rank is lost."""
         if (words := loss_behind(error, self._spec)) is not None:
             self._lost = Refused(LOST_STATUS, words.error, rule=words.rule, way_out=words.way_out)
             raise self._lost from error
 
     def _beat(self) -> None:
-        """On a thread of rank 0: the others know by it that it is there."""
+        """Send heartbeats to the other ranks, in a thread of rank 0."""
         period_s, never = self._spec.trainer.timeout_s / BEATS, threading.Event()
         while not self._broken and not never.wait(period_s):
             try:
@@ -155,17 +153,16 @@ class TrainerService:
                     self._check_lost(error)
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """together(), after all requests that came before it."""
+        """Run together() after all earlier requests."""
         return await self.run(lambda: self.together(name, **arguments))
 
-    # Endpoints. What reads the version runs on the torch thread.
+    # Endpoints. Reads of the version run on the torch thread.
 
     async def staged(self, request: web.Request) -> web.StreamResponse:
-        """GET /staged/NAME: an exported file, whole or a Range of it. Other nodes fetch weights here."""
+        """GET /staged/NAME: an exported file or a Range of it, for engines on other nodes."""
         return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
     async def health(self) -> TrainerHealth:
-        """Answered at any time."""
         if self._lost is not None:
             raise self._lost
         return TrainerHealth(
@@ -176,7 +173,6 @@ class TrainerService:
         )
 
     async def train(self, body: bytes) -> TrainResponse:
-        """One optimizer step."""
 
         def work() -> TrainResponse:
             metrics = self.together("train", body)
@@ -193,15 +189,13 @@ class TrainerService:
         return await self.run(work)
 
     async def begin_export(self) -> TrainerHealth:
-        """Begin to write the newest weights; its answer comes from the next export(). Returns once training
-        may go on: what is being written stays as it is.
-        """
+        """Begin to write the newest weights for the next export(). Returns once training may continue."""
         version, self._begun = await self.run(self._begin_export)
         return (await self.health()).model_copy(update={"policy_version": version})
 
     async def export(self) -> ExportResponse:
-        """Write the newest weights, or finish what was begun; then delete exports that no engine can be asked
-        to read any more.
+        """Write the newest weights or finish a begun export, then delete exports that no engine reads any
+        more.
         """
         begun, self._begun = self._begun, None
         finish = begun or (await self.run(self._begin_export))[1]
@@ -224,7 +218,7 @@ class TrainerService:
         return answer
 
     async def export_chunk(self, message: ExportChunkRequest) -> ExportChunkResponse:
-        """Write one chunk of the weights over the one before."""
+        """Write a chunk of the weights over the previous one."""
 
         def work() -> ExportChunkResponse:
             names = self.step.chunk_names(message.version, message.index)
@@ -234,8 +228,8 @@ class TrainerService:
         return await self.run(work)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send what is held, beside the torch thread: training goes on. A trainer that was started again
-        holds nothing: it copies the version that is asked for if it is the newest.
+        """Send the held weights in parallel with training. A restarted trainer copies the requested version
+        first if it is the newest.
         """
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
@@ -243,37 +237,35 @@ class TrainerService:
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
 
     async def save(self, message: SaveRequest) -> TrainerHealth:
-        """Write a Hugging Face folder, or the adapters alone."""
+        """Write a Hugging Face folder, or only the adapters."""
         await self.call("save", path=message.path, merged=message.merged)
         return await self.health()
 
     async def begin_save_state(self, message: StateRequest) -> TrainerHealth:
-        """Returns once training may go on: what is being copied stays as it is."""
+        """Begin to save the state. Returns once training may continue."""
         await self.call("begin_save_state", path=message.path)
         return await self.health()
 
     async def wait_save_state(self) -> TrainerHealth:
-        """Returns once it is written; the torch thread goes on meanwhile."""
+        """Wait until the state is written, without blocking the torch thread."""
         await asyncio.to_thread(self.step.wait_save_state)
         return await self.health()
 
     async def load_state(self, message: StateRequest) -> TrainerHealth:
-        """Go on from a saved folder."""
+        """Continue from a saved folder."""
         await self.call("load_state", path=message.path)
         return await self.health()
 
     async def offload(self, message: OffloadRequest) -> Moved:
-        """Move these parts off the device."""
         moved: Moved = await self.call("offload", parts=message.parts)
         return moved
 
     async def onload(self, message: OffloadRequest) -> Moved:
-        """Move these parts back."""
         moved: Moved = await self.call("onload", parts=message.parts)
         return moved
 
     def _follow(self) -> NoReturn:
-        """The torch thread of another rank: wait for a command, as long as it takes; do it; and again."""
+        """Execute rank 0's commands on another rank's torch thread."""
         try:
             while True:
                 command = self.step.ranks.wait_command()
@@ -283,7 +275,7 @@ class TrainerService:
                 except Refused as refused:
                     log.warning("%s was refused: %s", command.name, refused)
                 self.num_waiting = 0
-        except Exception as error:  # the outermost frame of this thread: log the error and end the process
+        except Exception as error:  # top of the thread: log the error and end the process
             log.exception("rank %d cannot go on", self.step.ranks.rank)
             lost = loss_behind(error, self._spec)
             if lost is not None:
@@ -293,7 +285,7 @@ class TrainerService:
 
 
 def _perform(step: TrainStep, command: Command) -> Any:
-    """A command's part of this rank."""
+    """Execute this rank's part of a command."""
     if command.name == "train":
         try:
             header, arrays = unpack_batch(command.body)
@@ -313,20 +305,20 @@ def _cannot_write(name: str, path: object, error: Exception) -> Refused:
 
 
 def _words(error: Exception) -> ErrorBody:
-    """For an answer, and for the last word of a process; the traceback is in the log."""
+    """Return the error for an answer or the log's last line."""
     if isinstance(error, ConfigError):
         return ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
     way_out = "the trainer's log has the traceback."
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton.")):
         way_out = "set trainer.compile=false, which takes the model's layers as they are; " + way_out
-    # torch reports a lack of memory on the CPU as a plain RuntimeError
+    # on CPU torch raises RuntimeError for a lack of memory
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."
     return ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out)
 
 
 def make_service(service: TrainerService, secret: str) -> web.Application:
-    """The app: on rank 0 all endpoints, on the others /health. An error is answered, not fatal."""
+    """Return the app: all endpoints on rank 0, /health on the others."""
     app = make_app(secret, words=_words)
     add_route(app, "GET", "/health", service.health)
     for name in ENDPOINTS if service.step.ranks.is_first else ():
@@ -336,14 +328,14 @@ def make_service(service: TrainerService, secret: str) -> web.Application:
 
 
 def main() -> None:
-    """Serve until SIGTERM or the parent's end; ends with a fatal line if the spec cannot be met."""
+    """Serve until SIGTERM or the parent's exit; end with a fatal line for an invalid spec."""
     text, fd = child_arguments()
     spec = TrainerSpec.model_validate_json(text)
-    # where each node has a parent of its own, that of rank 0 counts
+    # on several nodes, rank 0's parent counts
     orphaned = partial(shutil.rmtree, spec.staging_dir, ignore_errors=True)
     die_with_parent(*([orphaned] if spec.rank == 0 else []))
     for number in (signal.SIGTERM, signal.SIGINT):
-        # A step may hold the torch thread for long; nothing of it is worth waiting for.
+        # Do not wait for a running step.
         signal.signal(number, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     disable_progress_bar()
@@ -362,7 +354,7 @@ def main() -> None:
 
 
 def make_staging(path: Path) -> None:
-    """Make the folder that only this user may enter. Raises OSError, for a folder of another user's too."""
+    """Make a folder with mode 0700. Raises OSError, also for another user's folder."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():

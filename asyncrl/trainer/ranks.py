@@ -1,11 +1,10 @@
-"""The trainer's processes, on one node or several, as one group: commands of rank 0, sums and agreements.
+"""Process group of the trainer, on one node or several: commands of rank 0, sums and agreements.
 
-Nothing is pickled here. With several nodes each rank needs two things of the network: the store's port of
-rank 0, and any port of each other rank, at which gloo and NCCL listen. None of it is encrypted, and neither
-torch's TCPStore nor gloo nor NCCL asks who comes: a program that reaches these ports can read and change
-weights and batches, and can have a rank run code of its own, since torch.distributed.checkpoint unpickles
-what ranks send each other. So the addresses of the ranks must lie in a network that is the cluster's alone.
-What can be done here is done: the store listens at one address, and gloo and NCCL use one interface.
+Nothing is pickled here. With several nodes each rank needs rank 0's store port, and any port of each other
+rank for gloo and NCCL. Nothing is encrypted or authenticated: a program that reaches these ports can read and
+change weights and batches and run code, since torch.distributed.checkpoint unpickles messages of ranks. So
+the ranks' addresses must be in a private network of the cluster. The store listens at one address, and gloo
+and NCCL use one interface.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interfac
 
 T = TypeVar("T")
 BEATS = 2
-"""So often within trainer.timeout_s rank 0 tells the others that it is there, if nothing else happens."""
+"""Heartbeats of rank 0 per trainer.timeout_s, in the absence of commands."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What rank 0 asks the others to do beside it: a name, JSON, and bytes."""
+    """Request of rank 0 to the others: a name, JSON, and bytes."""
 
     name: str
     arguments: dict[str, Any]
@@ -46,14 +45,12 @@ class Command:
 
 
 class Ranks:
-    """The place of this process in the group. `mesh` is None where nothing is sharded.
+    """Place of this process in the group. `mesh` is None without sharding.
 
     Life: join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
-    Waits: every call, and every collective of FSDP, trainer.timeout_s at most for the other ranks;
-        wait_command for twice as long, in which rank 0 sends commands or beats. So a rank that is cut off,
-        whose connections nothing closes, ends too.
-    Invariant: all ranks make the same collective calls in the same order, so what decides about one is the
-        same on all.
+    Waits: every call and FSDP collective waits at most trainer.timeout_s for the other ranks, wait_command
+        twice that, during which rank 0 sends commands or heartbeats. So a rank that is cut off ends too.
+    Invariant: all ranks make the same collective calls in the same order.
     """
 
     def __init__(
@@ -71,12 +68,12 @@ class Ranks:
         """Rank 0 writes files and answers."""
 
     def beside(self) -> Ranks:
-        """The same ranks for the calls of another thread. Made on all of them at once."""
+        """Return the same ranks for another thread's calls. All ranks must call it together."""
         group = dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
         return Ranks(self.rank, self.size, group=group, timeout=self._timeout)
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON value of each rank, in order."""
+        """Return each rank's JSON value, in order."""
         if self.size == 1:
             return [value]
         mine = _bytes_tensor(json.dumps(value).encode())
@@ -88,7 +85,7 @@ class Ranks:
         return [json.loads(_to_bytes(text[:length])) for text, length in zip(texts, lengths, strict=True)]
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Run `work` on this rank and return its result. Raises Refused on all ranks if it does on one."""
+        """Run `work` and return its result. Raises Refused on all ranks if it does on one."""
         answer, failure = list[T](), None
         try:
             answer = [work()]
@@ -104,25 +101,23 @@ class Ranks:
             dist.all_reduce(torch.from_numpy(array))
 
     def send(self, command: Command) -> None:
-        """On rank 0: send the command to all others, which wait in wait_command or soon will."""
+        """Send the command from rank 0 to the others."""
         if self.size > 1:
             head = json.dumps({"name": command.name, "arguments": command.arguments}).encode()
             dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self._commands)
             dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
 
     def beat(self) -> None:
-        """On rank 0, between commands: tell the others, which wait for one, that it is there, and hear that
-        they are.
-        """
+        """Exchange a heartbeat with the waiting ranks, from rank 0 between commands."""
         dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self._commands)
         dist.all_reduce(torch.zeros(1), group=self._commands)
 
     def wait_command(self) -> Command:
-        """On the other ranks: the next command of rank 0."""
+        """Wait for the next command of rank 0."""
         lengths = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(lengths, 0, group=self._commands)
         while not lengths[0]:
-            dist.all_reduce(torch.zeros(1), group=self._commands)  # a beat
+            dist.all_reduce(torch.zeros(1), group=self._commands)  # a heartbeat
             dist.broadcast(lengths, 0, group=self._commands)
         head, body = lengths.tolist()
         text = torch.zeros(head + body, dtype=torch.uint8)
@@ -131,17 +126,16 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""One process, no process group, nothing sharded."""
+"""Single process without process group and sharding."""
 
 
 @dataclass
 class Rendezvous:
-    """One rank on its way into the group: how the ranks of a trainer find each other, in a file or in a store
-    that rank 0 opens.
+    """Meeting of the ranks, in a file or in a store of rank 0.
 
     Life: open() -> here() -> connected(). All raise ConfigError.
-    Waits: spec.meet_s at most for all three together. What of torch goes on waiting past that does so in a
-        thread that the process leaves behind at its end.
+    Waits: at most spec.meet_s for all three. Longer torch waits continue in a thread that the process leaves
+        behind.
     """
 
     spec: TrainerSpec
@@ -160,7 +154,7 @@ class Rendezvous:
         return self.spec.store or str(self.spec.staging_dir / RENDEZVOUS)
 
     def open(self) -> Any:
-        """The store; with several nodes rank 0 opens it, at its address alone."""
+        """Return the store; with several nodes rank 0 opens it, at its address only."""
         spec, size = self.spec, self.spec.trainer.world_size
         if not spec.store:
             return dist.FileStore(self._where, size)  # type: ignore[attr-defined]
@@ -173,7 +167,7 @@ class Rendezvous:
         return self._in_time(what, lambda: dist.TCPStore(host, int(port), **options))  # type: ignore[attr-defined]
 
     def here(self, store: Any) -> None:
-        """Return when all ranks are there."""
+        """Wait until all ranks are present."""
         keys = {f"here-{rank}": rank for rank in range(self.spec.trainer.world_size)}
 
         def wait() -> str:
@@ -193,14 +187,14 @@ class Rendezvous:
             raise ConfigError(what, rule=rule, way_out=f"read the log of rank {missing}; {OPEN_PORTS}.")
 
     def connected(self, connect: Callable[[], T]) -> T:
-        """What `connect` makes with the others: groups of processes."""
+        """Return the process groups that `connect` makes with the others."""
         return self._in_time(f"{self._me} has met the others, and cannot connect to each of them", connect)
 
     def _in_time(self, what: str, work: Callable[[], T]) -> T:
-        """The limits of torch do not cover a server that is silent, or a connection that breaks."""
+        """Enforce the limit: torch's limits miss silent servers and broken connections."""
         try:
             return run_within(self._left.total_seconds() + 1.0, work, name="rendezvous")
-        except (RuntimeError, OSError) as error:  # a TimeoutError is one
+        except (RuntimeError, OSError) as error:  # includes TimeoutError
             why = str(error).partition("\n")[0] or "no answer"
             within = f"within {self.spec.meet_s:g} s: {why[:300]}"
             rule = f"the ranks of a trainer meet at {self._where}, then each connects to each"
@@ -228,9 +222,9 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
     def connect() -> Any:
         if is_cuda:
-            torch.cuda.set_device(ordinal)  # of this thread
+            torch.cuda.set_device(ordinal)  # for this thread
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=size, timeout=timeout)
-        # Sending waits until the other ranks receive: rank 0 only sends to those that wait, or soon will.
+        # Sending waits for receivers: rank 0 sends only to ranks that wait, or soon will.
         return dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else 2 * timeout)
 
     commands = meeting.connected(connect)
@@ -239,12 +233,12 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
-    """What to say where a collective has failed: another rank is gone, late or cut off. None: it is another
-    error.
+    """Return the error to report if a collective failed because a rank is gone, late or cut off, otherwise
+    None.
     """
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
-    # less where in gloo's source it was, and its advice to a developer
+    # without gloo's source location and advice to developers
     why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])
     return ErrorBody(
         error=f"rank {spec.rank} ({spec.address}) has lost the other ranks of the trainer: {why[:500]}",

@@ -1,6 +1,4 @@
-"""The model of a checkpoint without the processes that wrote it: its weights in the model that the run began
-with, on the CPU of this process, as folders like those that a run saves at its end.
-"""
+"""Convert a checkpoint's weights into a model folder on the CPU, without the trainer's processes."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ Shapes = Mapping[str, Sequence[int]]
 def save_folder(
     model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
 ) -> None:
-    """Write a Hugging Face folder of `model` with these weights, in_export_dtype, complete or not at all;
-    replaces one. Raises OSError.
+    """Write a Hugging Face folder of `model` with these weights, in_export_dtype, atomically replacing an old
+    one. Raises OSError.
     """
     with whole_folder(path) as unfinished:
         model.save_pretrained(unfinished, state_dict=weights)
         config_file = unfinished / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
-        # save_pretrained notes the dtype of the master weights, not of the state_dict that it was given.
+        # save_pretrained records the master weights' dtype instead of the state_dict's.
         config["dtype"] = dtype_name(dtype)
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(unfinished)
@@ -48,9 +46,8 @@ def save_folder(
 def save_model(
     state: Path, base: Path, path: Path, tell: Callable[[str], None], *, dtype: str, chat_template: str | None
 ) -> None:
-    """Write the weights of a saved state as a Hugging Face folder: what the trainer computed with, in
-    `dtype`, adapters merged. `base` is the model that the run began with. In memory are the model in `dtype`,
-    and 1 GiB of the state. Raises Refused, ConfigError, OSError, SafetensorError.
+    """Write a saved state as a Hugging Face folder in `dtype`, adapters merged, on the run's model `base`.
+    Memory: the model in `dtype` and 1 GiB. Raises Refused, ConfigError, OSError, SafetensorError.
     """
     disable_progress_bar()
     saved, of_dtype = read_state(state), getattr(torch, dtype)
@@ -88,8 +85,8 @@ def save_peft(
     dtype: str,
     chat_template: str | None,
 ) -> None:
-    """Write the adapters of a saved state as a peft folder on the model `name`, with the tokenizer of `base`.
-    No other weights are read. Raises Refused, ConfigError, OSError, SafetensorError.
+    """Write a saved state's adapters as a peft folder on the model `name`, with the tokenizer of `base`.
+    Reads no other weights. Raises Refused, ConfigError, OSError, SafetensorError.
     """
     saved = read_state(state)
     assert saved.lora is not None, "it is asked for where the run trains adapters"
@@ -101,13 +98,13 @@ def save_peft(
 
 
 def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tensor]:
-    """As Adapters.tensors() names them."""
+    """Return adapters under the names of Adapters.tensors()."""
     named = read_weights(state, shapes)
     return {name.replace(f".{ADAPTER}.weight", ".weight"): tensor.to(dtype) for name, tensor in named}
 
 
 def _refuse_other_model(state: Path, saved: Shapes, there: Shapes) -> None:
-    """Raises Refused unless the model has these weights."""
+    """Raise Refused unless the model has these weights."""
     for name in sorted({*saved, *there}):
         if tuple(saved.get(name, ())) != tuple(there.get(name, ())) or name not in saved or name not in there:
             shapes = f"{saved.get(name)} in {state} and {there.get(name)} in the model that it began with"

@@ -1,19 +1,17 @@
-"""What a trainer needs to go on as if it had never stopped: saved beside training, loaded exactly.
+"""Trainer state of a checkpoint: saved in parallel with training, restored exactly.
 
-That is the float32 master weights and AdamW's moments by parameter name, the counts that stand in Progress,
-and each rank's random generators of torch. The learning rate is a function of these counts, the initial
-weights of a KL penalty are those of model.path; neither is saved. With adapters (trainer.lora) the weights
-below them are not saved either. The folder is part of a checkpoint, which is whole once its manifest is
-written (asyncrl/checkpoints/folder.py):
+It contains the float32 master weights and AdamW's moments by parameter name, Progress, and each rank's torch
+random generators. The learning rate follows from Progress, and a KL penalty's initial weights are
+model.path's. With adapters (trainer.lora) the base weights are not saved. The folder belongs to a checkpoint,
+which is whole once its manifest is written (asyncrl/checkpoints/folder.py):
 
-    __R_N.distcp    the shards that rank R wrote, by torch.distributed.checkpoint (DCP)
-    .metadata       where each shard of each tensor lies: DCP's index, a pickle
-    state.json      what the tensors belong to, and Progress
+    __R_N.distcp    shards of rank R, by torch.distributed.checkpoint (DCP)
+    .metadata       places of all shards: DCP's index, a pickle
+    state.json      description of the tensors, and Progress
 
-DCP lays shards out anew: what N ranks have saved, M ranks load. The same bits come out of the same number of
-ranks. It does not check what it reads: the files were compared with the manifest of their checkpoint, against
-damage. A manifest can be forged like a file, so the index is unpickled with DCP's own classes alone, and
-tensors are read with weights_only.
+DCP reshards: N ranks save, M ranks load. The same number of ranks gives the same bits. The checkpoint's
+manifest protects against damage. Since a manifest can be forged, the index is unpickled with DCP's own
+classes only, and tensors are read with weights_only.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ READ_BYTES = 2**30
 INDEX, STATE = ".metadata", "state.json"
 INDEX_CLASSES = {
     "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),  # its home in Python 3.13
+    "pathlib._local": ("PosixPath",),  # new location in Python 3.13
     "torch": ("Size", "float32", "uint8"),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
@@ -60,11 +58,11 @@ INDEX_CLASSES = {
     ),
     "torch.serialization": ("_get_layout",),
 }
-"""All that the pickle of an index of float32 and uint8 tensors names, by module."""
+"""Classes in a pickled index of float32 and uint8 tensors, by module."""
 
 
 class Progress(BaseModel, frozen=True):
-    """The counts of a TrainStep."""
+    """Counts of a TrainStep."""
 
     policy_version: int = 0
     num_optimizer_steps: int = 0
@@ -72,7 +70,7 @@ class Progress(BaseModel, frozen=True):
 
 
 class SavedState(BaseModel, frozen=True):
-    """state.json. `lora`: the LoraConfig, None where all weights are trained."""
+    """state.json. `lora`: the LoraConfig, None if all weights are trained."""
 
     model_path: str
     lora: dict[str, Any] | None
@@ -84,15 +82,13 @@ class SavedState(BaseModel, frozen=True):
 
 
 class TrainerState:
-    """Saves and loads the weights and the optimizer that it is given. Made on all ranks at once, and called
-    on all of them.
+    """Saves and loads given weights and optimizer, on all ranks together.
 
-    Life: begin_save -> `copying` ends, and from then on what is saved may change -> `pending` ends ->
-        begin_save ...: one at a time, since its copy lies in memory that is used again. Where the host has
-        less available than the copy takes, it is given back after each save; and where it has not enough for
-        one, what is off its device is written from the host memory that it lies in, which wait_lent() waits
-        for.
-    Invariant: a load that is refused because of what the folder is or holds has changed nothing.
+    Life: begin_save -> `copying` ends, after which the sources may change -> `pending` ends -> begin_save
+        ...: one at a time, since the copy's memory is reused. If the host is short of memory, the copy is
+        freed after each save; if it cannot hold a copy at all, offloaded parts are written from their host
+        memory, which wait_lent() waits for.
+    Invariant: a refused load changes nothing.
     """
 
     def __init__(
@@ -109,15 +105,15 @@ class TrainerState:
         self._ranks = ranks.beside()
         self._group = {"process_group": self._ranks.group, "no_dist": self._ranks.group is None}
         self._host: dict[str, Tensor] = {}
-        # cpu_offload has the state on the host already: nothing is gained by pinned memory
+        # with cpu_offload the state is on the host, and pinning gains nothing
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
         self._is_lent = False
-        """What is written lies in memory of the offload."""
+        """True while the offload's memory is written from."""
         self.copying: Future[None] | None = None
         self.pending: Future[None] | None = None
         self._copier = ThreadPoolExecutor(1, "copy state")
         self._writer = ThreadPoolExecutor(1, "state")
-        # DCP warns whenever it runs without a process group. Not on the writing thread: filters are global.
+        # DCP warns without a process group. Not on the writing thread: filters are global.
         warnings.filterwarnings(
             "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
         )
@@ -125,10 +121,10 @@ class TrainerState:
     def begin_save(
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
-        """Have everything copied to host memory beside the next forward and backward pass, then written to
-        `path`, which is new, while training goes on. The Future raises Refused if it could not be written.
+        """Copy everything to host memory during the next forward and backward pass, then write it to the new
+        folder `path` during training. The Future raises Refused if writing fails.
 
-        `content_of` finds the values of a local tensor that are not in it (offload.py).
+        `content_of` returns the values of an offloaded local tensor (offload.py).
         """
         if self.pending is not None:
             wait([self.pending])
@@ -153,13 +149,13 @@ class TrainerState:
         return self.pending
 
     def wait_lent(self) -> None:
-        """Return when nothing is written any more from memory that is not this one's own; after `copying`."""
+        """Wait until no borrowed memory is written any more; call it after `copying`."""
         if self._is_lent and self.pending is not None:
             wait([self.pending])
 
     def load(self, path: Path) -> Progress:
-        """Overwrite weights, optimizer and random generators with those of a saved folder; returns its
-        counts. Raises Refused if it is not complete, or is of another model.
+        """Restore weights, optimizer and random generators from a folder; return its counts. Raises Refused
+        if it is incomplete or from another model.
         """
         manifest = self._ranks.agree(lambda: self._fitting_manifest(path))
         rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
@@ -186,7 +182,7 @@ class TrainerState:
     def _write(
         self, path: Path, live: dict[str, Tensor], manifest: SavedState, copying: Future[None]
     ) -> None:
-        """On the writing thread: the copies, laid out over the ranks as `live` is, which is not read."""
+        """Write the copies on the writing thread, sharded like `live`, which is not read."""
         try:
             self._ranks.agree(lambda: _copied(copying))  # else the others would wait for this rank in DCP
             with _errors(path):
@@ -201,21 +197,20 @@ class TrainerState:
                 self._memory.free()
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        """The optimizer's state of one weight, to be overwritten; made as AdamW makes it if there is none."""
+        """Return a weight's optimizer state, created like AdamW's if missing, to be overwritten."""
         if state := self._optimizer.state.get(master):
             return dict(state)
         moments = {moment: torch.zeros_like(master).detach() for moment in MOMENTS}
         return {"step": torch.zeros((), device=master.device), **moments}
 
     def _own_rng(self) -> dict[str, Tensor]:
-        """Random generators of this rank."""
         states = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self._device)
         return states
 
     def _live(self, moments: dict[str, dict[str, Tensor]], rng: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All that lies in the folder, by its name there."""
+        """Return all tensors of the folder, by name."""
         live = {f"weights.{name}": master.detach() for name, master in self._masters.named.items()}
         for name, state in moments.items():
             live |= {f"adamw.{moment}.{name}": state[moment] for moment in MOMENTS}
@@ -230,12 +225,12 @@ class TrainerState:
         content_of: Callable[[Tensor], Tensor],
         reading: AbstractContextManager[Any],
     ) -> None:
-        """On the copying thread: this rank's shards to the host."""
+        """Copy this rank's shards to the host, on the copying thread."""
         is_cuda = self._device.type == "cuda"
         with reading:
             locals_ = {name: local_of(tensor) for name, tensor in live.items()}
             found = {name: content_of(local) for name, local in locals_.items()}
-            self._host = {}  # views of memory that may be replaced
+            self._host = {}  # views of replaceable memory
             try:
                 places = self._places(locals_)
             except MemoryError:
@@ -245,7 +240,7 @@ class TrainerState:
                 self._is_lent = True
                 places = self._places(here)
             for name, content in found.items():
-                # a storage of its own: DCP copies a tensor once more that is a part of a larger one
+                # separate storage: DCP copies parts of larger tensors again
                 self._host[name] = torch.from_numpy(places.get(name, content).numpy())
                 if name in places:
                     self._host[name].copy_(content, non_blocking=is_cuda)
@@ -253,7 +248,7 @@ class TrainerState:
                 torch.cuda.current_stream(self._device).synchronize()
 
     def _places(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """For a copy of each. Raises MemoryError."""
+        """Return memory for a copy of each tensor. Raises MemoryError."""
         placed, num_bytes = lay_out(entries_of(LazyWeights(dict(tensors)), None))
         return views(placed, self._memory.of(num_bytes))
 
@@ -277,7 +272,7 @@ class TrainerState:
 
 
 def read_state(path: Path, who: str = "") -> SavedState:
-    """What a saved folder says of itself. Raises Refused."""
+    """Read state.json. Raises Refused."""
     try:
         return SavedState.model_validate_json((path / STATE).read_bytes())
     except (OSError, ValidationError) as error:
@@ -287,8 +282,8 @@ def read_state(path: Path, who: str = "") -> SavedState:
 
 
 def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Master weights of a saved folder, whole, float32, by parameter name: however many ranks wrote them, in
-    this process alone, and READ_BYTES at once. The optimizer's state is not read. Raises Refused.
+    """Yield whole float32 master weights of a folder by parameter name, in this process, READ_BYTES at once,
+    without the optimizer's state. Raises Refused.
     """
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     _read_index(path)
@@ -296,13 +291,13 @@ def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tu
         some = {f"weights.{name}": torch.empty([*shapes[name]]) for name in names}
         planner = _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _errors(path), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # DCP's, that it runs without a process group
+            warnings.simplefilter("ignore", UserWarning)  # DCP warns without a process group
             dcp_load(some, storage_reader=_Reader(path), planner=planner, no_dist=True)
         yield from ((name, some.pop(f"weights.{name}")) for name in names)
 
 
 class _HostPlanner(DefaultSavePlanner):
-    """Takes the layout from the live tensors and the values from their copies."""
+    """Takes the layout from live tensors and the values from their copies."""
 
     def __init__(self, host: dict[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -318,7 +313,7 @@ class _TensorPlanner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Unpickles nothing but an index of tensors."""
+    """Unpickles only an index of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / INDEX).open("rb") as file:
@@ -337,7 +332,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """DCP answers a failure on one rank on all of them, with all that they raised."""
+    """Raise Refused for file errors. DCP reports a failure of one rank on all."""
     try:
         yield
     except (OSError, CheckpointException) as error:
@@ -345,7 +340,7 @@ def _errors(path: Path) -> Iterator[None]:
         if isinstance(error, CheckpointException):
             reason, _ = next(iter(error.failures.values()))
         while not isinstance(reason, OSError) and reason.__context__ is not None:
-            reason = reason.__context__  # torch's writer tells of a failed write as of a wrong position
+            reason = reason.__context__  # torch's writer reports a failed write as a wrong position
         raise _failed(path, reason) from error
 
 
@@ -356,15 +351,15 @@ def _failed(path: Path, reason: BaseException) -> Refused:
 
 
 def _read_index(path: Path) -> Metadata:
-    """Raises Refused with the reason, which DCP of torch 2.11 does not tell."""
+    """Read the index. Raises Refused with the reason, which DCP of torch 2.11 hides."""
     try:
         return _Reader(path).read_metadata()
-    except Exception as error:  # whatever a damaged pickle raises
+    except Exception as error:  # damaged pickles raise anything
         raise _failed(path, error) from error
 
 
 def _refuse_incomplete(path: Path) -> None:
-    """On rank 0: the files of the other ranks are here too."""
+    """Raise Refused if files of other ranks are missing, on rank 0."""
     index = _read_index(path)
     wanted = {Path(place.relative_path).name for place in index.storage_data.values()}
     if missing := sorted(name for name in wanted if not (path / name).is_file()):
@@ -375,7 +370,7 @@ def _refuse_incomplete(path: Path) -> None:
 
 
 def _copied(copying: Future[None]) -> None:
-    """Wait for the copy of this rank. Raises Refused."""
+    """Wait for this rank's copy. Raises Refused."""
     try:
         copying.result()
     except (OSError, MemoryError, RuntimeError) as error:

@@ -1,13 +1,11 @@
-"""A Learner whose weights leave it for the engines, are saved, and can be moved off the device. Every method
-is called on all ranks at once, which gather what is sharded; rank 0 alone writes, and its answer alone means
-something.
+"""Learner that exports, saves and offloads its weights. All ranks call every method together and gather
+shards; rank 0 writes, and only its answer counts.
 
-With each export goes a canary: the logprobs of a fixed short text. An engine that has loaded the export
-computes the same text and compares: other weights, in any layer, give other logprobs. The forward pass is the
-policy's own, the one that the loss gets its logprobs from, at temperature 1: its weights are the export's,
-bit for bit. So what is left between trainer and engine is how each of them rounds inside a layer: 1e-5 nats
-in float32, hundredths in bfloat16, the size of policy/logprob_gap_mean. What changes logprobs by less, a
-tensor that is one step old at a learning rate of 1e-6, say, it cannot show: digests do.
+Each export has a canary: logprobs of a fixed short text, which engines recompute after loading. Wrong weights
+in any layer change the logprobs. They come from the policy's own forward pass at temperature 1, whose weights
+equal the export bit for bit, so that only rounding differs: 1e-5 nats in float32, hundredths in bfloat16,
+like policy/logprob_gap_mean. Smaller changes, such as a tensor that is one step old at a learning rate of
+1e-6, are detected by digests only.
 """
 
 from __future__ import annotations
@@ -61,14 +59,14 @@ CHUNK_FILE = "chunk.safetensors"
 
 
 class TrainStep(Learner):
-    """Life: as Learner's; offload and onload of any parts may come between any two calls. A call that needs a
-    part that is offloaded is refused.
+    """Learner whose weights are exported, saved and offloaded.
 
-    Invariant: a checkpoint is never refused: what is away is saved from where it lies, and stays there.
+    Life: as Learner; offload and onload may come between any two calls. A call that needs an offloaded part
+        is refused.
+    Invariant: a checkpoint is never refused: offloaded parts are saved too.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
-        """Raises ConfigError."""
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
@@ -83,20 +81,20 @@ class TrainStep(Learner):
 
     @property
     def offloaded(self) -> list[TrainerPart]:
-        """The parts that are away. Any thread may ask."""
+        """Offloaded parts. Thread-safe."""
         return sorted(self._offload.away)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """As Learner's. Raises Refused."""
+        """Train like Learner. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         metrics = super().train(header, arrays)
-        self._state.wait_lent()  # here, where a slow disk has the time of a step, and not in a handover
+        self._state.wait_lent()  # a slow disk may take the time of a step here, not of a handover
         return metrics
 
     def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
-        """Begin to bring the current weights, in the engine's dtype, to where engines take them from. Any
-        thread may call what this returns, which waits for the end, and raises OSError, or Refused if the
-        weights give NaN. Meanwhile training goes on, up to the next change of a weight.
+        """Begin to export the current weights in the engine's dtype. The returned function waits, in any
+        thread, and raises OSError, or Refused if the weights give NaN. Training may continue until the next
+        change of a weight.
         """
         self._offload.need("export", "weights")
         with self._meter.export():
@@ -107,12 +105,12 @@ class TrainStep(Learner):
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
 
     def export(self, path: Path) -> ExportResponse:
-        """begin_export, and wait. Raises OSError or Refused."""
+        """Export and wait. Raises OSError or Refused."""
         return self.begin_export(path)()
 
     def before_change(self) -> None:
-        """Wait for an export and a copy of the state, which read weights and optimizer; if one fails, its
-        caller is told.
+        """Wait for exports and state copies, which read weights and optimizer; their callers get any
+        errors.
         """
         reading: list[Future[Any]] = [
             one for one in (self._exporting, self._state.copying) if one is not None
@@ -120,28 +118,27 @@ class TrainStep(Learner):
         wait(reading)
 
     def offload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move these parts off the device. Raises Refused, with all where it was."""
+        """Move these parts off the device. Raises Refused and moves nothing."""
         self.before_change()
         self._state.wait_lent()
         parts, adapters = frozenset(parts), self._adapters
         if adapters is not None and "weights" in parts:
-            adapters.forget_merged()  # now, for others get what is free after the move
+            adapters.forget_merged()  # now, since the freed memory is used after the move
         try:
             return self._offload.offload(parts)
         finally:
             self._merge_again()
 
     def onload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move these parts back. Raises Refused, with all where it was."""
+        """Move these parts back. Raises Refused and moves nothing."""
         self.before_change()
         moved = self._offload.onload(parts)
         self._merge_again()
         return moved
 
     def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a
-        peft folder. One that is there is replaced by the whole new one. Raises OSError, SafetensorError and
-        Refused.
+        """Write weights and tokenizer as a Hugging Face folder, or only the adapters as a peft folder,
+        replacing an old one. Raises OSError, SafetensorError and Refused.
         """
         self._offload.need("save", "weights")
         adapters = None if merged else self._adapters
@@ -152,7 +149,7 @@ class TrainStep(Learner):
         if not self.ranks.is_first:
             gather_along(weights, self.dtype)
             return
-        gathered = in_export_dtype(weights, self.dtype)  # first of all: the other ranks gather too
+        gathered = in_export_dtype(weights, self.dtype)  # first: the other ranks gather too
         if adapters is None:
             tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
             save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
@@ -164,36 +161,30 @@ class TrainStep(Learner):
             save_adapter(path, gathered, self.spec.trainer.lora, base, commit)
 
     def begin_save_state(self, path: Path) -> Future[None]:
-        """Have all that is needed to go on copied, wherever it lies, and written to the new folder `path`
-        beside training.
-        """
+        """Copy the state, offloaded or not, and write it to the new folder `path` during training."""
         progress = Progress.model_validate(self, from_attributes=True)
         return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
-        """Return when what was begun last is complete, at once if nothing was. Raises Refused. Any thread may
-        call it.
-        """
+        """Wait until the last begun save is complete, in any thread. Raises Refused."""
         if self._state.pending is not None:
             self._state.pending.result()
 
     def load_state(self, path: Path) -> None:
-        """Go on from a saved folder of a checkpoint that was found whole. Raises Refused."""
+        """Continue from a whole checkpoint's folder. Raises Refused."""
         self._offload.need("load a state", "weights", "optimizer")
         self.before_change()
         self._chunks.forget()
         vars(self).update(self._state.load(path))  # the fields of Progress
         self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps
-        self._note_restored(self.policy_version)  # now: there may be no batch left to train on
+        self._note_restored(self.policy_version)  # now: no batch may follow
 
     def weights_digest(self) -> str:
-        """Digest of the float32 master weights: of what is trained, so of the adapters alone with
-        trainer.lora.
-        """
+        """Return the digest of the trained float32 master weights, only the adapters with trainer.lora."""
         return digest_of(self._masters.named)
 
     def chunk_names(self, version: int, index: int) -> list[str]:
-        """On rank 0: the tensors that all ranks gather for this chunk. Raises Refused."""
+        """Return the tensors that all ranks gather for this chunk, on rank 0. Raises Refused."""
         self._offload.need("export a chunk", "weights")
         assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora in turns"
         if version != self.policy_version:
@@ -204,9 +195,8 @@ class TrainStep(Learner):
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
-        """Rank 0 writes chunk `index`, after chunk_names(), which says what `names` the others gather; where
-        each rank has a place of its own they all write it. The canary goes with the last one. Raises OSError,
-        or Refused as export().
+        """Write chunk `index` after chunk_names(), on rank 0 or on all ranks with separate memories; `names`
+        are gathered. The last chunk has the canary. Raises OSError, or Refused like export().
         """
         with self._meter.export():
             weights = self._lazy_weights()
@@ -218,14 +208,12 @@ class TrainStep(Learner):
 
     @torch.no_grad()
     def _canary(self) -> Canary | None:
-        """Of ids that are random over the whole vocabulary, and always the same. Every rank computes the
-        whole of it.
-        """
+        """Return the canary of fixed random ids over the whole vocabulary. Every rank computes all of it."""
         if not self.spec.canary_tokens:
             return None
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         ids = np.random.default_rng(0).integers(0, vocab_size, self.spec.canary_tokens)
-        text = np.append(ids, 0)  # the last is only predicted: so the pass reads all of the text
+        text = np.append(ids, 0)  # the last token is only predicted
         scores = self.policy(pack_texts([[text]], self.device))
         reshard(self.policy)
         logprobs = scores.logprob_M[:-1].tolist()
@@ -248,15 +236,13 @@ class TrainStep(Learner):
             raise ConfigError(what, way_out=way_out) from error
 
     def _merge_again(self) -> None:
-        """Have the weights that a move forgot, with adapters merged, where what they are made of is here."""
+        """Merge adapters again after a move, if all weights are here."""
         adapters = self._adapters
         if adapters is not None and adapters.is_forgotten and "weights" not in self.offloaded:
             adapters.keep_merged()
 
     def _lazy_weights(self) -> LazyWeights:
-        """All weights by the model's names, in the order of an export, which names them as the checkpoint
-        that the model was loaded from does; each that has an adapter is merged only when it is asked for.
-        """
+        """Return all weights under the checkpoint's names, in export order; adapters are merged on access."""
         merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
             weights = named_weights(self.policy.model)
@@ -267,8 +253,8 @@ class TrainStep(Learner):
         return LazyWeights(weights, merges, self._pieces)
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
-        """Weights: all that the model computes with, the policy's and the reference's, buffers and adapters
-        included. Optimizer: AdamW's moments, and float32 master weights that are not the model's own.
+        """Return a part's tensors. Weights: parameters and buffers of policy and reference, adapters
+        included. Optimizer: AdamW's moments and separate float32 master weights.
         """
         if part == "gradients":
             return []  # none outlives its step
@@ -283,7 +269,7 @@ class TrainStep(Learner):
 
 
 def _checked(canary: Canary | None) -> Canary | None:
-    """The canary, if it can be compared with anything. Raises Refused."""
+    """Return the canary if it is finite. Raises Refused."""
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
     num_bad = sum(not math.isfinite(logprob) for logprob in canary.logprobs)

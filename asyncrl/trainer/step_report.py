@@ -1,17 +1,15 @@
-"""What a step tells: its time, speed and memory; how far engines and trainer are apart on tokens that both
-have from the same weights, engine by engine; distances between policies; its line of the trained record.
-Imports no torch.
+"""Metrics of a step: time, speed, memory, engine-trainer gaps, policy distances; and its line of the trained
+record. Imports no torch.
 
-The trained record, trained.jsonl, has one JSON line a step, enough to check the staleness bound with nothing
-else. A line holds `version` (the batch turned it into version + 1), `min_version`, `loss` (null where all of
-its steps were skipped), `num_loss_tokens`, and for each trajectory (a branch of a rollout) its ids, the
-rollout's reward, `num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex digits of the sha256 of its
-int32 token ids) and `spans`: [start, end, version] of the tokens that carried loss, positions counted from
-the first prompt token.
+The trained record, trained.jsonl, has one JSON line per step, which suffices to check the staleness bound. A
+line has `version` (the batch turned it into version + 1), `min_version`, `loss` (null if all steps were
+skipped), `num_loss_tokens`, and for each trajectory (a branch of a rollout) its ids, the rollout's reward,
+`num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex digits of the sha256 of its int32 token ids) and
+`spans`: [start, end, version] of loss tokens, counted from the first prompt token.
 
-A line {"restored": v} says that the trainer went on from the weights of version v: later lines of v and above
-count, earlier ones do not. Does it hold "lost": [first, last], then the lines of these versions are missing,
-for the reason that "why" gives: they cannot come back, because the weights hold what was trained on.
+A line {"restored": v} marks a restart from the weights of version v: earlier lines of v and above do not
+count. With "lost": [first, last], the lines of these versions are missing for the reason in "why" and cannot
+be restored.
 """
 
 from __future__ import annotations
@@ -44,11 +42,9 @@ Float32M = npt.NDArray[np.float32]
 BoolN = npt.NDArray[np.bool_]
 
 GAP_WARNING = 0.05
-"""Nats of mean logprob gap on fresh tokens from which the log warns."""
+"""Mean logprob gap on fresh tokens, in nats, that causes a warning."""
 MIN_ENGINE_TOKENS = 64
-"""Fresh tokens of one engine from which its own mean is judged: of fewer, one unlikely token can be most of
-it.
-"""
+"""Minimum fresh tokens of an engine to judge its mean; with fewer, a single unlikely token dominates."""
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that is off alone; weight_sync.interrupt=keep_kv raises the gap"
@@ -57,7 +53,7 @@ GAP_ADVICE = (
 
 Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
 PHASES: tuple[Phase, ...] = ("pack", "logprobs", "forward", "backward", "optimizer", "blocked")
-"""Each is a metric perf/NAME_s. What is in none of them: checks, advantages, sums over ranks, the record."""
+"""Each is a metric perf/NAME_s. Excluded: checks, advantages, sums over ranks, the record."""
 
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
@@ -70,31 +66,30 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
 }
-"""FLOP/s by words of the device's name, the first that fits. NVIDIA's data sheets: bfloat16 of tensor cores
-without sparsity (half of what is printed with it), float32 without TF32, which the trainer does not use.
+"""FLOP/s by words of the device's name, first match. From NVIDIA's data sheets: bfloat16 tensor cores without
+sparsity (half of the sparse number), float32 without TF32, which the trainer does not use.
 """
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Of one device, FLOP/s; None if it is not known."""
+    """Return a device's peak FLOP/s; None if unknown."""
     words = set(device_name.replace("-", " ").split())
     found = (peaks for name, peaks in PEAK_FLOPS.items() if words.issuperset(name.split()))
     return next(found, {}).get(dtype)
 
 
 class StepMeter:
-    """Where the time of a step went on this rank; speed and memory of all ranks.
+    """Times a step's phases on this rank; speed and memory of all ranks.
 
-    A CUDA device works behind the host. So a phase is timed by events in the stream that computes: to record
-    one waits for nothing, and they are read at the end of the step, which waits for the last one alone, not
-    for other streams. On the CPU it is the host's clock.
+    CUDA works asynchronously, so phases are timed by stream events, which are read at the step's end; that
+    waits only for the last event. On CPU it is the host's clock.
 
     Life: start() -> enter() at each change of phase, count() for each micro-batch -> numbers(), on all ranks;
-        what a refused batch has left is forgotten. export() between steps.
+        a refused batch is forgotten. export() between steps.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, cuda: Any = None) -> None:
-        """`cuda`: torch.cuda, where the trainer computes there."""
+        """`cuda`: torch.cuda, if the trainer uses it."""
         self._ranks, self._cuda = ranks, cuda
         device_name = "cpu" if cuda is None else cuda.get_device_name()
         self._peak_flops = peak_flops(device_name, dtype)
@@ -104,14 +99,13 @@ class StepMeter:
         self.start()
 
     def start(self) -> None:
-        """A step begins."""
         self._started_s = time.perf_counter()
         self._stamps: list[tuple[Phase, Any]] = []
         self._num_tokens, self._flops = 0, 0.0
         self.enter("")
 
     def enter(self, phase: Phase) -> None:
-        """What comes is of this phase; '': of none."""
+        """Begin this phase; '': none."""
         stamp: Any = time.perf_counter()
         if self._cuda is not None:
             stamp = self._cuda.Event(enable_timing=True)
@@ -119,13 +113,13 @@ class StepMeter:
         self._stamps.append((phase, stamp))
 
     def count(self, flops: float, num_tokens: int = 0) -> None:
-        """One pass over a micro-batch; its packed tokens, where it has a backward pass."""
+        """Count a pass over a micro-batch; its packed tokens only with a backward pass."""
         self._flops += flops
         self._num_tokens += num_tokens
 
     @contextlib.contextmanager
     def export(self) -> Iterator[None]:
-        """Time in which weights on their way to the engines hold the trainer; the next step tells it."""
+        """Time an export that blocks the trainer, for the next step's metrics."""
         started_s = time.perf_counter()
         try:
             yield
@@ -133,7 +127,7 @@ class StepMeter:
             self._export_s += time.perf_counter() - started_s
 
     def numbers(self) -> dict[str, float]:
-        """The step ends: its metrics by full name."""
+        """End the step and return its metrics by full name."""
         self.enter("")
         seconds = dict.fromkeys(PHASES, 0.0)
         if self._cuda is not None:
@@ -161,7 +155,7 @@ class StepMeter:
         return metrics
 
     def _device_bytes(self) -> list[int]:
-        """The most that tensors took since the step before, and the most that the allocator held for them."""
+        """Return the peak bytes of tensors and of the allocator since the last step."""
         if self._cuda is None:
             return []
         found = [self._cuda.max_memory_allocated(), self._cuda.max_memory_reserved()]
@@ -170,9 +164,7 @@ class StepMeter:
 
 
 def _peak_host_bytes() -> int:
-    """The most resident memory of this process since its start. Not ru_maxrss, which is at least what its
-    parent had. 0 where the kernel does not say it.
-    """
+    """Return this process's peak resident memory, 0 if unknown. ru_maxrss would include the parent's."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
@@ -180,8 +172,8 @@ def _peak_host_bytes() -> int:
 
 
 class Gap(NamedTuple):
-    """|current - behaviour| in nats over `num_tokens` >= 1 fresh tokens of engine number `engine`; None: of
-    all together.
+    """|current - behaviour| in nats over `num_tokens` >= 1 fresh tokens of engine number `engine`; None: all
+    engines.
     """
 
     engine: int | None
@@ -195,9 +187,7 @@ class Gap(NamedTuple):
 
 
 def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]) -> list[Gap]:
-    """That of all M fresh tokens, then of each engine that sampled some (-1: not known, and in the first
-    alone); [] if M is 0.
-    """
+    """Return the gap of all M fresh tokens, then of each known engine; [] if M is 0."""
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
     parts: list[tuple[int | None, npt.NDArray[np.float64]]] = [(None, gap_M)] if len(gap_M) else []
     parts += [(int(engine), gap_M[engine_M == engine]) for engine in np.unique(engine_M) if engine >= 0]
@@ -220,8 +210,8 @@ def advantages_of_rollouts(
 def gaps_of_rollouts(
     header: BatchHeader, arrays: BatchArrays, is_fresh_N: BoolN, current_N: Float32M
 ) -> list[tuple[int, int, float]]:
-    """(group_id, sample_index, mean of |current - behaviour| in nats) of each rollout with fresh tokens, over
-    all its branches; one that is not finite is left out.
+    """Return (group_id, sample_index, mean |current - behaviour| in nats over fresh tokens) of each rollout,
+    if finite.
     """
     sums = dict[tuple[int, int], tuple[float, int]]()
     for entry in header.trajectories:
@@ -237,7 +227,7 @@ def gaps_of_rollouts(
 
 
 def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
-    """policy/logprob_gap_max and _mean, and both /engine-K."""
+    """Return policy/logprob_gap_max and _mean, each also per engine."""
     metrics: dict[str, float] = {}
     for gap in gaps:
         suffix = "" if gap.engine is None else f"/engine-{gap.engine}"
@@ -246,7 +236,7 @@ def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
 
 
 def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
-    """Whose mean is above `limit`, the largest first; '' if none is. NaN is above nothing."""
+    """Return gaps above `limit`, largest first, as text; '' if none. NaN does not exceed it."""
     judged = [gap for gap in gaps if gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS]
     above = [gap for gap in judged if gap.mean > limit]
     above.sort(key=lambda gap: (-gap.mean, gap.engine is None))
@@ -254,8 +244,7 @@ def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
 
 
 def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
-    """Entropy, distance and effective sample size of M >= 1 loss tokens, before the update; logprobs and
-    entropy in nats.
+    """Return entropy, distance and effective sample size of M >= 1 loss tokens before the update, in nats.
 
     kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current -
     behaviour), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html). ess is the
@@ -274,7 +263,7 @@ def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float3
 
 
 def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss: float) -> dict[str, Any]:
-    """The record of one step. `has_loss` bool [N]: what carried loss, masks applied."""
+    """Return a step's line. `has_loss` bool [N]: loss tokens, masks applied."""
     trajectories = []
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
@@ -297,7 +286,7 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
 
 
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
-    """[start, end, version] of each run of neighbours that carry loss and have one version."""
+    """Return [start, end, version] of each run of loss tokens with one version."""
     label = np.where(has_loss, versions, -1)
     edges = [0, *(np.flatnonzero(label[1:] != label[:-1]) + 1).tolist(), len(label)]
     spans = zip(edges, edges[1:], label[edges[:-1]].tolist(), strict=False)
@@ -305,9 +294,8 @@ def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[in
 
 
 def hold_record(path: Path) -> None:
-    """Lock the record until this process ends: else the trainer of a killed run could write one more line
-    after that of the resumed one. Waits for an older process that is being killed; the parent's limit of a
-    start ends that too.
+    """Lock the record until this process ends, so that a killed run's trainer cannot append to it. Waits for
+    an older process; the parent limits the start.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -315,18 +303,16 @@ def hold_record(path: Path) -> None:
 
 
 def note_restored(path: Path, version: int) -> None:
-    """Say that the batches from `version` on are about to be trained again, and which of those before are
-    missing.
+    """Record that batches from `version` on are trained again, and which earlier lines are missing.
 
-    An incomplete last line is cut off first. A machine that stops can lose only the end of a file, so only
-    the last lines are read.
+    Cuts an incomplete last line. A crash can only lose the end of a file, so only the last lines are read.
     """
     reached = -1
     for start, line in lines_from_end(path) if path.is_file() else ():
         if not line.endswith(b"\n"):
             cut_at(path, start)
             continue
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # what a power cut has made of a line
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # damage by a power cut
             told = json.loads(line)
             reached = told["restored"] - 1 if "restored" in told else told["version"]
             break
@@ -337,7 +323,7 @@ def note_restored(path: Path, version: int) -> None:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append and flush; the line is in the file when this returns."""
+    """Append a line and flush."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -1,6 +1,4 @@
-"""The controller's half of the trainer: the spec of a worker, batches out, versions and metrics back. Knows
-no torch.
-"""
+"""Controller side of the trainer: worker spec, batches out, versions and metrics back. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,104 +44,92 @@ from asyncrl.waits import computed, waiting
 Answer = TypeVar("Answer", bound=BaseModel)
 
 RECOVERED_TIMEOUT_S = 60.0
-"""For the answer to /health right after the last batch was trained on again."""
+"""Limit of /health right after the last repeated batch."""
 LOST_STATUS = 503
-"""Rank 0's answer when it has lost the others: new ranks can go on."""
+"""Status of rank 0's answers once other ranks are lost; new ranks can continue."""
 RENDEZVOUS = "rendezvous"
 _STORE = r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$"
-"""File in the staging folder through which the ranks of a trainer find each other. New ranks need a new
-file.
-"""
+"""File in the staging folder for the ranks' meeting. New ranks need a new file."""
 
 
 class TrainerSpec(FrozenConfig):
-    """Everything one rank of the worker needs: written here, read at its start."""
+    """Spec file of one rank of the worker."""
 
     model_path: str
-    """Hugging Face folder or hub id."""
     dtype: DType = "auto"
-    """Type of the exported weights and of the forward pass; master weights are always float32."""
+    """Type of exported weights and forward pass; master weights are always float32."""
     device: Device = "auto"
-    """auto = CUDA where there is a device, else CPU."""
+    """auto = CUDA if a device exists, else CPU."""
     share: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of its CUDA device's memory that torch may take (none = all that is free)."""
+    """Fraction of CUDA memory for torch (none = all free memory)."""
     seed: int = Field(default=0, ge=0)
-    """Seed of whatever a model or a loss of the user's own draws, and of new adapters; the rest draws
-    nothing.
-    """
+    """Seed of random draws by models, user losses and new adapters; nothing else draws."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of each rank. Results on the CPU are bit-identical for the same number."""
+    """CPU threads per rank. On CPU the same number gives the same bits."""
     rank: int = Field(default=0, ge=0)
     """Number of this worker among trainer.world_size."""
     local_rank: int | None = Field(default=None, ge=0)
-    """Its number among the ranks of its node, and of its CUDA device there (none = rank)."""
+    """Number among its node's ranks and CUDA devices (none = rank)."""
     address: str = "127.0.0.1"
-    """IPv4 address of its node, at which the other ranks reach it; until the process is started, what stands
-    for it (placement/nodes.py)."""
+    """IPv4 address of its node for the other ranks; a placeholder until the process starts
+    (placement/nodes.py).
+    """
     store: str = Field(default="", pattern=_STORE)
-    """Where the ranks find each other: ADDRESS:PORT of rank 0's node, '' = a file in the staging folder,
-    which all of them see.
-    """
+    """Meeting place of the ranks: ADDRESS:PORT of rank 0's node, '' = a file in the shared staging folder."""
     meet_s: float = Field(default=240.0, gt=0)
-    """How long a rank waits for the others to be there; less than its process is given to answer, so that the
-    rank says what it lacks.
-    """
+    """Maximum wait for the other ranks; less than the process's start limit, so that the rank can report."""
     trainer: TrainerConfig = TrainerConfig()
-    """The section of the config."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """The section of the config: what a step minimises."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature: logprobs are those of logits / temperature."""
+    """Sampling temperature: logprobs are of logits / temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """rollout.max_tokens: the longest completion."""
     transport: TransportName = "shm"
-    """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast
+    """Contents of /export: all weights, or only adapters (lora). nccl: it keeps a copy for /broadcast
     instead.
     """
     is_file_wanted: bool = False
     """With transport=nccl: write the file too, for the eval engine."""
     weights_store: str = Field(default="", pattern=_STORE)
-    """With transport=nccl on several nodes: ADDRESS:PORT at which rank 0 opens the store in which it meets
-    the engines, '' = each group meets in a file."""
+    """With transport=nccl on several nodes: ADDRESS:PORT of rank 0's store for meeting engines, '' = a file
+    per group.
+    """
     chunk_bytes: int = Field(default=2**28, ge=1)
-    """weight_sync.chunk_bytes: what /export_chunk writes at once."""
+    """weight_sync.chunk_bytes: size of a chunk of /export_chunk."""
     chunks: Literal["file", "memory", "memories"] = "file"
-    """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too
-    (asyncrl/weights/ipc.py), on the device of rank 0 or on that of each rank: embedded engines do, and vLLM
-    with transport=ipc."""
+    """Destination of /export_chunk: a safetensors file, or memory shared with engines
+    (asyncrl/weights/ipc.py) on rank 0's device or on every rank's; for embedded engines and vLLM with
+    transport=ipc.
+    """
     canary_tokens: int = Field(default=0, ge=0)
-    """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines need space for
-    one more.
-    """
+    """Tokens of the canary, 2 or more (0 = none); engines need space for one more."""
     measures_gap: bool = True
-    """Compare the engines' logprobs of fresh tokens with the trainer's; false where the engines have no
-    model.
-    """
+    """Compare engine and trainer logprobs of fresh tokens; false for engines without a model."""
     staging_dir: Path
-    """Folder of the exports, in shared memory of rank 0's node; made with mode 0700, and removed by rank 0
-    when its parent is gone.
+    """Folder of exports in shared memory of rank 0's node; mode 0700, removed by rank 0 when its parent is
+    gone.
     """
     record_path: Path
-    """trained.jsonl: one line a batch, see asyncrl/trainer/step_report.py."""
+    """trained.jsonl: one line per batch, see asyncrl/trainer/step_report.py."""
     failed_dir: Path
-    """Where a batch that gives NaN is saved for inspection. Beside it each rank on the CPU offloads to."""
+    """Folder for batches that give NaN. CPU ranks offload next to it."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own template in saved folders."""
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps that one batch is good for."""
+        """Optimizer steps per batch."""
         return self.trainer.mini_batches * self.trainer.epochs
 
 
 class TrainerClient:
-    """Calls one trainer worker, and knows its policy_version.
+    """Calls one trainer worker and tracks its policy_version.
 
     Life: open until aclose(). `policy_version` follows the answers to train().
-    Waits: calls wait for the worker, `timeout_s` at most (None: until it answers or its connection breaks;
+    Waits: calls wait for the worker, at most `timeout_s` (None: until it answers or its connection breaks;
         the watch over health() ends the worker). wait_version_above sleeps until train() sets the event.
-    Invariant: policy_version never goes back.
-    Raises: every call TrainerLost if the worker is gone, TrainerError if it refuses or breaks.
+    Invariant: policy_version never decreases. Raises: TrainerLost if the worker is gone, TrainerError if it
+        refuses or breaks.
     """
 
     def __init__(self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None) -> None:
@@ -152,7 +138,7 @@ class TrainerClient:
         self._changed = asyncio.Event()
 
     async def train(self, batch: Batch) -> TrainResponse:
-        """One optimizer step."""
+        """Train one batch."""
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
             report = await self._train(batch)
         self._reached(report.policy_version)
@@ -176,54 +162,52 @@ class TrainerClient:
         return self.policy_version
 
     async def begin_export(self) -> int:
-        """Have the newest weights read, to be written into staging beside the next step; returns their
-        version. export() waits for it.
+        """Begin to export the newest weights during the next step; return their version. export() waits for
+        it.
         """
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return (await self._post("/begin_export", b"", TrainerHealth)).policy_version
 
     async def export(self) -> ExportResponse:
-        """Have the newest weights written into staging, or wait for what was begun."""
+        """Export the newest weights, or wait for a begun export."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return await self._post("/export", b"", ExportResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Have the weights that are held sent to the whole group, while training goes on."""
+        """Send the held weights to the whole group, during training."""
         return await self._post("/broadcast", request, BroadcastResponse)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Have these parts moved off the trainer's device; what is away already stays. An error leaves all
-        where it was.
-        """
+        """Move these parts off the trainer's device. Idempotent. An error moves nothing."""
         return await self._post("/offload", OffloadRequest(parts=list(parts)), Moved)
 
     async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Have these parts moved back; what is there already stays. An error leaves all where it was."""
+        """Move these parts back. Idempotent. An error moves nothing."""
         return await self._post("/onload", OffloadRequest(parts=list(parts)), Moved)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Have chunk `index` of the newest weights written over the one before."""
+        """Write chunk `index` of the newest weights over the previous one."""
         request = ExportChunkRequest(version=version, index=index)
         with waiting(f"chunk {index} of policy_version {version}", on=self._caller.name, who="publisher"):
             return await self._post("/export_chunk", request, ExportChunkResponse)
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Have the newest weights and the tokenizer written as a Hugging Face folder; not `merged`: the
-        adapters alone, as a peft folder.
+        """Write the newest weights and the tokenizer as a Hugging Face folder; not `merged`: only the
+        adapters, as a peft folder.
         """
         with waiting(f"the saved weights of policy_version {self.policy_version}", on=self._caller.name):
             await self._post("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
-        """Have a copy of the state begun, to be written to the new folder `path`; returns the version that it
-        is of. Raises CheckpointError if it cannot be written: training is not touched by that.
+        """Begin to copy the state to the new folder `path`; return its version. Raises CheckpointError, which
+        does not affect training.
         """
         with waiting(f"the copy of the state of policy_version {self.policy_version}", on=self._caller.name):
             saved = await self._post_state("/begin_save_state", StateRequest(path=str(path)))
         return saved.policy_version
 
     async def wait_save_state(self) -> None:
-        """Return when what was begun is complete. Raises CheckpointError if it could not be written."""
+        """Wait until the begun save is complete. Raises CheckpointError."""
         with waiting("the state of the trainer on disk", on=self._caller.name):
             await self._post_state("/wait_save_state", b"")
 
@@ -233,9 +217,8 @@ class TrainerClient:
         batches: AsyncIterator[Batch],
         on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
-        """Go on from the state of a whole checkpoint (None: from the start), and train on these batches
-        again; on_step is called for each. policy_version follows only where it is above what it was: a
-        version that was announced stays announced.
+        """Restore the state of a whole checkpoint (None: the start) and train these batches again; on_step is
+        called for each. policy_version never falls below an announced version.
         """
         with waiting("the journaled batches to be trained on again", on=self._caller.name, who="catching up"):
             if state is not None:
@@ -246,12 +229,11 @@ class TrainerClient:
         self._reached(max(health.policy_version, self.policy_version))
 
     async def health(self, timeout_s: float) -> TrainerHealth:
-        """Ask whether the worker lives; it answers during a step too."""
+        """Ask whether the worker is alive, even during a step."""
         with _trainer_errors():
             return await self._caller.get("/health", TrainerHealth, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
-        """Close the connections; idempotent."""
         await self._caller.aclose()
 
     async def _post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
@@ -291,9 +273,7 @@ def _trainer_errors() -> Iterator[None]:
 
 
 def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
-    """The batch as it crosses to the worker: header and packed arrays, trajectories in the order of groups,
-    samples and branches.
-    """
+    """Return the batch for the worker: header and packed arrays, ordered by group, sample and branch."""
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     headers, end, grammars = list[TrajectoryHeader](), 0, dict[str, int]()
     for group_index, group in enumerate(batch.groups):
@@ -333,7 +313,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
 
 
 def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | None:
-    """Of all, where it is known of one."""
+    """Return all tokens' experts, or None if all are unknown."""
     width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
     if width is None:
         return None
@@ -343,8 +323,8 @@ def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | Non
 
 
 def _taught(trajectory: Trajectory) -> npt.NDArray[np.float32]:
-    """The teacher's logprobs; where a grammar left only some tokens, those of the behaviour: the teacher, who
-    was asked about all tokens, has no say there.
+    """Return the teacher's logprobs; grammar-constrained tokens get the behaviour's, since the teacher saw no
+    grammar.
     """
     assert trajectory.teacher_logprobs is not None
     logprobs = trajectory.teacher_logprobs.copy()
@@ -356,9 +336,8 @@ def _taught(trajectory: Trajectory) -> npt.NDArray[np.float32]:
 def sampled_by(
     trajectories: Sequence[Trajectory], loss_mask: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
-    """Of all tokens of these, one after the other, -1 where one was not sampled: the version it was sampled
-    under, int32 [T], and the number of the engine server, int16 [T], -1 if it is not known. `loss_mask` bool
-    [T]. Raises TrainerError.
+    """Return each token's version, int32 [T], and engine number, int16 [T], -1 if not sampled or unknown.
+    `loss_mask` bool [T]. Raises TrainerError.
     """
     versions = np.full(len(loss_mask), -1, np.int32)
     engines = np.full(len(loss_mask), -1, np.int16)
@@ -372,7 +351,7 @@ def sampled_by(
     for trajectory, its_versions, _ in parts:
         num_masked = np.count_nonzero(trajectory.loss_mask)
         is_its = is_whole or np.array_equal(its_versions >= 0, trajectory.loss_mask)
-        if not is_its or trajectory.num_sampled != num_masked:  # half a record
+        if not is_its or trajectory.num_sampled != num_masked:  # incomplete record
             what = f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover "
             raise TrainerError(
                 "trainer",

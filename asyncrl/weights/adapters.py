@@ -1,10 +1,9 @@
-"""transport: lora. The adapters alone, as one small safetensors file in shared memory.
+"""Transport lora: only the adapters, as one small safetensors file in shared memory.
 
-The file holds `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer
-that has an adapter, and the scalar `scale`, which is alpha / rank. An embedded engine keeps the weights that
-it started with and merges each set of adapters over them (merge_adapters) by the rule by
-which the trainer computes (merge); vLLM gets them as a peft folder (asyncrl/engines/vllm_weights.py). In
-turns there is nothing to add adapters to: an engine that sleeps has given its weights away.
+The file contains `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each adapted
+layer, and the scalar `scale`, alpha / rank. An embedded engine merges each set over its initial weights
+(merge_adapters), like the trainer (merge); vLLM gets a peft folder (asyncrl/engines/vllm_weights.py). It
+excludes time-sharing, in which a sleeping engine has no base weights.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from asyncrl.weights.transport import Exported, Transport, done, only_gathered
 
 
 class AdapterTransport(Transport):
-    """The adapters in one file, in float32."""
+    """The adapters in one float32 file."""
 
     sends_chunks = False
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Written by rank 0, at once: they are small."""
+        """Write the small file at once, on rank 0."""
         assert exported.adapters is not None, "the config has it so"
         tensors = exported.adapters()
         if not self.end.is_first:
@@ -40,9 +39,7 @@ class AdapterTransport(Transport):
 
 
 def linear_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that an adapter may change: weights of linear layers that no other layer
-    shares.
-    """
+    """Return the parameters that an adapter may change: unshared weights of linear layers."""
     times: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         times[id(parameter)] = times.get(id(parameter), 0) + 1
@@ -54,14 +51,14 @@ def linear_parameters(model: nn.Module) -> set[str]:
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """The modules of a transformers model that choose the experts of each token, in the order of its layers:
-    their forward returns (logits, weights, indices), from a call of topk.
+    """Return a transformers model's routers in layer order; their forward returns (logits, weights, indices),
+    from topk.
     """
     return [one for one in model.modules() if re.search(r"Top[kK]Router$", type(one).__name__)]
 
 
 def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:  # noqa: N803
-    """W + scale * B A, computed in float32, in the dtype of W: by trainer and engine alike."""
+    """Return W + scale * B A, computed in float32, in the dtype of W, for trainer and engine."""
     return (base.float() + (lora_B.float() @ lora_A.float()) * scale).to(base.dtype)
 
 
@@ -69,8 +66,8 @@ def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
 def merge_adapters(
     tensors: Mapping[str, Tensor], base: Mapping[str, Tensor], linear: set[str], path: str
 ) -> dict[str, Tensor]:
-    """The weights `base` with the adapters of a file: W + scale * B A, computed in float32, in the dtype and
-    on the device of W. Raises Refused (409) with the name of what does not fit.
+    """Merge a file's adapters into `base`, in its dtypes and on its devices. Raises Refused (409) with the
+    name of a mismatch.
     """
     modules = adapted_modules(tensors)
     expected = {SCALE, *(module + suffix for module in modules for suffix in SUFFIXES)}

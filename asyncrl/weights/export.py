@@ -1,13 +1,13 @@
-"""The trainer's weights as they leave it: named, gathered, in the engines' dtype, whole or chunk by chunk.
+"""Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by chunks.
 
-Ranks speak of tensors by the model's names. What leaves them goes by the checkpoint's: a stack of experts is
-gathered as one tensor, and cut into those of the checkpoint as it is written (tensor_files.stored_pieces).
+Ranks use the model's names, exports the checkpoint's: stacked experts are gathered as one tensor and split on
+writing (tensor_files.stored_pieces).
 
-Sharded weights are gathered one tensor at a time, on rank 0 alone; the ranks that write nothing send it
-their shards in the same pass (gather_along). Where each rank puts chunks on its own device, all of them
-gather. A chunk is as many tensors, in the order of an export, as fit into chunk_bytes, or one that does not.
-All go through one place: a request for the next one means that the one before is loaded, and any may be
-asked for at any time, of a trainer that was started again too. Beside it a tensor is the memory it takes.
+Sharded weights are gathered tensor by tensor on rank 0; the other ranks take part (gather_along), or all
+gather if each rank writes chunks to its own device. A chunk contains as many tensors, in export order, as fit
+into chunk_bytes, or one larger tensor. All chunks share one place: requesting the next one means that the
+previous one is loaded, and any chunk may be requested at any time, even from a restarted trainer. Gathering
+needs the memory of one more tensor.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Device: TypeAlias = str | torch.device
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights by the names of the model, of which some are computed at each access. `like` has shape and
-    dtype of each, without computing it; `pieces`: what is exported of it, by the names of a checkpoint.
+    """Weights by the model's names, some computed on access. `like` has shapes and dtypes; `pieces`: exported
+    tensors by checkpoint names.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class LazyWeights(Mapping[str, Tensor]):
 
     @property
     def are_plain(self) -> bool:
-        """Whether each lies whole in this process, and none is computed."""
+        """True if all tensors are whole in this process and none is computed."""
         return not self._computed and not any(isinstance(one, DTensor) for one in self.like.values())
 
     def only(self, names: list[str]) -> LazyWeights:
-        """These."""
+        """Return a subset."""
         return LazyWeights({name: self.like[name] for name in names}, self._computed, self.pieces)
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Return weights_of(model), detached. The one shard of a mesh of one rank is the tensor. A tensor that
-    an export must not cast is an nn.Buffer: the buffers of the model and its float32 parameters.
+    """Return weights_of(model), detached; a mesh of one rank gives the local tensor. Tensors that an export
+    must not cast are nn.Buffer: buffers and float32 parameters.
     """
     found, kept = dict[str, Tensor](), float32_names(model)
     for name, tensor in weights_of(model).items():
@@ -90,7 +90,7 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def whole_here(tensor: Tensor) -> Tensor:
-    """The tensor that is all of a mesh of one rank, any other as it is."""
+    """Return the local tensor of a mesh of one rank, any other tensor unchanged."""
     is_one = isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1
     return cast(DTensor, tensor).to_local() if is_one else tensor
 
@@ -98,11 +98,11 @@ def whole_here(tensor: Tensor) -> Tensor:
 def whole_tensors(
     weights: Mapping[str, Tensor], dtype: DType = None, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor on `device`, contiguous, a floating point one as `dtype`; of LazyWeights their pieces.
-    Copies only what is not so already.
+    """Yield each tensor (LazyWeights: its pieces) on `device`, contiguous, floats as `dtype`, copying only if
+    needed.
 
-    A sharded tensor is gathered on rank 0; all ranks must go through all of them, and the others get nothing.
-    `on_all`: all get it.
+    Sharded tensors are gathered on rank 0; all ranks must iterate, and the others get nothing. `on_all`: all
+    get them.
     """
     pieces = weights.pieces if isinstance(weights, LazyWeights) else {}
     for name, tensor in weights.items():
@@ -110,13 +110,13 @@ def whole_tensors(
         is_sharded = isinstance(tensor, DTensor)
         whole = _gathered(cast(DTensor, tensor.to(target)), on_all=on_all) if is_sharded else tensor
         if whole is not None:
-            # cast where it lies: one to() of both moves it first, and casts on the CPU
+            # cast before moving: to() with both would cast on the CPU
             moved = whole.detach().to(target).to(device).contiguous()
             yield from ((one, piece.contiguous()) for one, piece in pieces_of({name: moved}, pieces).items())
 
 
 def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
-    """The whole tensor on rank 0 of its mesh, None on the others; or on all of them."""
+    """Return the whole tensor on rank 0 of its mesh, None on the others; or on all."""
     if tensor.device_mesh.size() == 1:
         return tensor.to_local()
     if on_all:
@@ -127,7 +127,7 @@ def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
         whole = tensor.full_tensor()
         return whole if is_first else None
     size = tensor.device_mesh.size()
-    num_rows = -(-len(tensor) // size)  # of each shard but the last ones, which are filled up
+    num_rows = -(-len(tensor) // size)  # rows of each shard; the last ones are padded
     padded = local
     if len(local) < num_rows:
         padded = local.new_zeros(num_rows, *local.shape[1:])
@@ -142,7 +142,7 @@ def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
 def gathered(
     weights: Mapping[str, Tensor], dtype: DType, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """whole_tensors, gone through to the end even after an error: the other ranks gather along."""
+    """Open whole_tensors and exhaust it even after an error, since other ranks gather too."""
     tensors = whole_tensors(weights, dtype, device, on_all=on_all)
     try:
         yield tensors
@@ -152,26 +152,26 @@ def gathered(
 
 
 def in_export_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """whole_tensors, all at once."""
+    """Return all whole_tensors."""
     return dict(whole_tensors(weights, dtype))
 
 
 def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    """Go with the rank that writes these weights through its gathering, without a copy of one."""
+    """Take part in the writing rank's gathering without keeping a copy."""
     for tensor in weights.values():
         if isinstance(tensor, DTensor):
             _gathered(cast(DTensor, tensor.to(_export_dtype(tensor, dtype))))
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """asyncrl.messages.digest.weights_digest; of sharded weights on rank 0 alone."""
+    """Return weights_digest (asyncrl.messages.digest); of sharded weights on rank 0 only."""
     return joint_digest(digest_of_tensor(name, tensor) for name, tensor in whole_tensors(weights))
 
 
 def export_weights(
     weights: Mapping[str, Tensor], path: Path, version: int, dtype: torch.dtype | None = None
 ) -> ExportResponse:
-    """Write a safetensors file, complete or not at all. Raises OSError, a full shared memory for one."""
+    """Write a safetensors file atomically. Raises OSError, e.g. for a full shared memory."""
     weights = weights if isinstance(weights, LazyWeights) else LazyWeights(weights)
     with gathered(weights, dtype) as tensors:
         return _write_export(weights, tensors, path, version, dtype)
@@ -180,9 +180,9 @@ def export_weights(
 def begin_export(
     writer: ThreadPoolExecutor, weights: LazyWeights, path: Path, version: int, dtype: torch.dtype
 ) -> Future[ExportResponse]:
-    """export_weights, on the one thread of `writer`. Weights that lie here whole may not change before the
-    Future ends, which saves a copy. Sharded or computed ones are gathered here, each one while those before
-    are written, and may change when this returns.
+    """Run export_weights on the thread of `writer`. Whole local weights are not copied and must not change
+    before the Future ends. Sharded or computed ones are gathered here, in parallel with writing, and may
+    change on return.
     """
     if weights.are_plain:
         reading = after_what_was_begun(next((one.device for one in weights.like.values()), None))
@@ -199,7 +199,7 @@ def begin_export(
         try:
             return _write_export(weights, tensors, path, version, dtype)
         finally:
-            for _ in tensors:  # after an error too: the other ranks gather along
+            for _ in tensors:  # after an error too: the other ranks gather too
                 pass
 
     writing = writer.submit(write)
@@ -231,8 +231,8 @@ def _write_export(
 
 
 def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[Any]:
-    """A context for another thread, in which tensors of a CUDA device are read as they are now, beside what
-    this thread begins later.
+    """Return a context for another thread that reads a CUDA device's tensors as of now, in parallel with
+    later work of this thread.
     """
     if device is None or device.type != "cuda":
         return nullcontext()
@@ -244,8 +244,8 @@ def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[
 
 @contextmanager
 def _beside(index: int, stream: Any) -> Iterator[None]:
-    # A new thread is on the first device. A stream alone would go back to it as it ends, and so make a
-    # context there, of half a GB for each rank: a device goes back only to one that has a context already.
+    # New threads use the first device. A stream context would return to it and create a CUDA context there,
+    # half a GB per rank; a device context returns only to existing contexts.
     with torch.cuda.device(index), torch.cuda.stream(stream):
         yield
 
@@ -253,7 +253,7 @@ def _beside(index: int, stream: Any) -> Iterator[None]:
 def manifest_of(
     weights: LazyWeights, dtype: torch.dtype | None, version: int, digests: Mapping[str, bytes], path: str
 ) -> ExportResponse:
-    """The answer about an export; without a file ('') the trainer holds it."""
+    """Return the export's description; without a file ('') the trainer holds it."""
     return ExportResponse(
         version=version,
         path=path,
@@ -271,7 +271,7 @@ def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
-    """Of each as it is exported."""
+    """Return the exported entries."""
     return [
         (piece, dtype_name(_export_dtype(tensor, dtype)), list(tensor.shape if cut is None else cut.shape))
         for name, tensor in weights.like.items()
@@ -280,16 +280,16 @@ def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
 
 
 def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
-    """Bytes of each tensor of the model as it is exported, whole, sharded or not."""
+    """Return the exported bytes of each model tensor, sharded or not."""
     return {
         name: tensor.numel() * _export_dtype(tensor, dtype).itemsize for name, tensor in weights.like.items()
     }
 
 
 class ChunkPlace(Protocol):
-    """Where chunks are put: ChunkFile or SharedChunk of ipc.py. `device`: where tensors must be for it.
-    put writes the tensors, which have names, dtypes and shapes of `entries`, over what was there, and returns
-    their digests; it raises OSError. told: the fields of an ExportChunkResponse that say where the chunk is.
+    """Destination of chunks: ChunkFile, or SharedChunk of ipc.py. `device`: required device of tensors. put
+    overwrites the place with the tensors of `entries` and returns their digests; it raises OSError. told
+    returns the place's fields of an ExportChunkResponse.
     """
 
     device: torch.device
@@ -299,11 +299,9 @@ class ChunkPlace(Protocol):
 
 
 class Chunks:
-    """The chunks of one trainer's weights, version after version. `on_all`: each rank puts them into a place
-    of its own, all at once.
+    """Chunks of a trainer's weights, version after version. `on_all`: each rank writes to its own place.
 
-    Life: for each version: chunk after chunk; with the last one the digest of all, for which each tensor's is
-        kept.
+    Life: for each version: chunk after chunk; the last one has the digest of all.
     """
 
     def __init__(
@@ -314,13 +312,13 @@ class Chunks:
         self.forget()
 
     def forget(self) -> None:
-        """The weights are others, under whatever version."""
+        """Forget digests: the weights changed."""
         self._version = -1
         self._digests: dict[str, bytes] = {}
 
     def names(self, weights: LazyWeights, version: int, index: int) -> list[str]:
-        """The tensors of the model that all ranks gather for this chunk, in this order; with the last one,
-        those that have no digest yet come first. Raises Refused.
+        """Return the tensors that all ranks gather for this chunk, in order; before the last chunk also
+        tensors without a digest. Raises Refused.
         """
         if version != self._version:
             self._version, self._digests = version, {}
@@ -334,11 +332,10 @@ class Chunks:
         return [*without, *chunks[index]]
 
     def is_last(self, weights: LazyWeights, index: int) -> bool:
-        """Whether this chunk ends them."""
         return index + 1 == len(self._cut(weights))
 
     def write(self, weights: LazyWeights, index: int) -> ExportChunkResponse:
-        """Write the chunk over the one before, gathering what names() said. Raises OSError."""
+        """Write the chunk over the previous one, gathering names(). Raises OSError."""
         chunk = weights.only(self._cut(weights)[index])
         digests = self._put(chunk, weights.only(self.names(weights, self._version, index)))
         is_last = self.is_last(weights, index)
@@ -354,14 +351,14 @@ class Chunks:
         )
 
     def write_along(self, weights: LazyWeights, index: int, names: list[str]) -> None:
-        """On another rank than the first, whose names() these are: write the chunk too, or only gather."""
+        """Take part on another rank: write the chunk too, or only gather `names`."""
         if self._on_all:
             self._put(weights.only(self._cut(weights)[index]), weights.only(names))
         else:
             gather_along(weights.only(names), self._dtype)
 
     def _put(self, chunk: LazyWeights, gathering: LazyWeights) -> dict[str, bytes]:
-        """Gather these, of which the last are the chunk; returns its digests."""
+        """Gather the tensors, whose last ones are the chunk; return the chunk's digests."""
         entries = entries_of(chunk, self._dtype)
         num_before = len(entries_of(gathering, self._dtype)) - len(entries)
         with gathered(gathering, self._dtype, self._place.device, on_all=self._on_all) as tensors:
@@ -372,18 +369,17 @@ class Chunks:
         return digests
 
     def _cut(self, weights: LazyWeights) -> list[list[str]]:
-        """Names by chunk. Cut once: a trainer's weights never change their names and sizes."""
+        """Return names by chunk, cached: names and sizes never change."""
         self._chunks = self._chunks or cut(sizes_of(weights, self._dtype), self._chunk_bytes)
         return self._chunks
 
 
 def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> list[LazyWeights]:
-    """The weights of each chunk."""
     return [weights.only(names) for names in cut(sizes_of(weights, dtype), chunk_bytes)]
 
 
 def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
-    """Names by chunk, in their order: as many as fit into chunk_bytes, or one that does not."""
+    """Return names by chunk, in order: as many as fit into chunk_bytes, or one larger tensor."""
     chunks: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

@@ -1,21 +1,18 @@
-"""transport: ipc, and embedded engines in turns. Chunks of weights in memory that trainer and engine both
-open, or in a file where they cannot (ChunkFile).
+"""Transport ipc, and time-sharing embedded engines: chunks of weights in memory that trainer and engine both
+map, or in a file (ChunkFile).
 
-The trainer makes one piece of memory, of the largest chunk, on the device that both sides use, and writes
-each chunk over the one before (SharedChunk). Where both sides are on several CUDA devices each rank does so
-on its own, with the same tensors: an engine sees its own devices alone. The handles and the places of the
-tensors go as JSON through the controller; the engine opens the memory of its device once (TrainerMemory),
-each worker of a split engine that of its own, loads the tensors where they lie and hashes what it has then.
-On the CPU the memory is a mapped file in shared memory, on a CUDA device an allocation of the driver's own,
-which CUDA IPC opens in another process on the same device.
+The trainer allocates memory for the largest chunk on the shared device and writes each chunk over the
+previous one (SharedChunk). On several CUDA devices each rank does so with the same tensors, since an engine
+sees only its own devices. Handles and offsets travel as JSON through the controller; the engine (each worker
+of a split one) opens its device's memory once (TrainerMemory), loads the tensors in place and hashes the
+result. On CPU the memory is a mapped file in shared memory, on CUDA a driver allocation that CUDA IPC opens
+in another process.
 
-Why not torch's IPC (UntypedStorage._share_cuda_): what torch shares lies in a segment of its caching
-allocator, which then never goes back to the device; its counter of readers is a file in /dev/shm that a
-killed process leaves; and one handle is good for one reader. The driver's calls are public and have none of
-it. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html has them.
+torch's IPC (UntypedStorage._share_cuda_) is unsuitable: shared memory stays in its caching allocator forever,
+its reader counter is a file in /dev/shm that a killed process leaves, and a handle serves only one reader.
+See https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html.
 
-When a call returns, CUDA copies have begun and may not have ended: call settle() before reporting that bytes
-are written or read.
+CUDA copies may still run when a call returns: call settle() before reporting that bytes are written or read.
 """
 
 from __future__ import annotations
@@ -46,58 +43,53 @@ from asyncrl.weights.tensor_files import (
 )
 
 ALIGNMENT = 256
-"""Each tensor begins on a multiple of so many bytes, as torch's allocators have it."""
+"""Alignment of tensors, as in torch's allocators."""
 GRANULE = 2**21
-"""CUDA may put smaller allocations into one block and share all of it: whole blocks are shared here."""
+"""CUDA may place smaller allocations into one block and share all of it; whole blocks are shared here."""
 LAZY_PEER_ACCESS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that there is."""
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag."""
 
 
 def limit_memory(device: torch.device, share: float | None, cuda: Any = torch.cuda) -> None:
-    """Have torch take no more of the current CUDA device than this fraction in this process, so that it does
-    not starve the one beside it. None, or a CPU: as much as there is.
+    """Limit torch's memory in this process to a fraction of the current CUDA device, for the benefit of the
+    neighbor. None, or CPU: no limit.
     """
     if share is not None and device.type == "cuda":
         cuda.set_per_process_memory_fraction(share)
 
 
 class SharedMemory:
-    """Memory that other processes can open by its handle. `data`: all of it, as uint8. It stays open as long
-    as a view of `data` lives. Its maker keeps it while others may have it open; what they see after that is
-    not defined.
+    """Memory that other processes open by its handle. `data`: all of it, as uint8, open while any view lives.
+    Its maker must keep it while others use it.
     """
 
     def __init__(self, handle: MemoryHandle, data: Tensor) -> None:
         self.handle, self.data = handle, data
 
     def settle(self) -> None:
-        """Return when all that was begun with `data` is done, in all streams."""
+        """Wait until all work on `data` is done, in all streams."""
         if self.data.is_cuda:
             torch.cuda.synchronize(self.data.device)
 
 
 def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemory:
-    """New memory; on the CPU the file `path`. Raises OSError if there is none, or the device cannot share
-    it.
-    """
+    """Allocate memory; on CPU the file `path`. Raises OSError if it is unavailable or cannot be shared."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the driver does not see what torch's allocator keeps unused
+        torch.cuda.empty_cache()  # the driver does not see torch's unused cache
         return make_cuda_memory(num_bytes, device)
     return make_file(path, num_bytes)
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """Memory that another process has made. Raises OSError if it cannot be opened; ValueError if the handle
-    is for another device.
-    """
+    """Open another process's memory. Raises OSError, and ValueError for another device's handle."""
     if (handle.kind == "cuda") != (device.type == "cuda"):
         raise ValueError(f"{handle.kind} memory cannot be opened for tensors on {device}")
     return open_file(handle) if handle.kind == "file" else open_cuda_memory(handle, device)
 
 
 def make_file(path: Path, num_bytes: int) -> SharedMemory:
-    """A mapped file, its space set aside: a full shared memory is an error here, and not a signal at the
-    first write.
+    """Return a mapped, preallocated file: a full shared memory raises here instead of a signal at the first
+    write.
     """
     path.unlink(missing_ok=True)
     path.touch(0o600)
@@ -107,7 +99,7 @@ def make_file(path: Path, num_bytes: int) -> SharedMemory:
 
 
 def open_file(handle: MemoryHandle) -> SharedMemory:
-    """Raises OSError, also if it is shorter than its handle says."""
+    """Open a file. Raises OSError, also if it is too short."""
     if (found := Path(handle.name).stat().st_size) < handle.num_bytes:
         raise OSError(f"{handle.name} has {found} bytes instead of {handle.num_bytes}")
     return SharedMemory(
@@ -116,7 +108,7 @@ def open_file(handle: MemoryHandle) -> SharedMemory:
 
 
 def make_cuda_memory(num_bytes: int, device: torch.device, driver: CudaDriver | None = None) -> SharedMemory:
-    """A new allocation, by whole granules."""
+    """Allocate whole granules."""
     driver, num_bytes = driver or CudaDriver(), -(-num_bytes // GRANULE) * GRANULE
     pointer, shared = ctypes.c_uint64(), IpcHandle()
     with driver.on(_ordinal(device)):
@@ -131,7 +123,7 @@ def make_cuda_memory(num_bytes: int, device: torch.device, driver: CudaDriver | 
 def open_cuda_memory(
     handle: MemoryHandle, device: torch.device, driver: CudaDriver | None = None
 ) -> SharedMemory:
-    """An allocation of another process: CUDA does not open one of this process."""
+    """Open another process's allocation; CUDA cannot open this process's own."""
     driver, pointer = driver or CudaDriver(), ctypes.c_uint64()
     shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
     with driver.on(_ordinal(device)):
@@ -142,12 +134,12 @@ def open_cuda_memory(
 
 
 def device_tensor(allocation: Any, device: torch.device) -> Tensor:
-    """A tensor over it, which keeps it as long as a view of the tensor lives."""
+    """Return a tensor over the allocation that keeps it alive."""
     return torch.as_tensor(allocation, device=device)
 
 
 def name_of(device: torch.device) -> str:
-    """As a MemoryHandle calls it. Raises OSError."""
+    """Return the device's name in a MemoryHandle. Raises OSError."""
     return CudaDriver().uuid(_ordinal(device)) if device.type == "cuda" else ""
 
 
@@ -156,7 +148,7 @@ def _ordinal(device: torch.device) -> int:
 
 
 class _Allocation:
-    """Device memory for torch.as_tensor; given back by the call `end` with the last tensor over it."""
+    """Device memory for torch.as_tensor; freed by the call `end` with its last tensor."""
 
     def __init__(
         self, driver: CudaDriver, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
@@ -170,17 +162,17 @@ class _Allocation:
             with self._driver.on(self._ordinal):
                 self._driver.call(self._end, self._pointer)
         except OSError:
-            pass  # the process ends, and the driver was sooner
+            pass  # at process exit the driver may be gone
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, which is passed by value."""
+    """CUipcMemHandle, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class CudaDriver:
-    """CUDA's driver. All raise OSError."""
+    """CUDA driver. All calls raise OSError."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self.library = ctypes.CDLL(library)
@@ -188,13 +180,13 @@ class CudaDriver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Work on this device, in the context that torch works in (the primary one), whatever the thread."""
+        """Use this device's primary context, like torch, in any thread."""
         context = self._contexts.get(ordinal)
         if context is None:
             device, context = ctypes.c_int(), ctypes.c_void_p()
             self.call("cuInit", ctypes.c_uint(0))
             self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # for good, as torch has it
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # for good, like torch
             self._contexts[ordinal] = context
         self.call("cuCtxPushCurrent_v2", context)
         try:
@@ -203,7 +195,7 @@ class CudaDriver:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def uuid(self, ordinal: int) -> str:
-        """Of this device; in MIG mode of the instance."""
+        """Return the device's UUID; in MIG mode the instance's."""
         device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
         self.call("cuInit", ctypes.c_uint(0))
         self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
@@ -211,7 +203,7 @@ class CudaDriver:
         return bytes(uuid).hex()
 
     def call(self, name: str, *arguments: Any) -> None:
-        """One of its calls."""
+        """Call a driver function."""
         code = self.library[name](*arguments)
         if code != 0:
             text = ctypes.c_char_p()
@@ -220,7 +212,7 @@ class CudaDriver:
 
 
 class ChunkFile:
-    """A safetensors file, whose pages are used again."""
+    """Reusable safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.device = path, torch.device("cpu")
@@ -236,10 +228,10 @@ class ChunkFile:
 
 
 class SharedChunk:
-    """The end of one trainer rank: memory of `device` for any chunk, which engines have open while this
-    process lives.
+    """A trainer rank's end: memory of `device` for any chunk, which engines keep open while this process
+    lives.
 
-    Digests are of the tensors before they are copied: a fault in the copy shows at the other end too.
+    Digests precede the copy, so that the other end detects copy faults.
     """
 
     def __init__(
@@ -250,9 +242,8 @@ class SharedChunk:
         rank: int = 0,
         gather: Callable[[Any], list[Any]] = lambda own: [own],
     ) -> None:
-        """`folder`: for a file in shared memory, on the CPU; of this rank's processes before this one none
-        stays there. `gather`: one JSON value of each rank that has such memory, where all of them call it.
-        Raises OSError.
+        """`folder`: of the shared-memory file, on CPU; files of earlier processes of this rank are removed.
+        `gather`: JSON values of all ranks with such memory. Raises OSError.
         """
         for old in folder.glob(f"chunk-{rank}-*.bin"):
             old.unlink()
@@ -263,7 +254,7 @@ class SharedChunk:
         self._handles: list[MemoryHandle] = []
 
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
-        """Returns when the memory of every rank holds the chunk."""
+        """Write the chunk; return once all ranks have it."""
         self._placed, _ = lay_out(entries)
         digests = copy_placed(self._placed, self._memory.data, tensors)
         self._memory.settle()
@@ -275,7 +266,7 @@ class SharedChunk:
 
 
 def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
-    """Where each tensor of a buffer begins, and the bytes of the buffer."""
+    """Return each tensor's offset, and the buffer's size."""
     placed, end = [], 0
     for name, dtype, shape in entries:
         placed.append(PlacedTensor(name=name, dtype=dtype, shape=shape, start=end))
@@ -287,7 +278,7 @@ def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
 def copy_placed(
     placed: Iterable[PlacedTensor], data: Tensor, tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
-    """Copy the tensors, which come in this order, to their places; returns their digests."""
+    """Copy the tensors, in order, to their places; return their digests."""
     begun = {}
     for name, view in views(placed, data).items():
         found, tensor = next(tensors)
@@ -298,7 +289,7 @@ def copy_placed(
 
 
 def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:
-    """Each tensor where it lies in `data`. Raises Refused (400) if one cannot lie there."""
+    """Return views of the tensors in `data`. Raises Refused (400) for an impossible place."""
     tensors: dict[str, Tensor] = {}
     sizes = dict(DTYPES.values())
     for one in placed:
@@ -314,16 +305,14 @@ def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:
 
 
 class TrainerMemory:
-    """The engine's end. A trainer's memory stays open until another one tells a handle, or this process
-    ends.
-    """
+    """Engine end. It keeps a trainer's memory open until another handle arrives or the process ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: SharedMemory | None = None
 
     def _own(self, handles: Sequence[MemoryHandle]) -> MemoryHandle:
-        """The one on this device. Raises OSError."""
+        """Return the handle on this device. Raises OSError."""
         here = name_of(self._device)
         for handle in handles:
             if handle.device == here:
@@ -333,8 +322,8 @@ class TrainerMemory:
 
     @contextmanager
     def chunk(self, request: LoadChunkRequest) -> Iterator[dict[str, Tensor]]:
-        """The tensors of a chunk where they lie, in a file or in memory; afterwards they may be written over.
-        Raises Refused (400).
+        """Yield a chunk's tensors in place, from a file or memory; afterwards they may be overwritten. Raises
+        Refused (400).
         """
         if request.memory is None:
             yield {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}

@@ -1,24 +1,21 @@
-"""transport: nccl. One broadcast of all weights to all workers of all engines.
+"""Transport nccl: one broadcast of all weights to all workers of all engines.
 
-The trainer copies each version on its device, in the dtype of an export, into buffers of
-weight_sync.chunk_bytes that are made once (export): all weights once more is the memory it takes, and
-training goes on with the originals. When every engine waits for it (asyncrl/engines/broadcast.py), rank
-0 sends the buffers (send); each receiver takes one after the other and compares the digest of what came: an
-embedded engine (servers/asyncrl_servers/embedded/loaded_weights.py), or each worker of a vLLM
-(servers/asyncrl_servers/vllm/worker_extension.py).
+The trainer copies each version on its device, in export dtype, into reusable buffers of
+weight_sync.chunk_bytes (export), which takes the memory of all weights once more; training continues with the
+originals. Once every engine waits (asyncrl/engines/broadcast.py), rank 0 sends the buffers (send), and each
+receiver checks the digest: an embedded engine (servers/asyncrl_servers/embedded/loaded_weights.py), or each
+worker of a vLLM (servers/asyncrl_servers/vllm/worker_extension.py).
 
-On CUDA devices the group of processes is NCCL's, on the CPU gloo's; they differ in _connect, _wait and close.
-A thread of torch works in the device's default stream until it is given another one. Sent from there, a
-buffer would wait for every kernel that training has begun, and what training begins next for the slowest
-engine. So a group has a stream of its own, which waits for the event of the buffers' fill, and for nothing
-else.
+The group uses NCCL on CUDA and gloo on CPU. In the default stream a buffer would wait for all of training's
+kernels, and training for the slowest engine. So a group has its own stream, which waits only for the buffers'
+fill event.
 
-Why not vLLM's own helpers (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in a TCP
-store whose content they unpickle, which any program that reaches the port may write; the trainer would have
-to import vLLM; and nothing in them ends a wait for a process that has died. Here nothing is pickled, every
-wait has an end, and on one machine they meet in a file of a folder that is ours alone. On several nodes they
-meet in a TCP store, too, which rank 0 opens at its node's address. Neither that nor gloo nor NCCL asks who
-comes: a program that reaches their ports can read and change weights.
+vLLM's helpers (nccl_common.trainer_init and PyNcclCommunicator) are unsuitable: their processes meet in a TCP
+store and unpickle its content, which any program that reaches the port can write; the trainer would have to
+import vLLM; and waits for dead processes never end. Here nothing is pickled and every wait is limited. On one
+machine processes meet in a file of a private folder, on several nodes in a TCP store that rank 0 opens at its
+node's address. That store, gloo and NCCL do not authenticate: a program that reaches their ports can read and
+change weights.
 """
 
 from __future__ import annotations
@@ -58,33 +55,29 @@ from asyncrl.weights.transport import Exported, TrainerEnd, Transport, done, onl
 T = TypeVar("T")
 SENDER = 0
 _LATE_S = 1.0
-"""By how much more a thread of torch may take than its limit, so that its own words are told."""
+"""Extra time of a torch thread, so that its own error is reported."""
 _LOOK_S = 0.0005
-"""How often an unfinished NCCL call is looked at."""
+"""Polling interval of NCCL calls."""
 OPEN_PORTS = "let the nodes of the run reach each other at every TCP port of their own network"
 
 
 class BroadcastTransport(Transport):
-    """The trainer's end: the copy of one version, and its way to the engines.
+    """Trainer end: copies a version and sends it.
 
     Life: empty -> export(): rank 0 holds a version -> send() it, any number of times -> export() the next,
         over it.
-    Waits: export for a send that is under way, and the other way round; send for every member of its group,
-        as long as a seat says.
-    Invariant: what is sent is what was held, whole: they exclude each other. A group that broke is never used
-        again.
+    Waits: export for a running send and vice versa; send for every group member, limited by the GroupSeat.
+    Invariant: a held version is sent whole. A broken group is never reused.
     """
 
     def __init__(self, end: TrainerEnd, cuda: Any = None) -> None:
-        """`cuda`: what has streams and events, torch.cuda unless it is given; on the CPU there is none.
-        Raises ConfigError where no store can be opened.
-        """
+        """`cuda`: replaces torch.cuda; None on CPU. Raises ConfigError if no store can be opened."""
         super().__init__(end)
         self._store = _open_store(end.store) if end.store and end.is_first else None
-        """Where groups of several nodes meet: it is there as long as this object is."""
+        """Store for groups on several nodes, open while this object lives."""
         self._cuda = cuda or _cuda_of(end.device)
         self._filled: Any = None
-        """The event after which the buffers hold what was exported last."""
+        """Event of the last export's completed copy."""
         self._digest = ""
         self._chunks: list[SentChunk] = []
         self._buffers: list[Tensor] = []
@@ -92,12 +85,12 @@ class BroadcastTransport(Transport):
         self._in_use = threading.Lock()
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """The copy is made when this returns."""
+        """Export; the copy is complete on return."""
         return done(self.export(exported, path))
 
     def export(self, exported: Exported, path: Path) -> ExportResponse:
-        """Copy the weights over what was held, gathering what is sharded; where evaluation wants a file,
-        write it too. Raises OSError, or RuntimeError if there is no memory for the copy.
+        """Copy the weights over the held ones, gathering shards; write a file too if evaluation needs one.
+        Raises OSError, or RuntimeError without memory.
         """
         end, version = self.end, exported.version
         written = self._begin_file(exported, path).result().path if end.is_file_wanted else ""
@@ -120,7 +113,7 @@ class BroadcastTransport(Transport):
         return answer.model_copy(update={"path": written})
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
-        """To all members of the group; in a thread of its own. Raises Refused."""
+        """Send to all group members; call it in a separate thread. Raises Refused."""
         seat = request.seat
         with self._in_use:
             if self.version != request.version:
@@ -153,47 +146,45 @@ class BroadcastTransport(Transport):
             self._chunks.append(SentChunk(num_bytes=size, tensors=placed))
 
 
-class GroupBroken(Exception):  # noqa: N818  what it is, not what went wrong
-    """A member of the group is gone, late, or did something else. The group cannot be used any more."""
+class GroupBroken(Exception):  # noqa: N818  a state of the group
+    """A group member is gone, late, or out of order. The group cannot be used any more."""
 
 
 class WeightGroup:
-    """One member of a group: this process.
+    """Membership of this process in a group.
 
-    Life: joined, once all are there -> send, or receive, any number of times -> closed, by the first failure
-        too.
-    Waits: every call for the others, timeout_s at most; then the group is broken.
-    Invariant: all members make the same calls in the same order: what is sent says its own shape first. On a
-        CUDA device all of it is done in the group's own stream, whatever the caller's is.
+    Life: joined, once all are present -> send, or receive, any number of times -> closed, also by the first
+        failure.
+    Waits: every call waits for the others, at most timeout_s; then the group is broken.
+    Invariant: all members make the same calls in the same order: data announce their shape first. On CUDA
+        everything runs in the group's own stream.
     """
 
     def __init__(self, seat: GroupSeat, device: torch.device, cuda: Any = None) -> None:
-        """Join. `cuda`: as a BroadcastTransport's. Raises GroupBroken."""
+        """Join. `cuda`: as for BroadcastTransport. Raises GroupBroken."""
         self.path, self._device, self._timeout = seat.path, device, timedelta(seconds=seat.timeout_s)
         self._group: Any = None
         self._cuda = cuda or _cuda_of(device)
-        # of high priority: its kernels are few and short, and engines stand still until they are done
+        # high priority: few short kernels that engines wait for
         self._stream = None if self._cuda is None else self._cuda.Stream(device, priority=-1)
         try:
-            # The limits of torch do not cover a store that is silent.
+            # torch's limits miss a silent store.
             connect = partial(_connect, seat, device, self._timeout)
             self._group = run_within(seat.timeout_s + _LATE_S, connect, name="join")
-        except (RuntimeError, OSError, ConfigError) as error:  # a TimeoutError is an OSError
+        except (RuntimeError, OSError, ConfigError) as error:  # includes TimeoutError
             where, way_out = (f" at {seat.store}", f"; {OPEN_PORTS}") if seat.store else ("", "")
             what = f"no group of {seat.size} processes{where} within {seat.timeout_s} s"
-            why = str(error).partition("\n")[0] or "no answer"  # behind it are frames of torch
+            why = str(error).partition("\n")[0] or "no answer"  # torch's stack frames follow
             raise GroupBroken(f"{what}: {why}{way_out}") from error
 
     def close(self) -> None:
-        """Leave. Idempotent; the others notice at their next call."""
+        """Leave the group. Idempotent; the others notice at their next call."""
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
             group.abort()
 
     def send(self, weights: SentWeights, buffers: list[Tensor], filled: Any = None) -> None:
-        """As the sender: what comes, then the buffers, which are whole after the event `filled`. Returns when
-        all of it was sent. Raises GroupBroken.
-        """
+        """Send the description, then the buffers, whole after the event `filled`. Raises GroupBroken."""
         text = bytearray(weights.model_dump_json().encode())
         with self._beside():
             head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
@@ -203,8 +194,8 @@ class WeightGroup:
                 self._broadcast(tensor)
 
     def receive(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The version, and the tensors of one buffer after the other, each buffer in memory of its own, and
-        whole when it is told. Raises GroupBroken.
+        """Yield (version, tensors of a buffer), each buffer in separate memory and complete. Raises
+        GroupBroken.
         """
         with self._beside():
             length = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -213,7 +204,7 @@ class WeightGroup:
             self._broadcast(head)
             weights = SentWeights.model_validate_json(head.cpu().numpy().tobytes())
         for chunk in weights.chunks:
-            # Memory of the caller's stream, which reads it, and may not have read yet what lay there before.
+            # Memory of the caller's stream, which may still read its previous content.
             buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=self._device)
             if self._stream is not None:
                 self._stream.wait_stream(self._cuda.current_stream(self._device))
@@ -222,7 +213,7 @@ class WeightGroup:
             yield weights.version, views(chunk.tensors, buffer)
 
     def _beside(self) -> AbstractContextManager[Any]:
-        """A context in which this thread works in the group's own stream. Never open over a yield."""
+        """Enter the group's stream in this thread. Never keep it open over a yield."""
         return nullcontext() if self._stream is None else self._cuda.stream(self._stream)
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -237,7 +228,7 @@ class WeightGroup:
             raise GroupBroken(f"a broadcast of {tensor.nbytes} bytes failed: {error}") from error
 
     def _wait(self, work: Any) -> None:
-        """Return when it is done, on the device too. Raises RuntimeError."""
+        """Wait until it is done, on the device too. Raises RuntimeError."""
         work.wait(self._timeout)
         if self._cuda is None:
             return
@@ -256,12 +247,14 @@ def _cuda_of(device: torch.device) -> Any:
 def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
     store, interfaces = _meet(seat, timeout)
     if device.type == "cuda":
-        if device.index is not None:  # of this thread; a trainer's rank 0 has no number, and is on the first
+        if (
+            device.index is not None
+        ):  # for this thread; a trainer's rank 0 without index uses the first device
             torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = 2 * timeout  # ours comes first
-        nccl.is_high_priority_stream = True  # NCCL's kernels run in a stream of its own after ours
-        # A group made here does not end the process when another member dies: training goes on.
+        nccl._timeout = 2 * timeout  # our limit comes first
+        nccl.is_high_priority_stream = True  # NCCL's kernels run in a separate stream after ours
+        # Without this, another member's death would end the process; training continues.
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         before = os.environ.get(name)
         os.environ[name] = "0"
@@ -271,7 +264,7 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
             del os.environ[name]
             if before is not None:
                 os.environ[name] = before
-        # Else it connects in its first broadcast, which has no limit where a member is gone by then.
+        # Otherwise it connects at its first broadcast, without limit if a member is gone.
         index = torch.cuda.current_device() if device.index is None else device.index
         group.eager_connect_single_device(torch.device("cuda", index))
         return group
@@ -282,15 +275,15 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
 
 
 def _meet(seat: GroupSeat, timeout: timedelta) -> tuple[Any, list[str]]:
-    """Where the members find each other, and the interfaces on which gloo listens. On several nodes those are
-    of the address from which this node reaches the trainer's.
+    """Return the members' store and gloo's interfaces. On several nodes the interface is the route to the
+    trainer's node.
     """
     if not seat.store:
         store: Any = dist.FileStore(seat.path, seat.size)  # type: ignore[attr-defined]
         interfaces = ["lo"]
     else:
         host, _, port = seat.store.rpartition(":")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # to which nothing is sent
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # sends nothing
             route.connect((host, int(port)))
             use_interface(route.getsockname()[0], is_apart=True)
         interfaces = os.environ["GLOO_SOCKET_IFNAME"].split(",")
@@ -301,7 +294,7 @@ def _meet(seat: GroupSeat, timeout: timedelta) -> tuple[Any, list[str]]:
 
 
 def _open_store(where: str) -> Any:
-    """A store at ADDRESS:PORT that is open as long as the object is. Raises ConfigError."""
+    """Open a store at ADDRESS:PORT that lives as long as the object. Raises ConfigError."""
     host, _, port = where.rpartition(":")
     descriptor = listen_at(where, "there it opens the store in which trainer and engines meet")
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
@@ -309,7 +302,7 @@ def _open_store(where: str) -> Any:
 
 
 def listen_at(where: str, rule: str) -> int:
-    """A descriptor for rank 0's store at ADDRESS:PORT, which closes it. Raises ConfigError."""
+    """Return a listening descriptor for rank 0's store, which closes it. Raises ConfigError."""
     host, _, port = where.rpartition(":")
     try:
         return socket.create_server((host, int(port))).detach()
@@ -320,15 +313,15 @@ def listen_at(where: str, rule: str) -> int:
 
 
 def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
-    """What `work` returns, for calls of torch whose own limits do not hold: it runs in a thread, which the
-    process leaves behind if it takes longer. Raises what it raises, and TimeoutError.
+    """Run `work` in a thread with a time limit, for torch calls with unreliable limits; an overdue thread is
+    abandoned. Raises its errors, and TimeoutError.
     """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except Exception as error:  # the caller's
+        except Exception as error:  # re-raised in the caller
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -336,7 +329,7 @@ def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address. Raises ConfigError."""
+    """Return the network interface with this IPv4 address. Raises ConfigError."""
     found = {
         one.address: name.partition(":")[0]
         for name, ones in psutil.net_if_addrs().items()
@@ -351,10 +344,10 @@ def interface_of(address: str) -> str:
 
 
 def use_interface(address: str, *, is_apart: bool) -> None:
-    """Have gloo, and with several nodes (`is_apart`) NCCL, listen on the interface of `address`, unless the
-    environment names another: no host name is looked up. Raises ConfigError.
+    """Make gloo, and with several nodes (`is_apart`) NCCL, listen on the interface of `address`, unless the
+    environment sets one; avoids host-name lookups. Raises ConfigError.
     """
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
     if is_apart and "NCCL_SOCKET_IFNAME" not in os.environ:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"  # this name, not all that begin so
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"  # exactly this name, no prefix match

@@ -1,8 +1,8 @@
-"""Tensors in safetensors files: their format, their digests, and how those of a model are stored.
+"""Tensors in safetensors files: format, digests, and storage of a model's tensors.
 
-The format: 8 bytes with the length of a JSON head, the head, the data
-(https://github.com/huggingface/safetensors#format). torch is imported where tensors are made or hashed on a
-device: the controller and the simulated engine read files without it.
+Format: 8 bytes with the length of a JSON head, the head, the data
+(https://github.com/huggingface/safetensors#format). torch is imported only for tensors and device hashes: the
+controller and the simulated engine read files without it.
 """
 
 from __future__ import annotations
@@ -35,31 +35,29 @@ DTYPES = {
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }
-"""Names of the format: (torch's name, bytes of an element)."""
+"""Names in the format: (torch's name, bytes of an element)."""
 _FILE_NAMES = {name: code for code, (name, _) in DTYPES.items()}
 _ITEM_BYTES = dict(DTYPES.values())
 _PIECE_BLOCKS = 512
-"""Blocks that are hashed at once: on a CPU they stay in its cache, on a device they are 4 MiB of floats."""
+"""Blocks hashed at once: they fit a CPU's cache, or 4 MiB of floats on a device."""
 MIN_HASHED_BYTES = 2**22
-"""Bytes that are handed to the hashing thread at once, at least: what costs more than to change threads."""
+"""Minimum bytes per task of the hashing thread, worth a thread switch."""
 SCALE = "scale"
-"""In a file of adapters: the scalar float32 tensor alpha / rank. An engine needs it, and the digest covers
-it.
-"""
+"""Scalar float32 tensor alpha / rank in a file of adapters, for the engine; the digest covers it."""
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 RESEND = "export and prepare again; if it repeats, find the other program that writes the staging file."
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as it lies in a file; `dtype` as torch calls it."""
+    """A tensor in a file; `dtype` in torch's terms."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
 
     def as_torch(self) -> Tensor:
-        """On the CPU, over the same memory."""
+        """Return a CPU tensor over the same memory."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -69,7 +67,7 @@ class RawTensor:
 
 
 def read_tensors(path: Path) -> dict[str, RawTensor]:
-    """All tensors of a file in its order, lying in a private mapping of it. Raises OSError or ValueError."""
+    """Return a file's tensors in order, in a private mapping. Raises OSError or ValueError."""
     with path.open("rb") as file:
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     length = int.from_bytes(view[:8], "little")
@@ -83,7 +81,7 @@ def read_tensors(path: Path) -> dict[str, RawTensor]:
 
 
 def read_or_refuse(path: str) -> dict[str, RawTensor]:
-    """read_tensors for a server. Raises Refused (400)."""
+    """Call read_tensors for a server. Raises Refused (400)."""
     try:
         return read_tensors(Path(path))
     except (OSError, ValueError) as error:
@@ -99,22 +97,22 @@ def _raw(name: str, entry: Mapping[str, Any], data: memoryview) -> RawTensor:
 
 
 def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes:
-    """What comes before the data of tensors given as (name, torch's dtype, shape)."""
+    """Return the bytes before the data of tensors (name, torch's dtype, shape)."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:
         start, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
         head[name] = {"dtype": _FILE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)  # the data starts on a multiple of 8 bytes, as the format asks
+    text += b" " * (-len(text) % 8)  # the format aligns data to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(
     file: Any, entries: Iterable[tuple[str, str, Iterable[int]]], tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
-    """Write `tensors`, which are those of `entries` in their order, one after the other, each hashed while it
-    is written, small ones together; returns their digests. Raises OSError.
+    """Write the `tensors` of `entries`, in order, hashing in parallel, small ones together; return their
+    digests. Raises OSError.
     """
     digests = dict[str, bytes]()
     file.write(safetensors_head(entries))
@@ -128,7 +126,7 @@ def write_tensors(
 
 
 def _together(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """In their order, so many at once that a thread has enough to do."""
+    """Yield groups in order, large enough for a thread."""
     some: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors:
@@ -142,23 +140,23 @@ def _together(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """float32, bfloat16, ..."""
+    """Return float32, bfloat16, ..."""
     return str(dtype).removeprefix("torch.")
 
 
 def digest_of_tensor(name: str, tensor: Tensor) -> bytes:
-    """tensor_digest of a torch tensor, computed where it lies."""
+    """Return tensor_digest of a torch tensor, computed on its device."""
     return digests_of({name: tensor})[name]
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """digest_of_tensor of each; a device is waited for once."""
+    """Return digest_of_tensor of each, waiting for a device once."""
     return finish_digests({name: begin_digest(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class BegunDigest:
-    """A tensor's block_sums, on their way: int32 [blocks, 8] on its device."""
+    """A tensor's block_sums in progress: int32 [blocks, 8] on its device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -166,13 +164,12 @@ class BegunDigest:
 
 
 def begin_digest(tensor: Tensor) -> BegunDigest:
-    """The sums of a tensor, whose content has to stay until they are done."""
+    """Start a tensor's sums; its content must not change before they are done."""
     tensor = tensor.detach().contiguous()
     return BegunDigest(dtype_name(tensor.dtype), tuple(tensor.shape), torch_block_sums(tensor))
 
 
 def finish_digests(begun: Mapping[str, BegunDigest]) -> dict[str, bytes]:
-    """Each tensor's digest."""
     return {
         name: digest_of_sums(
             name, one.dtype, one.shape, one.sums.cpu().numpy().astype("<i4", copy=False).data
@@ -182,17 +179,17 @@ def finish_digests(begun: Mapping[str, BegunDigest]) -> dict[str, bytes]:
 
 
 def digest_and_size(tensors: Mapping[str, Tensor]) -> tuple[dict[str, bytes], int]:
-    """The digest of each tensor, and the bytes of all."""
+    """Return the digest of each tensor, and the total bytes."""
     return digests_of(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """weights_digest of torch tensors."""
+    """Return weights_digest of torch tensors."""
     return joint_digest(digests_of(tensors).values())
 
 
 def torch_block_sums(tensor: Tensor) -> Tensor:
-    """block_sums of a contiguous tensor's bytes, int32 [blocks, 8] where the tensor lies."""
+    """Return block_sums of a contiguous tensor's bytes, int32 [blocks, 8] on its device."""
     import torch
 
     flat, keys = tensor.reshape(-1).view(torch.int8), torch.from_numpy(block_keys()).to(tensor.device)
@@ -200,7 +197,8 @@ def torch_block_sums(tensor: Tensor) -> Tensor:
     blocks = flat[: num_whole * BLOCK_BYTES].view(num_whole, BLOCK_BYTES)
     last = flat[num_whole * BLOCK_BYTES :]
     sums = torch.empty(num_whole + bool(len(last)), NUM_SUMS, dtype=torch.int32, device=tensor.device)
-    # In integers where the processor multiplies them. How many blocks are in a product changes no sum.
+    # Integer products if the processor supports them. The number of blocks per product does not affect the
+    # sums.
     is_integer = tensor.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     product, keys = (torch._int_mm, keys) if is_integer else (_product_of_floats, keys.float())
     for start in range(0, num_whole, _PIECE_BLOCKS):
@@ -216,8 +214,8 @@ def _product_of_floats(blocks: Tensor, keys: Tensor, *, out: Tensor) -> None:
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied. Unlike numpy(), it does not tie the tensor
-    to its storage's size, which an offload changes.
+    """Return the bytes of a contiguous host tensor without copying. numpy() would fix the storage's size,
+    which an offload changes.
     """
     if not tensor.nbytes:
         return memoryview(b"")
@@ -227,12 +225,12 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def adapted_modules(names: Iterable[str]) -> list[str]:
-    """The layers that have an adapter in a file with these tensors."""
+    """Return the adapted layers in a file with these tensors."""
     return sorted({name.removesuffix(end) for name in names for end in SUFFIXES if name.endswith(end)})
 
 
 class StoredPiece(NamedTuple):
-    """A tensor of a checkpoint, as elements of a tensor of the model: arguments of torch.as_strided."""
+    """A checkpoint tensor as a view of a model tensor: arguments of torch.as_strided."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -240,12 +238,12 @@ class StoredPiece(NamedTuple):
 
 
 Pieces = Mapping[str, Mapping[str, StoredPiece]]
-"""Of each tensor of a model that its checkpoint has cut, or under another name: what is there, by name."""
+"""Checkpoint tensors by name, for model tensors that are split or renamed."""
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """Every parameter once (tied duplicates left out) and every persistent buffer of a model, by its own
-    names: what trainer and engines hold in common.
+    """Return a model's parameters (tied ones once) and persistent buffers by name, as trainer and engines
+    share them.
     """
     with_duplicates = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict(keep_vars=True).items()
@@ -254,8 +252,8 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def float32_names(model: Any) -> set[str]:
-    """Return the names of the parameters that transformers keeps in float32 in a model of any dtype, such as
-    the weights of DeepSeek-V3's routers.
+    """Return parameters that transformers keeps in float32 in any model, such as DeepSeek-V3's router
+    weights.
     """
     patterns = [one.replace("*", ".*") for one in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     return {
@@ -264,22 +262,21 @@ def float32_names(model: Any) -> set[str]:
 
 
 def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
-    """How the checkpoint of a transformers model has these weights of it, where transformers stacks the
-    experts of a layer at load and renames. A tensor that it computes, or joins with others, keeps the model's
-    name.
+    """Return the checkpoint's pieces of weights that transformers stacks or renames at load. A computed or
+    joined tensor keeps the model's name.
     """
     return {name: found for name, found in stored_views(model, weights).items() if found.keys() != {name}}
 
 
 def stored_views(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
-    """What the checkpoint has of each of these weights, one piece where it is as in the model: the inverse of
-    what transformers does at load. What it computes, or joins with others, is left out.
+    """Return the checkpoint's pieces of each weight, the inverse of transformers' loading; without computed
+    or joined tensors.
     """
     import torch
     from torch.overrides import TorchFunctionMode
     from transformers.core_model_loading import revert_weight_conversion
 
-    class Uncopied(TorchFunctionMode):  # what is cut from a tensor stays a view of it
+    class Uncopied(TorchFunctionMode):  # pieces of a tensor stay views
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
@@ -298,7 +295,7 @@ def stored_views(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
 
 
 def pieces_of(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
-    """Whole contiguous tensors of a model, as its checkpoint has them: views."""
+    """Return the checkpoint's tensors as views of whole contiguous model tensors."""
     return {
         piece: tensor if cut is None else tensor.as_strided(*cut[:2], tensor.storage_offset() + cut.start)
         for name, tensor in tensors.items()

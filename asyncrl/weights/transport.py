@@ -1,11 +1,11 @@
-"""The trainer's end of each weight_sync.transport.
+"""Trainer end of each weight_sync.transport.
 
 shm and disk: the trainer writes all weights as one safetensors file into its staging folder, in shared memory
 or in weight_sync.disk_dir. Engines read, copy and hash it during generation (prepare) and swap to the copy
-(commit). stream: the same, and each other node fetches the file into its shared memory. If the sides share
-devices, an engine that slept has memory for one set of weights: they arrive chunk by chunk (export.py), with
-ipc through memory that both sides map (ipc.py). lora: adapters.py. nccl: nccl.py. Requirements of a transport
-on engine, placement and config are in asyncrl/config/weight_sync.py.
+(commit). stream: the same, and each other node fetches the file into its shared memory. With shared devices,
+a sleeping engine has memory for one set of weights: they arrive by chunks (export.py), with ipc through
+memory that both sides map (ipc.py). lora: adapters.py. nccl: nccl.py. Requirements on engine, placement and
+config are in asyncrl/config/weight_sync.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from asyncrl.weights.export import LazyWeights, begin_export, gather_along
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """What a transport needs of the trainer. `is_file_wanted`: evaluation reads each export as a file.
-    `store`: ADDRESS:PORT at which rank 0 opens where it meets engines of several nodes.
+    """Trainer properties for a transport. `is_file_wanted`: evaluation reads each export as a file. `store`:
+    ADDRESS:PORT of rank 0's store for engines on several nodes.
     """
 
     device: torch.device
@@ -39,8 +39,8 @@ class TrainerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The weights of `version`: all of them, adapters merged, and the adapters alone, if there are any. To
-    call `adapters` gathers them.
+    """Weights of `version`: all of them, adapters merged, and only the adapters, if any. Calling `adapters`
+    gathers them.
     """
 
     version: int
@@ -49,35 +49,33 @@ class Exported:
 
 
 def only_gathered(version: int) -> ExportResponse:
-    """The answer of a rank that writes nothing."""
+    """Return the answer of a rank that writes nothing."""
     return ExportResponse(version=version, path="", digest="", num_tensors=0, num_bytes=0)
 
 
 def done(answer: ExportResponse) -> Future[ExportResponse]:
-    """Of an export that is whole already."""
+    """Return the future of a finished export."""
     future: Future[ExportResponse] = Future()
     future.set_result(answer)
     return future
 
 
 class Transport:
-    """The trainer's end of one way: this one writes a file. Made on every rank; begin() is called on all of
-    them at once.
-    """
+    """Trainer end of a transport, writing a file. Constructed on every rank; all call begin() together."""
 
     sends_chunks = True
-    """Whether weights can go this way chunk by chunk."""
+    """True if it supports chunks."""
     version = -1
-    """Version of the copy that is held to be sent; -1: none."""
+    """Version of the held copy; -1: none."""
 
     def __init__(self, end: TrainerEnd) -> None:
         self.end = end
         self._writer = ThreadPoolExecutor(1, "export")
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Bring the weights to where engines take them from, beside the next forward and backward pass: until
-        the Future ends no weight may change. Rank 0 says what they are, while the other ranks gather along.
-        This and the Future raise OSError.
+        """Bring the weights to the engines during the next forward and backward pass; no weight may change
+        before the Future ends. Rank 0 describes them; the others gather. Raises OSError, here or in the
+        Future.
         """
         return self._begin_file(exported, path)
 
@@ -89,12 +87,12 @@ class Transport:
         return done(only_gathered(exported.version))
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the copy that is held: transport nccl. Raises Refused."""
+        """Send the held copy: transport nccl. Raises Refused."""
         raise NotImplementedError
 
 
 def make_transport(name: TransportName, end: TrainerEnd) -> Transport:
-    """The one that weight_sync.transport names."""
+    """Return the transport of this name."""
     from asyncrl.weights.adapters import AdapterTransport
     from asyncrl.weights.nccl import BroadcastTransport
 

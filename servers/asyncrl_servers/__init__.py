@@ -1,3 +1,3 @@
-"""Engine servers: started as processes, never imported by asyncrl. Of asyncrl they reach messages, http,
-waits, files and weights alone.
+"""Engine servers, started as processes. They import only messages, http, waits, files and weights from
+asyncrl.
 """

@@ -1,6 +1,4 @@
-"""The HTTP side of an engine server: its routes over any engine, and the server's end of the link on which a
-controller's requests come (asyncrl/messages/frames.py).
-"""
+"""Engine server routes, and the server end of the link (asyncrl/messages/frames.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from asyncrl.serving import Refused, add_route, make_app, secret_of, serve
 from asyncrl_servers.served_engine import MAX_QUEUED, Answer, AnyFuture, Of, ServedEngine
 
 FRAME_ROWS = 256
-"""Most rows in a frame: its reader does other things between two of them."""
+"""Maximum rows per frame, so that the reader can do other work."""
 
 
 class GenerateBody(Message):
@@ -52,18 +50,17 @@ class GenerateBody(Message):
     top_logprobs: int = 0
 
     def request(self) -> GenerateRequest:
-        """As the engine takes it."""
         return GenerateRequest(**{**dict(self), "stop": tuple(self.stop)})
 
 
 class ServedLink(Generic[Of]):
-    """The server's end of one link.
+    """Server end of one link.
 
-    Life: opened -> frames come and go -> closed by the client or with its process: what is open is aborted.
-    Waits: the reader sleeps until a frame comes. Frames that go are sent by the thread that has sampled them,
-        which does not wait: only what the socket does not take at once is left to the event loop. To wake the
-        loop for each turn of the decode loop costs both threads more than the frame does.
-    Invariant: frames leave whole, in the order in which their tokens were sampled.
+    Life: open -> exchanging frames -> closed by the client or with its process, which aborts open requests.
+    Waits: the reader sleeps until a frame comes. The sampling thread sends without blocking; the event loop
+        sends what the socket does not accept at once, since waking it per decode step costs more than the
+        frame.
+    Invariant: frames leave whole, in sampling order.
     """
 
     def __init__(
@@ -75,25 +72,25 @@ class ServedLink(Generic[Of]):
         self._sending = threading.Lock()
         self._socket: socket.socket = transport.get_extra_info("socket").dup()
         self._unsent: list[bytes] = []
-        """What comes next; while the transport has something to write it does not go past it."""
+        """Bytes to send next; direct sends wait for the transport's backlog."""
         self._is_behind = False
 
     def sampled(self, rows: Sequence[frames.Sampled]) -> None:
-        """Send these; from any one thread."""
+        """Send the rows, from one thread at a time."""
         known = [row for row in rows if row.number in self._runs]
         for row in known:
             if row.then not in ("more", "interrupted"):
-                self._runs.pop(row.number, None)  # serve() may have emptied it by now
+                self._runs.pop(row.number, None)  # serve() may have emptied it already
         for first in range(0, len(known), FRAME_ROWS):
             self._send(frames.sampled_frame(known[first : first + FRAME_ROWS]))
 
     def refused(self, number: int, refusal: Refused) -> None:
-        """Say so, from any one thread; the request is over."""
+        """End a refused request, from one thread at a time."""
         if self._runs.pop(number, None) is not None:
             self._send(frames.refused_frame(number, refusal.status, refusal.body))
 
     async def serve(self) -> None:
-        """Until the client leaves. Raises ValueError for what is no frame."""
+        """Serve until the client leaves. Raises ValueError for an invalid frame."""
         try:
             async for message in self._link:
                 if message.type is not WSMsgType.BINARY:
@@ -106,12 +103,12 @@ class ServedLink(Generic[Of]):
                 self._socket.close()
 
     def _send(self, frame: bytes) -> None:
-        """From any thread."""
+        """Send a frame from any thread."""
         message = _message(frame)
         with self._sending, suppress(RuntimeError):  # the loop is closed
             if not self._is_behind:
                 num_sent = 0
-                with suppress(OSError):  # if it is more than a full buffer, the transport ends the connection
+                with suppress(OSError):  # the transport closes broken connections
                     num_sent = self._socket.send(message)
                 message = message[num_sent:]
                 self._is_behind = bool(message)
@@ -121,7 +118,7 @@ class ServedLink(Generic[Of]):
 
     def _catch_up(self) -> None:
         with self._sending:
-            # writelines() of some versions of Python does not look whether the connection is lost
+            # some Python versions' writelines() ignores a lost connection
             self._transport.write(b"".join(self._unsent))
             self._unsent.clear()
             self._is_behind = self._transport.get_write_buffer_size() > 0
@@ -153,7 +150,7 @@ class ServedLink(Generic[Of]):
 
 
 def _message(data: bytes) -> bytes:
-    """A binary message of a WebSocket, as a server sends it: whole and not masked (RFC 6455, section 5.2)."""
+    """Return an unmasked, unfragmented binary WebSocket message (RFC 6455, section 5.2)."""
     size, kind = len(data), 0x80 | WSMsgType.BINARY
     if size < 126:
         return struct.pack("!BB", kind, size) + data
@@ -163,9 +160,7 @@ def _message(data: bytes) -> bytes:
 
 
 class OneAnswer:
-    """The listener of one POST /generate. Weight updates do not end it: the request goes on under the new
-    weights.
-    """
+    """Listener of one POST /generate, which continues across weight updates."""
 
     def __init__(self, engine: ServedEngine[Of], request: GenerateRequest) -> None:
         self._loop = asyncio.get_running_loop()
@@ -175,7 +170,7 @@ class OneAnswer:
         self._rows: list[frames.Sampled] = []
 
     async def answer(self) -> GenerateResponse:
-        """Once it is whole. A client that leaves aborts it."""
+        """Return the whole answer; abort if the client leaves."""
         self._engine.submit([self._run])
         try:
             return await self._done
@@ -203,7 +198,7 @@ class OneAnswer:
 
 
 def check_queue(num_free: int) -> None:
-    """Raise Refused (503) where no more requests may wait."""
+    """Raise Refused (503) if the queue is full."""
     if num_free <= 0:
         way_out = "keep fewer rollouts in flight, or add engines."
         raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
@@ -213,13 +208,11 @@ Act = Callable[..., Awaitable[BaseModel]]
 
 
 def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Application:
-    """The routes of an engine server over `engine`, for bearers of the secret alone. `more`: what this kind
-    answers beside, each POST under its name.
-    """
+    """Return the app of `engine`, protected by `secret`. `more`: additional POST routes."""
     app = make_app(secret)
 
     async def link(request: web.Request) -> web.WebSocketResponse:
-        # no pong may get into the middle of a frame: a client that pings is told that frames are bytes
+        # a pong could split a frame, so pings are errors
         opened = web.WebSocketResponse(max_msg_size=0, compress=False, autoping=False)
         await opened.prepare(request)
         try:
@@ -236,7 +229,7 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
         check_queue(MAX_QUEUED - engine.num_queued)
         return await OneAnswer(engine, body.request()).answer()
 
-    # The first two block a worker thread, not the event loop.
+    # prepare and load_chunk block a worker thread, not the event loop.
     async def prepare(body: PrepareRequest) -> PrepareResponse:
         return await asyncio.to_thread(engine.weights.prepare, body)
 
@@ -261,12 +254,12 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
 
 
 def serve_engine(engine: ServedEngine[Of], fd: int, *more: Act) -> None:
-    """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
+    """Serve on the inherited socket until SIGTERM."""
     serve(engine_routes(engine, secret_of(SECRET_ENV), *more), fd, cancels_handlers=True)
 
 
 async def _answered(future: AnyFuture[Answer]) -> Answer:
-    """A caller that leaves does not end what the engine does."""
+    """Wait for the engine even if the caller leaves."""
     wrapped = asyncio.wrap_future(future)
     await asyncio.wait((wrapped,))
     return wrapped.result()

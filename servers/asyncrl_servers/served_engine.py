@@ -1,6 +1,4 @@
-"""What all engine servers share beside their routes: reading the spec, a request from its arrival to its end,
-the check of one, random numbers. Without torch.
-"""
+"""Spec, requests, checks and random numbers of all engine servers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,26 +29,26 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 AnyFuture: TypeAlias = "Future[Answer] | asyncio.Future[Answer]"
 MAX_QUEUED = 1_000_000
-"""Requests that may wait for a slot; one more is refused with 503."""
+"""Maximum requests waiting for a slot; others get 503."""
 MAX_STOP = 16
 
 
 class EngineSpec(Message):
-    """The spec file of an engine server: one JSON object, unknown keys refused."""
+    """Spec file of an engine server: one JSON object."""
 
     name: str
-    """Name of this server in logs and errors, like engine-0."""
+    """Server name in logs and errors, like engine-0."""
     slots: int = Field(ge=1)
     """Sequences decoded at once."""
     max_length: int = Field(ge=2)
-    """Most tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
 
 
 Spec = TypeVar("Spec", bound=EngineSpec)
 
 
 def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
-    """The spec of this server and the number of its socket. Ends the process if the spec is wrong."""
+    """Return the spec and the socket number. End the process if the spec is invalid."""
     text, fd = child_arguments()
     try:
         return kind.model_validate_json(text), fd
@@ -59,14 +57,14 @@ def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
 
 
 class Listener(Protocol):
-    """Gets what is sampled for its requests, and why one goes no further; from any thread."""
+    """Receives tokens and refusals, from any thread."""
 
     def sampled(self, rows: Sequence[Sampled]) -> None: ...
     def refused(self, number: int, refusal: Refused) -> None: ...
 
 
 class Run:
-    """A request from its arrival to its end, which `listener` gets with its last tokens."""
+    """A request from arrival to end, which `listener` gets with its last tokens."""
 
     def __init__(self, asked: Asked, listener: Listener) -> None:
         self.number, self.request, self.is_streamed = asked
@@ -77,12 +75,10 @@ Of = TypeVar("Of", bound=Run)
 
 
 class ServedEngine(Protocol[Of]):
-    """What the routes need of an engine. A future carries Refused, or any other error, which is answered as
-    500.
+    """Engine interface of the routes. Futures may raise Refused; other errors become 500.
 
-    `run` checks a request and raises Refused (400). submit queues such runs; resume goes on with those that
-    an update interrupted; abort ends runs with what they have: each is told to its listener. What is over
-    already is left alone.
+    `run` checks a request and raises Refused (400). `submit` queues runs, `resume` continues interrupted
+    runs, and `abort` ends runs with their tokens so far. Finished runs are ignored.
     """
 
     @property
@@ -100,7 +96,7 @@ class ServedEngine(Protocol[Of]):
 
 
 def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray[np.int64]:
-    """The prompt's ids, int64 [P]. Raises Refused (400) for a request that can never run."""
+    """Return the prompt ids, int64 [P]. Raises Refused (400)."""
     request = asked.request
     name, num_prompt = f"request {request.request_id}", len(request.prompt_ids)
     total = num_prompt + request.max_tokens
@@ -110,7 +106,7 @@ def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray
         way_out = "shorten the prompt, or raise rollout.max_prompt_tokens or rollout.max_tokens."
         raise Refused(400, what, rule=rule, way_out=way_out)
     ids = np.asarray(request.prompt_ids, np.int64)
-    is_unknown = ids.view(np.uint64) >= vocab_size  # those below 0 too
+    is_unknown = ids.view(np.uint64) >= vocab_size  # negative ids too
     if is_unknown.any():
         rule = f"the model knows ids 0..{vocab_size - 1}"
         way_out = "encode the prompt with the model's own tokenizer."
@@ -140,15 +136,15 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195)."""
+    """SplitMix64 finalizer (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, absolute position), float64 with 53 random bits; depends on
-    nothing else, so that a resumed request draws what it would have drawn.
+    """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position) only, so that resumed
+    requests repeat their draws.
     """
     counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,6 +1,5 @@
-"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: an engine server with a latency model only.
-
-Load tests and benchmarks use it. It imports no torch.
+"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: an engine server with only a latency model, for
+load tests and benchmarks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,18 +27,16 @@ from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_reque
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
 PART_BYTES = 2**20
-"""Reported size of each part of the memory on sleep and wake."""
+"""Reported size of a memory part."""
 EPSILON = 1e-9
 
 
 class SimulatedSpec(LatencyModel, EngineSpec):
-    """The spec file of this server."""
-
     vocab_size: int = Field(default=1000, ge=1)
     """Token ids are drawn uniformly from 0..vocab_size-1."""
 
     def completion_length(self, seed: int) -> int:
-        """Return the completion's length, lognormal with mean `mean_tokens`. It depends on the seed only."""
+        """Return the completion's length, lognormal with mean `mean_tokens`, by the seed only."""
         normal = np.random.default_rng(seed).standard_normal() if self.sigma else 0.0
         return max(1, round(self.mean_tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)))
 
@@ -63,7 +60,7 @@ class SimulatedWeights(WeightState):
 
 
 class SimulatedRun(Run):
-    """A request. It was admitted at clock time `start` with `first` tokens and ends at start + length."""
+    """A request, admitted at clock time `start` with `first` tokens."""
 
     def __init__(self, asked: Asked, listener: Listener) -> None:
         super().__init__(asked, listener)
@@ -79,18 +76,18 @@ class SimulatedRun(Run):
         return self.start + self.length
 
     def num_sampled(self, clock: float) -> int:
-        """Return the number of tokens at this clock time, without the final token."""
+        """Return the number of tokens at this clock time, without the final one."""
         return self.first + max(0, min(int(clock - self.start + EPSILON), self.length - 1))
 
 
 class SimulatedEngine:
-    """Hold any number of requests at the cost of one heap entry each.
+    """Engine that costs one heap entry per request.
 
-    All running requests get one token per step, so one step clock describes their progress. It advances by
-    one every decode_step_s + n * per_row_s seconds and stops during prefill and swaps. A request ends when
-    the clock reaches start + length. Tokens are drawn when a request ends, or per step if it is streamed.
+    All running requests get one token per step, so one step clock describes them. It advances by one every
+    decode_step_s + n * per_row_s seconds and stops during prefill and swaps. A request ends at start +
+    length. Tokens are drawn at its end, or per step if streamed.
 
-    Invariant: the clock never goes back, and no answer has a token that the clock has not reached.
+    Invariant: the clock never goes back, and no answer has tokens beyond the clock.
     """
 
     def __init__(self, spec: SimulatedSpec) -> None:
@@ -134,7 +131,7 @@ class SimulatedEngine:
         )
 
     def run(self, asked: Asked, listener: Listener) -> SimulatedRun:
-        """Return a request that can run. Stop strings never match. Raises Refused (400)."""
+        """Return a run. Stop strings never match. Raises Refused (400)."""
         check_request(asked, self.spec.max_length, self.spec.vocab_size)
         if asked.request.grammar is not None or asked.request.top_logprobs:
             raise Refused(
@@ -150,7 +147,6 @@ class SimulatedEngine:
         self._update()
 
     def resume(self, runs: Sequence[SimulatedRun]) -> None:
-        """Put interrupted requests at the head of the queue."""
         for run in reversed(runs):
             if run in self._interrupted:
                 del self._interrupted[run]
@@ -159,12 +155,12 @@ class SimulatedEngine:
         self._update()
 
     def abort(self, runs: Sequence[SimulatedRun]) -> None:
-        self._update()  # requests that are complete end normally
+        self._update()  # complete requests end normally
         self._end([(run, "abort") for run in runs if not run.is_over])
         self._update()
 
     def commit(self, request: calls.CommitRequest) -> asyncio.Future[calls.CommitResponse]:
-        """Serve the new version; the answer arrives after swap_s. Raises Refused (409)."""
+        """Serve the new version and answer after swap_s. Raises Refused (409)."""
         self._update()
         answer = self.weights.begin_commit(request)
         committed: asyncio.Future[calls.CommitResponse] = asyncio.get_running_loop().create_future()
@@ -180,7 +176,6 @@ class SimulatedEngine:
         return committed
 
     def sleep(self, request: calls.SleepRequest) -> asyncio.Future[Moved]:
-        """Interrupt running requests and put these parts to sleep."""
         self._update()
         self._end([(run, "interrupted") for run in self._running])
         if self.weights.swapping is not None:
@@ -236,7 +231,7 @@ class SimulatedEngine:
         self._updated_s = now_s
 
     def _update(self) -> None:
-        """End complete requests, admit queued ones, report streams, and set the timer for the next event."""
+        """End complete requests, admit queued ones, report streams and set the timer."""
         self._advance()
         ended = []
         while self._ends and (
@@ -296,7 +291,7 @@ class SimulatedEngine:
         self._tell(rows)
 
     def _tell(self, rows: Iterable[tuple[SimulatedRun, int, str]]) -> None:
-        """Draw and report the tokens of each request up to the given count."""
+        """Draw and report each request's tokens up to the given count."""
         rows = [(run, end, then) for run, end, then in rows if end > run.num_told or then != "more"]
         if not rows:
             return
@@ -319,13 +314,13 @@ class SimulatedEngine:
             listener.sampled(sampled)
 
     def _marks(self, run: SimulatedRun) -> list[tuple[int, int]]:
-        """Return (first token, policy_version) for each version since the request was admitted."""
+        """Return (first token, policy_version) since the request's admission."""
         since = self._changes[max(0, bisect_left(self._changes, (run.start, -1)) - 1) :]
         return [(run.first + max(0, int(clock - run.start + EPSILON)), version) for clock, version in since]
 
 
 def _arrived(path: str) -> Arrived:
-    """Return the digests and the size of the tensors in a file. Raises Refused (400)."""
+    """Return the digests and size of a file's tensors. Raises Refused (400)."""
     tensors = read_or_refuse(path)
     digests = {name: tensor_digest(name, raw.dtype, raw.shape, raw.data) for name, raw in tensors.items()}
     return digests, sum(len(raw.data) for raw in tensors.values())

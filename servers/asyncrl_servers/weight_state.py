@@ -1,6 +1,4 @@
-"""Which weights an engine serves, which chunks of a push have come, and which parts of its memory sleep. It
-works with messages and digests, without tensors.
-"""
+"""Served version, staged set, push chunks and sleeping parts of an engine's weights. Handles no tensors."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ from asyncrl.weights.tensor_files import RESEND
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")
 PUSH_AGAIN = "push this version again, from chunk 0."
 Arrived = tuple[dict[str, bytes], int]
-"""The digest of each tensor by name, and the bytes of all."""
+"""(digest of each tensor by name, total bytes)."""
 Part = TypeVar("Part")
 
 
 def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | LoadChunkRequest) -> str:
-    """The digest of tensors that have come, which must be those that were announced. Raises Refused (409)."""
+    """Return the digest of received tensors. Raises Refused (409) on a mismatch."""
     digests, num_bytes = arrived
     digest = joint_digest(digests.values())
     expected = (announced.num_tensors, announced.num_bytes, announced.digest)
@@ -52,9 +50,7 @@ def take_announced(
     place: str,
     take: Callable[[Part], Arrived],
 ) -> dict[str, bytes]:
-    """Have each part that a group receives, with its policy_version, taken; returns the digests of all, which
-    must be those that were announced. Raises Refused (409).
-    """
+    """Pass received parts to `take` and return the digests. Raises Refused (409) on a mismatch."""
     digests, num_bytes = dict[str, bytes](), 0
     for version, part in received:
         if version != announced.version:
@@ -68,11 +64,11 @@ def take_announced(
 
 
 class ChunkedPush:
-    """The chunks of the newest push, as far as they are loaded.
+    """Loaded chunks of the newest push.
 
-    Life: nothing -> chunk 0, 1, ... of one version -> whole -> taken. Chunk 0 begins anew at any time; a
-        chunk that is not what was sent, and a take() that is refused, end it: nothing.
-    Invariant: `digests` has each tensor that was loaded once, under its name.
+    Life: empty -> chunk 0, 1, ... of one version -> whole -> taken. Chunk 0 restarts at any time; a corrupt
+        chunk or a refused take() empties it.
+    Invariant: `digests` contains each loaded tensor once.
     """
 
     def __init__(self) -> None:
@@ -83,14 +79,13 @@ class ChunkedPush:
         return f"{which} {self.num_chunks} chunks of version {self.version}" if self.num_chunks else "nothing"
 
     def clear(self) -> None:
-        """Nothing is loaded."""
         self.version, self.num_chunks, self.is_whole = -1, 0, False
         self.digests: dict[str, bytes] = {}
 
     @contextmanager
     def receiving(self, request: LoadChunkRequest, serving: int) -> Iterator[None]:
-        """Load this chunk within. Raises Refused (409) if another one is next, or the version is older than
-        the serving one; an error within ends the push.
+        """Load the chunk inside this context. Raises Refused (409) for a wrong chunk. An error ends the
+        push.
         """
         chunk = f"chunk {request.index} of policy_version {request.version}"
         if request.version < serving:
@@ -107,9 +102,7 @@ class ChunkedPush:
             raise
 
     def add(self, request: LoadChunkRequest, arrived: Arrived) -> str:
-        """The tensors of this chunk are loaded; returns their digest. Raises Refused (409) if they are not
-        what was sent.
-        """
+        """Record a loaded chunk and return its digest. Raises Refused (409) on a mismatch."""
         if again := sorted(self.digests.keys() & arrived[0].keys()):
             what = f"{len(again)} tensors of {request.place} came in an earlier chunk: {again[:3]}"
             raise Refused(409, what, rule="each tensor of a push comes once", way_out=RESEND)
@@ -119,9 +112,7 @@ class ChunkedPush:
         return digest
 
     def take(self, version: int, digest: str, names: Collection[str] = ()) -> None:
-        """End the push. Raises Refused (409) if it is not whole, has not brought all of `names`, or is not
-        `digest`.
-        """
+        """End the push. Raises Refused (409) if it is incomplete, lacks `names`, or has another digest."""
         missing = sorted(set(names) - self.digests.keys())
         loaded, state = joint_digest(self.digests.values()), str(self)
         is_whole = self.is_whole and self.version == version
@@ -138,14 +129,14 @@ class ChunkedPush:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A verified set of weights; an engine that computes keeps its tensors, adapters merged."""
+    """A verified set of weights, with its tensors in engines that compute."""
 
     request: PrepareRequest
     tensors: Mapping[str, Any] = field(default_factory=dict)
 
 
 def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
-    """Raises Refused (409) if what is staged is not this."""
+    """Return the staged set. Raises Refused (409) if it has another version or digest."""
     lies = "nothing"
     if staged is not None:
         lies = f"policy_version {staged.request.version} with digest {staged.request.digest}"
@@ -156,30 +147,28 @@ def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
 
 
 class WeightState:
-    """The serving weights, at most one staged set, and what sleeps.
+    """Serving weights, at most one staged set, and sleeping parts.
 
-    Life: serving -> asleep -> awake without content -> serving, once staged weights or a whole push are
-        committed.
-    Waits: prepare() and load_chunk() run in any thread, all else in that of the engine; what takes, fills or
-        frees memory holds `lock`.
-    Invariant: can_serve is true only while every part has memory and the weights are those of a version whose
-        digest was compared.
+    Life: serving -> asleep -> awake without content -> serving, after a commit.
+    Waits: prepare() and load_chunk() run in any thread, everything else in the engine's thread. Memory
+        changes hold `lock`.
+    Invariant: can_serve is true only while every part has memory and the weights' digest was checked.
     """
 
     def __init__(self, names: Collection[str] = ()) -> None:
-        """`names`: the tensors that a push in chunks must bring."""
+        """`names`: tensors that a chunked push must contain."""
         self.version, self.names = 0, names
         self.lock = threading.Lock()
         self.push = ChunkedPush()
         self.staged: Staged | None = None
         self.swapping: tuple[CommitRequest, Staged] | None = None
-        """The commit that has begun and has not ended."""
+        """Commit in progress."""
         self.has_content = True
         self._digest = ""
         self._asleep: set[EnginePart] = set()
 
     def read(self, request: PrepareRequest) -> Mapping[str, Any]:
-        """The tensors of a set that is to be staged, once they are compared. Raises Refused (400, 409)."""
+        """Return the verified tensors to stage. Raises Refused (400, 409)."""
         raise NotImplementedError
 
     def load(self, request: LoadChunkRequest) -> Arrived:
@@ -188,40 +177,35 @@ class WeightState:
 
     @property
     def digest(self) -> str:
-        """Of the serving weights; empty where it is not known."""
+        """Digest of the serving weights, empty if unknown."""
         return self._digest
 
     @property
     def asleep(self) -> list[EnginePart]:
-        """The parts without memory, in the order in which they go to sleep."""
+        """Parts without memory, in sleeping order."""
         return [part for part in PARTS if part in self._asleep]
 
     @property
     def can_serve(self) -> bool:
-        """Whether requests may run."""
         return self.has_content and not self._asleep
 
     def set_asleep(self, part: EnginePart) -> None:
-        """The part has given its memory back."""
         self._asleep.add(part)
         if part == "weights":
             self.has_content, self.staged = False, None
             self.push.clear()
 
     def set_awake(self, part: EnginePart) -> None:
-        """The part has memory again. Weights that slept have no content until a commit."""
+        """Mark the part as in memory; weights have no content until a commit."""
         self._asleep.discard(part)
 
     def settle(self, version: int, digest: str) -> None:
-        """The loaded weights serve from here on."""
         self.push.clear()
         self.version, self._digest = version, digest
         self.has_content, self.staged, self.swapping = True, None, None
 
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
-        """Stage a set of weights or adapters beside generation, instead of the one before. Raises Refused
-        (400, 409).
-        """
+        """Stage weights or adapters during generation. Raises Refused (400, 409)."""
         with self.lock:
             self._check_awake(f"policy_version {request.version} cannot be staged")
             self.staged = None
@@ -229,9 +213,7 @@ class WeightState:
         return PrepareResponse(version=request.version, digest=request.digest)
 
     def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
-        """Load a chunk of a push into weights without content. Raises Refused (400, 409), after which no
-        chunk is loaded.
-        """
+        """Load a chunk into weights without content. Raises Refused (400, 409) and drops all chunks."""
         with self.lock:
             what = f"a chunk of policy_version {request.version} cannot be loaded"
             self._check_awake(what)
@@ -243,15 +225,15 @@ class WeightState:
         return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
 
     def begin_commit(self, request: CommitRequest) -> CommitResponse | None:
-        """None: `swapping` is to be swapped in. Else this version serves already (a whole push lies in the
-        weights, or it is the same commit again). Raises Refused (409).
+        """Return the answer if this version is served already, else None: swap in `swapping`. Raises Refused
+        (409).
         """
         version, digest = request.version, request.digest
         if self.swapping is not None:
             what = f"a commit of policy_version {self.swapping[0].version} waits for running requests already"
             raise Refused(409, what, rule="one swap at a time", way_out="wait for its answer.")
         self._check_awake(f"policy_version {version} cannot be committed")
-        # The digest last: that of the start is not computed yet, which takes long.
+        # Compare the digest last: the initial digest takes long to compute.
         is_served = version == self.version and self.has_content and digest == self.digest
         is_again = version == self.version and not self.has_content and self.digest in ("", digest)
         if version <= self.version and not is_served and not is_again:

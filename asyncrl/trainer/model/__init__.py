@@ -1,1 +1,1 @@
-"""The policy model of the trainer: how it is built, sharded, packed and evaluated."""
+"""The trainer's policy model: construction, sharding, packing, evaluation."""

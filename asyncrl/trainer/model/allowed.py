@@ -1,5 +1,5 @@
-"""Which tokens a grammar allowed where one was sampled, found again from the grammar and the tokens: the
-output head masks the others, so that logprobs are those of the distribution that was sampled from.
+"""Tokens that a grammar allowed at each sampled token, recomputed from grammar and tokens. The output head
+masks the others, so that logprobs refer to the sampled distribution.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from asyncrl.trainer.model.kernel_calls import to_device
 log = logging.getLogger("asyncrl.trainer")
 
 NOT_ALLOWED = -1e30
-"""In place of a logit: its exponential is 0 beside any other. Differences of -inf would be no number."""
+"""Replaces a logit: its exponential is 0 next to any other, and differences stay finite, unlike with -inf."""
 ANY = -1
 
 
 @dataclass(frozen=True)
 class AllowedSets:
-    """K sets of tokens as bits, uint8 [K, B]: entry v of the vocabulary is bit v % 8 of byte v // 8, the
-    lowest bit first. `set_N` int32 [N]: the set of each token of a batch, or ANY.
+    """K token sets as bits, uint8 [K, B]: entry v of the vocabulary is bit v % 8 of byte v
+
+    8, lowest bit first. `set_N` int32 [N]: each token's set, or ANY.
     """
 
     bits_KB: npt.NDArray[np.uint8]
@@ -36,9 +37,8 @@ class AllowedSets:
 
 @dataclass(frozen=True)
 class AllowedRows:
-    """Of M tokens on the device: `set_M` int64 [M] says which of the sets `bits_KB` each has, or ANY; the
-    tokens `row_R` have one. The host knows them: to look for them on the device is to wait for it, once a
-    slice of the vocabulary.
+    """Sets of M tokens on the device: `set_M` int64 [M] indexes `bits_KB`, or ANY; the tokens `row_R` have a
+    set. They come from the host, because finding them on the device would wait for it per vocabulary slice.
     """
 
     bits_KB: Tensor
@@ -49,17 +49,17 @@ class AllowedRows:
     def of(
         cls, bits_KB: npt.NDArray[np.uint8], set_M: npt.NDArray[np.int64], device: torch.device
     ) -> AllowedRows:
-        """Sent to the device."""
+        """Move the sets to the device."""
         arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
         return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
 
     def select(self, index: Tensor) -> AllowedRows:
-        """Of the tokens at these places. Waits for the device."""
+        """Return the sets of the tokens at these places. Waits for the device."""
         set_M = self.set_M[index]
         return AllowedRows(self.bits_KB, set_M, (set_M != ANY).nonzero()[:, 0])
 
     def mask(self, logits_MC: Tensor, part: slice) -> None:
-        """Leave what is allowed of these vocabulary entries, in place; other rows are not touched."""
+        """Mask forbidden entries of this vocabulary part in place."""
         rows = self.row_R
         first, last = part.start // 8, -(-part.stop // 8)
         bytes_RB = self.bits_KB[self.set_M[rows], first:last]
@@ -75,10 +75,9 @@ def find_allowed(
     has_loss: npt.NDArray[np.bool_],
     make: Callable[[], TokenGrammars],
 ) -> AllowedSets | None:
-    """The sets of the loss tokens that a grammar allowed; None if there are none. `make` is asked where there
-    are.
+    """Return the sets of loss tokens with a grammar, or None. `make` is called only if needed.
 
-    Tokens that a grammar does not allow, where an engine has another version of llguidance say, lose their
+    Tokens that their grammar forbids, maybe because an engine has another version of llguidance, lose their
     loss in `has_loss`.
     """
     if not any(entry.grammars for entry in header.trajectories):

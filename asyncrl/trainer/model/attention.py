@@ -1,18 +1,17 @@
-"""Attention over packed tokens: no padding, and tokens that sequences share are there once.
+"""Attention over packed tokens without padding; shared tokens exist once.
 
-Tokens of a path attend to several sets of keys: causally to those of their own path, and to all of the paths
-before it, up to where it left them (tree.py). The results are merged by their log-sum-exps, which is exact.
-In the backward pass each part's flash kernel is given the merged output and the merged log-sum-exp: softmax
-probabilities and the row sums of grad * output are then those of the whole, so that the parts' gradients add
-up to the exact one.
+A path's tokens attend causally to their own path, and to earlier paths up to the branching point (tree.py).
+Partial results are merged exactly by their log-sum-exps. In the backward pass each partial flash kernel gets
+the merged output and log-sum-exp, so that its softmax probabilities and row sums of grad * output are those
+of the whole, and the gradients add up exactly.
 
-On a CPU a kernel call costs more than the tokens of a short path: many lie side by side in tiles, which one
-masked call attends to, with all the keys that they see.
+On CPU a kernel call costs more than a short path's tokens: many short paths share tiles, which one masked
+call handles with all their keys.
 
-The kernels are flash attention on the CPU and, for bfloat16 and float16, on CUDA; elsewhere plain SDPA runs
-sequence by sequence. Grouped-query heads (K < H) are never expanded. Registered with transformers as
-ATTENTION; a model's layers reach it with the keyword `packed_layout`. Layers that are compiled get the number
-of a layout instead (number_of): torch.compile then sees one operator and a tensor, whatever the layout.
+Kernels: flash attention on CPU and, for bfloat16 and float16, on CUDA; otherwise plain SDPA per sequence.
+Grouped-query heads (K < H) are never expanded. Registered with transformers as ATTENTION; layers get the
+keyword `packed_layout`. Compiled layers get a layout's number (number_of), so that torch.compile sees one
+operator and a tensor.
 """
 
 from __future__ import annotations
@@ -43,18 +42,17 @@ _varlen = torch.ops.aten._flash_attention_forward
 _varlen_backward = torch.ops.aten._flash_attention_backward
 
 ATTENTION = "asyncrl_packed"
-"""Name in transformers' AttentionInterface."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Keywords of attention variants that have no packed form here."""
+"""Keywords of unsupported attention variants."""
 
 
 _layouts: WeakValueDictionary[int, Layout] = WeakValueDictionary()
-"""Those that have a number."""
+"""Layouts by number."""
 _numbers = itertools.count()
 
 
 class CannotPackError(Exception):
-    """A model's attention has no packed form; the policy runs sequence by sequence."""
+    """A model's attention cannot be packed; the policy runs sequence by sequence."""
 
 
 def attention(
@@ -65,7 +63,7 @@ def attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: [1, heads, N, head_dim] -> [1, N, heads, head_dim]. Without a layout it is
+    """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim]. Without a layout it is
     plain SDPA.
     """
     layout: Layout | Tensor | None = options.pop("packed_layout", None)
@@ -77,7 +75,7 @@ def attention(
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     size = value.shape[3]
-    if size < query.shape[3]:  # kernels know one size of head; columns of zeros change no other
+    if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
     if isinstance(layout, Tensor):
         output = _numbered_forward(query, key, value, layout, scale)[0]
@@ -97,15 +95,15 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Query [1, H, N, D], key and value [1, K, N, D], K divides H -> output [1, H, N, D]."""
+    """Map query [1, H, N, D], key and value [1, K, N, D], K divides H, to output [1, H, N, D]."""
     if query.is_cpu or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
         return _Packed.apply(query, key, value, layout, scale)  # type: ignore[no-any-return, no-untyped-call]
     return plain_attention(query, key, value, layout, scale)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """The same by SDPA and autograd: the last stretch of each sequence, with its own copy of the keys before.
-    For any device and dtype.
+    """Compute the same with SDPA and autograd, for any device and dtype: each sequence's last stretch with a
+    copy of its earlier keys.
     """
     output = torch.empty_like(query)
     for runs in layout.rows:
@@ -128,11 +126,11 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, s
 
 
 class _Packed(torch.autograd.Function):
-    """The layout's passes of a flash kernel, merged."""
+    """Merges the flash-kernel passes of a layout."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        # A token's heads lie side by side, whatever came in: so tokens are gathered and put back fast.
+        # A token's heads are contiguous, so that gathering tokens is fast.
         query, key, value = (_by_token(tensor) for tensor in (query, key, value))
         output, logsum = _merged(query, key, value, layout, scale)
         ctx.save_for_backward(query, key, value, output, logsum)
@@ -147,7 +145,7 @@ class _Packed(torch.autograd.Function):
 
 
 def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [1, H, N, D] and log-sum-exp [1, H, N], float32, of tensors by token."""
+    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N] of tensors by token."""
     run = _forward_cuda if query.is_cuda else _forward_cpu
     output = torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -155,7 +153,7 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
     for call in calls_of(layout, query.device):
         own = call.queries
         found, found_logsum = run((query, key, value), call, scale)
-        if not call.is_causal:  # of tokens that the calls before have been at
+        if not call.is_causal:  # tokens that earlier calls handled
             before, before_logsum = _at(output, own), _at(logsum, own)
             weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
             found = torch.lerp(before.to(wide), found.to(wide), weight).to(output.dtype)
@@ -171,13 +169,13 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
 def _merged_backward(
     tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float
 ) -> list[Tensor]:
-    """Gradients of query, key and value; tensors, by token, are the output's gradient, query, key, value,
-    output.
+    """Return gradients of query, key and value; tensors, by token, are the output's gradient, query, key,
+    value, output.
     """
     _, *inputs, _ = tensors
     query = inputs[0]
     run = _backward_cuda if query.is_cuda else _backward_cpu
-    # What many sequences share gets many gradients: they are added up in float32.
+    # Shared tokens get many gradients, summed in float32.
     is_sum = len(layout.passes) > 1
     wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
     totals = [torch.zeros_like(tensor, dtype=wide) for tensor in inputs]
@@ -192,7 +190,7 @@ def _merged_backward(
 
 
 def number_of(layout: Layout) -> Tensor:
-    """A number that stands for it in layers that are compiled, int64 on the CPU, as long as it lives."""
+    """Return a number, int64 on CPU, that identifies the layout in compiled layers while it lives."""
     number = next(_numbers)
     _layouts[number] = layout
     return torch.tensor(number)
@@ -202,7 +200,7 @@ def number_of(layout: Layout) -> Tensor:
 def _numbered_forward(
     query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """packed_attention, [1, N, H, D] as attention() returns it, and its log-sum-exp [1, N, H]."""
+    """Return packed_attention as [1, N, H, D], like attention(), and its log-sum-exp [1, N, H]."""
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
     output, logsum = _merged(query, key, value, _layouts[int(number)], scale)
     return output.transpose(1, 2).contiguous(), logsum.transpose(1, 2).contiguous()
@@ -227,7 +225,7 @@ def _numbered_backward(
     number: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each [1, N, H, D]."""
+    """Return gradients of query, key and value, each [1, N, H, D]."""
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
     grad, output, logsum = (tensor.contiguous().transpose(1, 2) for tensor in (grad, output, logsum))
     found = _merged_backward((grad, query, key, value, output), logsum, _layouts[int(number)], scale)
@@ -257,9 +255,8 @@ _numbered_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def choose_flash(capability: tuple[int, int], heads: Heads | None, device: torch.device) -> str:
-    """FA3 for the kernels of CUDA (https://arxiv.org/abs/2407.08608), if they are installed, the device has
-    this compute capability and they compute attention of these heads, else FA2, which is torch's own. Torch
-    then has the same operators run them.
+    """Activate FA3 (https://arxiv.org/abs/2407.08608) if it is installed, and supports this compute
+    capability and these heads; otherwise keep torch's FA2. Torch's operators then use it.
     """
     names = "activate_flash_attention_impl", "restore_flash_attention_impl"
     activate, restore = (getattr(torch.nn.attention, name, None) for name in names)
@@ -274,15 +271,15 @@ def choose_flash(capability: tuple[int, int], heads: Heads | None, device: torch
         except Exception:
             restore()
             raise
-    except Exception as error:  # kernels that others have built have errors of their own
+    except Exception as error:  # third-party kernels raise their own errors
         log.warning("FlashAttention 3 is installed and cannot be used, so FA2 is: %s", error)
         return "FA2"
     return "FA3"
 
 
 def _try_flash(heads: Heads, device: torch.device) -> None:
-    """A forward and a backward pass, and wait for the device. Raises what the kernels do: those of a build
-    may lack sequences of several lengths, the backward pass, a size of head or this CUDA.
+    """Run a forward and a backward pass and wait for the device. Raises the kernels' errors: builds may lack
+    variable lengths, the backward pass, a head size or this CUDA.
     """
     num_heads, num_key_heads, size = heads
     shared, first, second = 64, 137, 63  # two sequences
@@ -303,24 +300,26 @@ def _try_flash(heads: Heads, device: torch.device) -> None:
 
 
 def _by_token(tensor: Tensor) -> Tensor:
-    """[1, H, N, D] as it is, in the memory order of [1, N, H, D]."""
+    """Return [1, H, N, D] in the memory order of [1, N, H, D]."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _at(tensor: Tensor, places: Places, num_rows: int = 1) -> Tensor:
-    """Of [1, H, N, ...] those tokens, [rows, H, T, ...]."""
+    """Return these tokens of [1, H, N, ...] as [rows, H, T, ...]."""
     if isinstance(places, slice):
         return tensor[:, :, places]
     return _by_row(tensor[0].transpose(0, 1).index_select(0, places), num_rows)
 
 
 def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
-    """[rows * T, H, ...] as [rows, H, T, ...]."""
+    """Reshape [rows * T, H, ...] to [rows, H, T, ...]."""
     return tokens.view(num_rows, -1, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [1, H, Q, D] and log-sum-exp [1, H, Q] of query, key, value: of the tokens of this call."""
+    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q] of this call's tokens; tensors are query, key,
+    value.
+    """
     query, key, value = tensors
     tiles = call.tiles
     if tiles is None:
@@ -339,7 +338,9 @@ def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) ->
 def _backward_cpu(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value; tensors are the output's gradient, query, key, value, output."""
+    """Return gradients of query, key and value; tensors are the output's gradient, query, key, value,
+    output.
+    """
     tiles = call.tiles
     if tiles is None:
         own, keys = call.queries, call.keys
@@ -349,7 +350,7 @@ def _backward_cpu(
     own, keys = tiles.query_R, tiles.key_R
     places = zip(tensors, (own, own, keys, keys, own), strict=True)
     chosen = [_at(tensor, place, tiles.num_rows) for tensor, place in places]
-    # Probabilities are exp(score - logsum): 0 for a query that is not there, and so are all its gradients.
+    # Probabilities are exp(score - logsum): 0 for missing queries, and so are their gradients.
     logsum_R = logsum[0].t().index_select(0, own).index_fill_(0, tiles.no_queries, torch.inf)
     seen = {"attn_mask": tiles.mask.to(chosen[1].dtype), "scale": scale}
     found = _flash_backward(*chosen, _by_row(logsum_R, tiles.num_rows), 0.0, False, **seen)
@@ -358,7 +359,7 @@ def _backward_cpu(
 
 
 def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """As _forward_cpu, all sequences in one launch."""
+    """Like _forward_cpu, all sequences in one launch."""
     places = zip(tensors, (call.queries, call.keys, call.keys), strict=True)
     rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
     output, logsum, *_ = _varlen(*rows, *_lengths(call, tensors[0].device), False, scale=scale)
@@ -368,7 +369,7 @@ def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -
 def _backward_cuda(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
-    """As _backward_cpu, all sequences in one launch."""
+    """Like _backward_cpu, all sequences in one launch."""
     own, keys, device = call.queries, call.keys, logsum.device
     places = zip(tensors, (own, own, keys, keys, own), strict=True)
     rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
@@ -379,12 +380,12 @@ def _backward_cuda(
 
 
 def _lengths(call: KernelCall, device: torch.device) -> tuple[Any, ...]:
-    """Ends of the sequences, the longest ones, dropout, and whether attention is causal."""
+    """Return ends of sequences, maximum lengths, dropout and causality."""
     queries, keys = call.query_lengths, call.key_lengths
     return _ends(queries, device), _ends(keys, device), max(queries), max(keys), 0.0, call.is_causal
 
 
 @lru_cache(maxsize=256)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [len + 1] on the device: made once for all layers."""
+    """Return int32 [len + 1] on the device, shared by all layers."""
     return to_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)

@@ -1,18 +1,16 @@
 """Deals the sequences of an optimizer step to the micro-batches of all ranks.
 
-FSDP's collectives make the ranks run in lockstep: micro-step by micro-step all wait for the slowest. So what
-counts is the sum over the micro-steps of the costliest micro-batch of each, and it is small where there are
-few micro-steps and those of one step cost the same. Every rank finds the same plan for itself.
+FSDP's collectives keep ranks in lockstep: each micro-step waits for its slowest rank. So the goal is a small
+sum of the maximum costs of all micro-steps: few micro-steps, with equal costs in each. Every rank computes
+the same plan.
 
-1. First-fit decreasing by tokens says how few micro-batches hold everything.
-2. Longest processing time first (Graham 1969) deals the same, by cost, into as many micro-batches, rounded up
-   to whole micro-steps: the costliest goes where the sum is then least. Should something not fit, the plan of
-   1 stays.
-3. Sorted by cost, neighbours make a micro-step.
+1. First-fit decreasing by tokens gives the minimum number of micro-batches. 2. Longest processing time first
+(Graham 1969) deals by cost into this number, rounded up to whole micro-steps: the costliest goes to the bin
+with the least total. If something does not fit, plan 1 stays. 3. Micro-batches sorted by cost form
+micro-steps.
 
-What is dealt are bundles: neighbours in a group's prefix tree, which share the most. Small bundles are dealt
-evenly and large ones share more: the size with the least sum is taken. One rank has nothing to balance: there
-it is 1, with whole groups.
+The unit is a bundle: neighbors in a group's prefix tree. Small bundles balance better and large ones share
+more; the size with the least sum wins. A single rank uses whole groups.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ import numpy.typing as npt
 from asyncrl.trainer.model.tree import TokenRange, in_tree_order
 
 BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
-"""Bundles are cut to so small a part of a micro-batch; the last is a sequence each."""
+"""Bundles are limited to this fraction of a micro-batch; the last means single sequences."""
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """What a pass computes: packed tokens, pairs of a token and one it attends to, tokens at the head."""
+    """Size of a pass: packed tokens, pairs of a token and its key, tokens at the head."""
 
     num_tokens: int
     num_pairs: int
@@ -42,8 +40,8 @@ class PassSize:
 
 @dataclass(frozen=True)
 class Costs:
-    """Floating point operations of each key of a query, and of the output head for a loss token, as a part of
-    those of a token in all linear layers, which have `num_weights`; `trained` of these get a gradient (0..1).
+    """Floating point operations per key of a query, and of the output head per loss token, relative to those
+    of a token in all linear layers, which have `num_weights`; the fraction `trained` gets a gradient.
     """
 
     key: float
@@ -52,15 +50,14 @@ class Costs:
     trained: float = 1.0
 
     def of(self, length: int, shared: int, num_loss: int) -> float:
-        """A sequence whose first tokens are there already."""
+        """Return the cost of a sequence whose first `shared` tokens exist already."""
         num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
     def flops(self, size: PassSize, *, has_backward: bool) -> float:
-        """Model FLOPs of a pass, after PaLM (https://arxiv.org/abs/2204.02311, appendix B): 6 a weight and
-        token, and 12 L H D a pair of a token and one that it attends to: the half of PaLM's pairs that causal
-        attention needs. A third of it without a backward pass; 4 a weight that is frozen; what is computed
-        once more counts once.
+        """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B): 6 per weight
+        and token, and 12 L H D per pair of a token and its key, counting only the causal half of PaLM's
+        pairs. A third without a backward pass; 4 per frozen weight; recomputation counts once.
         """
         linear = size.num_tokens + self.loss_token * size.num_targets
         attention = self.key * size.num_pairs
@@ -70,11 +67,11 @@ class Costs:
 
 
 Heads = tuple[int, int, int]
-"""How many a query has, how many a key, and the size of one."""
+"""(query heads, key heads, head size)."""
 
 
 def heads_of(config: Any) -> Heads | None:
-    """Of a Hugging Face config; None if it tells of none."""
+    """Return the heads of a Hugging Face config, or None."""
     text = config.get_text_config()
     num_heads = getattr(text, "num_attention_heads", None)
     if not num_heads:
@@ -86,7 +83,7 @@ def heads_of(config: Any) -> Heads | None:
 
 
 def costs_of(model: Any) -> Costs:
-    """From the sizes of a Hugging Face model. Of its experts those count that a token goes to."""
+    """Return the costs of a Hugging Face model, with only a token's active experts."""
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", embedding)
     layers = [
@@ -103,7 +100,9 @@ def costs_of(model: Any) -> Costs:
 
 
 def _active_part(name: str, config: Any) -> float:
-    """Of a weight, 0..1: what a token meets. Experts whose config says no such numbers count whole."""
+    """Return the fraction of a weight that a token uses, 0..1; 1 if the config lacks the numbers of
+    experts.
+    """
     sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     num_experts = next((size for size in sizes if size), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -114,7 +113,7 @@ def _active_part(name: str, config: Any) -> float:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences of a group that stay together. `common_*`: of the first tokens of all of the group."""
+    """Sequences of a group that stay together. `common_*`: of the prefix that the whole group shares."""
 
     group: int
     sequences: tuple[TokenRange, ...]
@@ -126,14 +125,14 @@ class Bundle:
 
 @dataclass
 class Bin:
-    """The bundles of one micro-batch."""
+    """Bundles of one micro-batch."""
 
     sequences: list[TokenRange] = field(default_factory=list)
     cost: float = 0.0
 
 
 class GroupTree:
-    """Sequences of a group in tree order, ready to be cut into bundles."""
+    """A group's sequences in tree order, to cut into bundles."""
 
     def __init__(
         self, number: int, group: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], costs: Costs
@@ -149,7 +148,7 @@ class GroupTree:
         return self._costs.of(one.length, shared, one.num_loss)
 
     def cut(self, max_tokens: float, max_cost: float) -> list[Bundle]:
-        """Bundles of at most so many tokens and so much cost each; a sequence that has more is alone."""
+        """Return bundles within these limits; a larger sequence is its own bundle."""
         cuts, tokens, cost = list[tuple[int, int, float]](), 0, 0.0
         for index, shared in enumerate(self._shared):
             one = self._ordered[index]
@@ -174,8 +173,8 @@ def deal(
     max_tokens: int,
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
-    """The sequences of each rank in each micro-step, at most `max_tokens` packed tokens or a single sequence;
-    none where there is nothing left.
+    """Return the sequences of each rank in each micro-step, at most `max_tokens` packed tokens or a single
+    sequence; maybe none.
     """
     if not groups:
         return []
@@ -186,7 +185,7 @@ def deal(
     num_bins = num_ranks * math.ceil(sum(tree.num_tokens for tree in trees) / (num_ranks * max_tokens))
     share = sum(tree.cost for tree in trees) / num_bins
     plans = [_plan(trees, max_tokens, share / size, num_ranks) for size in BUNDLE_SIZES]
-    # Sorted by cost, the first of each micro-step is what the others wait for.
+    # The first bin of each micro-step is the slowest.
     steps = min(plans, key=lambda plan: sum(step[0].cost for step in plan))
     return [[one.sequences for one in step] for step in steps]
 
@@ -202,7 +201,7 @@ def _plan(trees: list[GroupTree], max_tokens: int, max_cost: float, num_ranks: i
 
 
 def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
-    """First-fit decreasing. Any two bins hold more than `max_tokens`: else the second had not been begun."""
+    """Return first-fit decreasing bins. Any two hold more than `max_tokens` together."""
     most = 2 * sum(bundle.num_tokens for bundle in bundles) // max_tokens + 1
     bins = _place(bundles, min(most, len(bundles)), max_tokens, by_cost=False)
     assert bins is not None
@@ -210,8 +209,8 @@ def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
 
 
 def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
-    """The bins that are filled: largest first, each into the first that has room, or the one that then costs
-    least. None if one has room nowhere. What a group shares counts once a bin.
+    """Return filled bins: largest first, into the first bin with space, or the cheapest. None if something
+    does not fit. A group's shared prefix counts once per bin.
     """
     tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
     is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)

@@ -1,10 +1,8 @@
-"""Parts of a model's layers in fewer passes over memory, where transformers computes them operation by
-operation. A layer can be compiled as a whole, which is for CUDA. On a CPU RMS norms and rotary embeddings are
-exchanged by ones with their gradients in closed form.
+"""Faster layers: compiled as a whole (for CUDA), or, on CPU, with RMS norms and rotary embeddings replaced by
+versions with closed-form gradients.
 
-A part is exchanged only if the bytecode of its function is that of Llama, which most architectures copy; then
-it is the same function, and only its rounding in float32 differs. What is not float32 on a CPU goes to the
-model's own function.
+A part is replaced only if its bytecode equals Llama's, which most architectures copy; then only float32
+rounding differs. Tensors that are not float32 on CPU use the model's own function.
 """
 
 from __future__ import annotations
@@ -24,18 +22,22 @@ from asyncrl.weights.tensor_files import float32_names
 
 ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
-"""Of torch.compile."""
+"""Backend of torch.compile."""
 MOST_GRAPHS = 64
-"""Of a layer: with and without gradients, trained or frozen, of one token or more, of each kind."""
+"""Compiled variants of a layer: with and without gradients, trained or frozen, one token or more, each
+kind.
+"""
 GROUPED = "grouped_mm"
-"""How transformers multiplies with all experts at once: no shape depends on which of them tokens go to."""
+"""transformers' implementation that multiplies with all experts at once, so that shapes do not depend on
+routing.
+"""
 CHECKPOINTING = "forward_with_checkpointing"
-"""Name of what transformers puts around a layer's own forward; older ones put it around the call."""
+"""transformers' wrapper of a layer's forward; older versions wrap the call."""
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
 def fuse(model: nn.Module) -> None:
-    """Exchange what can be, in place, for the modules of this model alone."""
+    """Replace supported modules in place, in this model only."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)  # transformers 5.24 wraps it for renamed arguments
         if not isinstance(forward, FunctionType):
@@ -51,13 +53,13 @@ def fuse(model: nn.Module) -> None:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """The blocks that transformers itself never splits over devices; innermost first."""
+    """Return the blocks that transformers never splits over devices, innermost first."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
 def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Why compile_layers() is not for a model that is packed at any length, "" if it is."""
+    """Return why compile_layers() cannot handle a fully packed model, or ""."""
     layers = layers_of(model)
     if not layers:
         return "it has no layers that torch.compile could take one by one"
@@ -72,17 +74,18 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
 
 
 def experts_compile_on_cpu() -> bool:
-    """Whether transformers has the operator for the gradients of experts: 5.23 does. CUDA needs none."""
+    """Return whether transformers has the operator for expert gradients on CPU (since 5.23). CUDA needs
+    none.
+    """
     return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
 
 
 def compile_layers(model: Any) -> None:
-    """Have the forward pass of each layer compiled when it is first run: one graph for all layers of a kind,
-    whatever the number of tokens, with packed attention as one operator in it. Hooks, those of FSDP too, and
-    checkpointing stay around it.
+    """Compile each layer's forward pass at its first run: one graph per kind of layer for any number of
+    tokens, with packed attention as an operator. Hooks, including FSDP's, and checkpointing stay outside.
 
-    What cannot be compiled is then an error, and not computed otherwise. Only a layer whose router stays in
-    float32 is compiled in parts: the router is an FSDP group of its own, whose hooks no graph can hold.
+    Uncompilable code raises instead of falling back. Only a layer with a float32 router is compiled in parts:
+    the router is a separate FSDP group, whose hooks no graph can contain.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
@@ -103,7 +106,7 @@ def _as_it_is(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """As transformers does it, around what is compiled."""
+    """Checkpoint like transformers, around the compiled function."""
     run = partial(forward, layer, **kwargs)
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(run, *args)
@@ -111,7 +114,7 @@ def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_llamas_rotary(function: Any) -> bool:
-    """It and the function that it calls: NanoChat's and Blt's differ in that one alone."""
+    """Return whether it and rotate_half equal Llama's: NanoChat and Blt differ only in rotate_half."""
     half = getattr(function, "__globals__", {}).get("rotate_half")
     return all(
         _code(one) == _code(other)
@@ -120,7 +123,7 @@ def _is_llamas_rotary(function: Any) -> bool:
 
 
 def _code(function: Any) -> tuple[Any, ...] | None:
-    """All that it does, its docstring (the first constant) and line numbers left out."""
+    """Return the function's behavior, without docstring (the first constant) and line numbers."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None
@@ -151,8 +154,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         grad, size = grads[0].contiguous(), x.shape[-1]
-        # That of a layer norm whose mean is 0, which takes the mean of weight * grad off, as this norm does
-        # not.
+        # Layer norm with mean 0, which also subtracts the mean of weight * grad; this norm does not.
         nothing, wanted = torch.zeros_like(scale), [True, ctx.needs_input_grad[1], False]
         grad_x, grad_weight, _ = _norm_backward(grad, x, [size], nothing, scale, weight, None, wanted)
         grad_x += (grad @ weight).div_(size)[..., None] * scale
@@ -167,7 +169,7 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 
 
 class _Rotary(torch.autograd.Function):
-    """x * cos + (-x2, x1) * sin, of the halves x1 and x2 of the last dimension; `cos` and `sin` have no
+    """x * cos + (-x2, x1) * sin for the halves x1 and x2 of the last dimension; `cos` and `sin` have no
     gradient. https://arxiv.org/abs/2104.09864.
     """
 

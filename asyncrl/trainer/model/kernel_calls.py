@@ -1,5 +1,5 @@
-"""Which calls of an attention kernel a layout takes: on CUDA one for each pass; on a CPU one for each path
-and one for what it has left, and one for many short paths, side by side in rows with a mask.
+"""Attention-kernel calls of a layout. On CUDA: a call per pass. On CPU: calls per path and per earlier part
+it attends to, and joint calls of many short paths in masked rows.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from asyncrl.trainer.model.tree import Layout, Piece
 
 Places = slice | Tensor
 TILE_SIZES = (32, 64)
-"""Tokens of short paths that a CPU attends to at once, with a mask: a path goes into the smallest that holds
-it. A kernel call of its own costs more than the pairs that are masked.
+"""Sizes of masked CPU tiles; a short path goes into the smallest that fits. A separate call costs more than
+the masked pairs.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Short paths, side by side in B rows of Q queries with K keys, their own and all that they have left.
+    """Short paths in B rows of Q queries with K keys: their own and all earlier ones.
 
-    Places of all rows one after the other; there is any place where there is no token. `real_queries` are the
-    indices of the others, `no_queries` of these. `mask` [B, 1, Q, K] is added to the scores.
+    Places of all rows are concatenated, with arbitrary places in the gaps. `real_queries` index the others,
+    `no_queries` the gaps. `mask` [B, 1, Q, K] is added to the scores.
     """
 
     num_rows: int
@@ -40,8 +40,8 @@ class Tiles:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of a flash kernel: the tokens `queries` attend to the tokens `keys`, sequence by sequence of
-    these lengths; in tiles of short paths to all that they see.
+    """A flash-kernel call: tokens `queries` attend to tokens `keys`, in sequences of these lengths, or in
+    tiles.
     """
 
     queries: Places
@@ -54,8 +54,8 @@ class KernelCall:
 
 @lru_cache(maxsize=16)
 def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    """Made once for all layers. On CUDA one for each pass, on tokens that are gathered first; on a CPU those
-    of the tiles, then one for each piece of what is left, on views.
+    """Return the calls, shared by all layers. On CUDA one per pass, on gathered tokens; on CPU the tiles
+    first, then one per remaining piece, on views.
     """
     if device.type != "cpu":
         return calls_by_pass(layout, device)
@@ -76,12 +76,12 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
 
 
 def calls_by_pass(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    """One for all sequences of a pass."""
+    """Return one call per pass."""
     return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in layout.passes)
 
 
 def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]:
-    """What is left of a piece without the queries of short paths."""
+    """Yield the parts of a piece without queries of short paths."""
     is_long = ~is_short_N[piece.query : piece.query + piece.num_queries]
     if not is_long.any():
         return
@@ -91,11 +91,11 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
 
 
 Stretch = tuple[int, int]
-"""(start, length) of some places."""
+"""(start, length) of places."""
 
 
 def _left_by(path: Piece, pieces: Sequence[Piece]) -> list[Stretch]:
-    """What it has left: the keys of those of these pieces that its queries are part of."""
+    """Return the path's earlier keys: the keys of pieces that include its queries."""
     return [(one.key, one.num_keys) for one in pieces if 0 <= path.query - one.query < one.num_queries]
 
 
@@ -104,7 +104,7 @@ def _num_keys(stretches: Iterable[Stretch]) -> int:
 
 
 def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> KernelCall:
-    """The paths in rows of `size` queries at most, before the stretches that they have left."""
+    """Return the call of paths in rows of at most `size` queries, with their earlier keys after them."""
     number = {one: len(paths) + index for index, one in enumerate(dict.fromkeys(sum(left, [])))}
     sees = np.eye(len(paths), len(paths) + len(number), dtype=np.bool_)
     stretches, num_queries = list[list[tuple[int, int, int]]](), list[int]()
@@ -126,7 +126,7 @@ def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> Ker
     index_QK = index_K[:width, None] >= index_K
     seen_BQK = sees[np.minimum(owner_BK[:, :width], len(paths) - 1)[:, :, None], owner_BK[:, None]]
     seen_BQK &= is_key_BK[:, None] & (index_QK | ~is_own_BK[:, None])
-    seen_BQK[~is_own_BK[:, :width], 0] = True  # no query: one key, for of none there is no softmax
+    seen_BQK[~is_own_BK[:, :width], 0] = True  # padding gets one key, since softmax needs one
     query_R, is_query_R = (torch.from_numpy(one[:, :width].flatten()) for one in (key_BK, is_own_BK))
     tiles = Tiles(
         num_rows=len(stretches),
@@ -140,8 +140,8 @@ def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> Ker
 
 
 def _rows_of(paths: list[Piece], left: list[list[Stretch]], size: int) -> list[list[int]]:
-    """Their indices, the longest first into the first row that has room (first-fit decreasing): for `size`
-    queries, and twice as many keys that they have left.
+    """Return path indices by row, first-fit decreasing: `size` queries and twice that number of earlier keys
+    per row.
     """
     rows, rooms, lefts = list[list[int]](), list[int](), list[set[Stretch]]()
     for index in sorted(range(len(paths)), key=lambda index: -paths[index].num_queries):
@@ -170,16 +170,14 @@ def _call(pieces: list[Piece], device: torch.device, *, is_causal: bool) -> Kern
 
 
 def _gathered(places: list[slice], device: torch.device) -> Places:
-    """Their places in order: a slice, if they lie side by side."""
+    """Return the places in order, as a slice if contiguous."""
     if all(one.stop == other.start for one, other in zip(places, places[1:], strict=False)):
         return slice(places[0].start, places[-1].stop)
     return to_device(torch.cat([torch.arange(place.start, place.stop) for place in places]), device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host there. It goes to a CUDA device from pinned memory, in the order of what runs
-    there: from other memory the host would wait until all of that is done.
-    """
+    """Copy a host tensor to the device, pinned for CUDA; otherwise the host would wait for all work there."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

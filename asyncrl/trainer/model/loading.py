@@ -1,8 +1,8 @@
-"""A model from its folder: whole, or the shards of a rank.
+"""Load a model from its folder: whole, or a rank's shards.
 
-A model that is sharded never lies whole in a rank: it is made on `meta` (meta_model), cut, and filled with
-this rank's rows of each tensor (fill), experts that transformers stacks from the files of each. Only a folder
-of which it has to compute tensors, or one of .bin files, is loaded whole by each rank and then cut.
+A sharded model is never whole in a rank: it is made on `meta` (meta_model), sharded, and filled with this
+rank's rows of each tensor (fill), including stacked experts. Only folders with converted tensors or .bin
+files are loaded whole by each rank and then sharded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from asyncrl.weights.tensor_files import StoredPiece, stored_views
 log = logging.getLogger("asyncrl.trainer")
 
 STATE_BYTES = 12
-"""Bytes a parameter beside its float32 weight: gradient and two moments of AdamW."""
+"""Bytes per parameter in addition to its float32 weight: gradient and two moments of AdamW."""
 
 
 @contextmanager
 def loading(folder: str | Path) -> Iterator[None]:
-    """What cannot be loaded is a ConfigError."""
+    """Turn loading errors into ConfigError."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
@@ -51,8 +51,8 @@ def loading(folder: str | Path) -> Iterator[None]:
 
 
 def load_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype, *, is_sharded: bool) -> Any:
-    """The model whole, with float32 master weights, dropout off, all parameters trained; under adapters in
-    the dtype of the forward pass. One to be sharded stays in host memory until its shards go to the device.
+    """Load the whole model with float32 master weights, dropout off, all parameters trained; under adapters
+    in the forward pass's dtype. With `is_sharded` it stays in host memory.
     """
     is_adapted = spec.trainer.lora is not None
     with loading(spec.model_path):
@@ -60,22 +60,22 @@ def load_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype, *, i
             spec.model_path,
             dtype=dtype if is_adapted else torch.float32,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, by name
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     missing = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]
     _refuse_others(spec.model_path, missing, info["unexpected_keys"])
-    if not is_adapted:  # gradients and optimizer state of adapters are small beside the weights
+    if not is_adapted:  # adapters' gradients and optimizer state are small
         _check_memory(model, device, spec.trainer)
-    for parameter in model.parameters():  # an offload cannot give the memory of a mapped file up
+    for parameter in model.parameters():  # an offload cannot free a mapped file's memory
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
-    # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same
+    # dropout would change the trainer's logprobs; gradients still flow
     model.eval()
     return (model if is_sharded else model.to(device)).requires_grad_(True)
 
 
 def _refuse_others(folder: str | Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise ConfigError unless the tensors of a folder are those of the model."""
+    """Raise ConfigError if the folder's tensors differ from the model's."""
     if lacking := sorted(missing):
         raise ConfigError(
             f"the weights of {folder} lack {len(lacking)} tensors, e.g. {lacking[0]}",
@@ -92,7 +92,7 @@ def _refuse_others(folder: str | Path, missing: Iterable[str], unexpected: Itera
 
 
 def meta_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Any:
-    """As load_model makes it, with parameters on `meta`; buffers are those of the model, in host memory."""
+    """Build the model of load_model with parameters on `meta` and real buffers in host memory."""
     is_adapted = spec.trainer.lora is not None
     with loading(spec.model_path), torch.random.fork_rng([]), _parameters_on_meta():
         config = AutoConfig.from_pretrained(spec.model_path)
@@ -106,9 +106,8 @@ def meta_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> A
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Each parameter of a module that is made meanwhile goes to `meta`: one at a time is in memory. A model
-    that is made on `meta` as a whole would lack what is in no file, like the frequencies of a rotary
-    embedding.
+    """Create each parameter on `meta` inside the context, so that only one is in memory. A model created
+    entirely on `meta` would lack buffers that are in no file, like rotary frequencies.
     """
     register = nn.Module.register_parameter
 
@@ -125,8 +124,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class _Cut(NamedTuple):
-    """A stored tensor as a piece of one of the model, and the rows of that one in which it lies: one after
-    the other along its first dimension, or all of it in one.
+    """A stored tensor as a piece of a model tensor, and the rows that contain it: one after another along the
+    first dimension, or all in one row.
     """
 
     name: str
@@ -135,9 +134,7 @@ class _Cut(NamedTuple):
 
 
 def _cuts_of(model: Any) -> dict[str, list[_Cut]] | None:
-    """How the checkpoint of a model has each of its tensors; None where one is not made of pieces that lie in
-    rows of it, so that transformers has to compute it.
-    """
+    """Return each model tensor's stored pieces; None if transformers must compute some of them."""
     wanted = model.state_dict(keep_vars=True)
     found = stored_views(model, wanted)
     cuts = {
@@ -154,7 +151,7 @@ def _cut_of_all(name: str, tensor: Tensor) -> _Cut:
 
 
 def _rows_of(piece: StoredPiece, tensor: Tensor) -> range:
-    """Empty where the piece lies in no rows as a _Cut does."""
+    """Return the rows of the piece; empty if it is no _Cut."""
     row_size = max(1, math.prod(tensor.shape[1:]))
     first, column = divmod(piece.start, row_size)
     is_by_row = piece.stride[:1] == (row_size,)
@@ -165,19 +162,19 @@ def _rows_of(piece: StoredPiece, tensor: Tensor) -> range:
 
 
 class StoredWeights:
-    """The tensors of a folder of safetensors files, by the names of a model: read when they are asked for,
-    and only the rows that are; of stacked experts, those that lie in these rows.
+    """Tensors of safetensors files under a model's names, read on access and only in the requested rows,
+    stacked experts included.
     """
 
     def __init__(self, model: Any, folder: Path, cuts: Mapping[str, list[_Cut]]) -> None:
-        """Reads the heads of the files, where tensors are as in `cuts`, or as in `model`. Raises OSError
-        and what else a broken file raises.
+        """Read the files' headers; tensors are as in `cuts` or in `model`. Raises OSError and errors of
+        broken files.
         """
         self._folder, self._cuts = folder, dict[str, list[_Cut]]()
         self._files: dict[str, Any] = {}
-        """Of each tensor that is stored: the open file, and its name in there."""
+        """(open file, stored name) by tensor."""
         self._twins: list[list[str]] = []
-        """Names of a tensor that is stored under each of them."""
+        """Names under which one tensor is stored repeatedly."""
         self.missing: list[str] = []
         wanted, tied = model.state_dict(keep_vars=True), dict[int, list[str]]()
         for name, tensor in wanted.items():
@@ -207,9 +204,7 @@ class StoredWeights:
         self.unexpected = [name for name in others if not any(re.search(one, name) for one in ignored)]
 
     def check(self) -> None:
-        """Raise ConfigError where a tensor is missing, too many, of another shape than in the model, or
-        stored twice in different ways.
-        """
+        """Raise ConfigError for missing, unexpected, misshapen or contradictory tensors."""
         _refuse_others(self._folder, self.missing, self.unexpected)
         for cut in (cut for some in self._cuts.values() for cut in some):
             shape, expected = self._slice(cut).get_shape(), [*cut.piece.shape]
@@ -225,9 +220,7 @@ class StoredWeights:
                     raise ConfigError(what, way_out="set tie_word_embeddings to false there.")
 
     def copy_rows(self, name: str, start: int, rows: Tensor) -> None:
-        """Fill contiguous `rows` of a tensor, the first of which is row `start`. What is read is memory of
-        the files.
-        """
+        """Fill contiguous `rows` of a tensor from row `start` on, reading mapped files."""
         row_size = math.prod(rows.shape[1:])
         for cut in self._cuts[name]:
             low, high = max(cut.rows.start, start), min(cut.rows.stop, start + len(rows))
@@ -249,7 +242,7 @@ class StoredWeights:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Those that transformers reads; none if there are no safetensors files."""
+    """Return the files that transformers reads; none without safetensors files."""
     if (one := folder / "model.safetensors").is_file():
         return [one]
     index = folder / "model.safetensors.index.json"
@@ -259,7 +252,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def stored_weights(model: Any, spec: TrainerSpec) -> StoredWeights | None:
-    """None where transformers has to compute tensors from what is stored. Raises ConfigError."""
+    """Return the stored weights, or None if transformers must compute tensors. Raises ConfigError."""
     folder, why = Path(spec.model_path), f"transformers converts what is stored of a {type(model).__name__}"
     with loading(spec.model_path):
         if not _files_of(folder):
@@ -269,7 +262,7 @@ def stored_weights(model: Any, spec: TrainerSpec) -> StoredWeights | None:
         elif (cuts := _cuts_of(model)) is not None:
             stored = StoredWeights(model, folder, cuts)
             is_converted = bool(get_model_conversion_mapping(model, add_legacy=False))
-            # Where others are in the place of some, they may be what transformers converts in another way.
+            # Unexpected and missing tensors may mean another conversion.
             if not (is_converted and stored.missing and stored.unexpected):
                 stored.check()
                 return stored
@@ -279,8 +272,8 @@ def stored_weights(model: Any, spec: TrainerSpec) -> StoredWeights | None:
 
 @torch.no_grad()
 def fill(policy: Policy, stored: StoredWeights, device: torch.device) -> None:
-    """Give each parameter on `meta` its shard on `device`, and each persistent buffer its content: tensor by
-    tensor, each rank its own rows. Parameters that are elsewhere, as new adapters are, stay.
+    """Fill parameters on `meta` with this rank's rows on `device`, and persistent buffers, tensor by tensor.
+    Other parameters, like new adapters, stay.
     """
     made, state = dict[int, nn.Parameter](), dict[str, nn.Parameter]()
     for name, parameter in policy.named_parameters(remove_duplicate=False):
@@ -288,7 +281,7 @@ def fill(policy: Policy, stored: StoredWeights, device: torch.device) -> None:
             continue
         if id(parameter) not in made:
             rank, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
-            num_rows = -(-len(parameter) // size)  # of each shard but the last ones
+            num_rows = -(-len(parameter) // size)  # rows of each shard but the last ones
             start, stop = (min(edge * num_rows, len(parameter)) for edge in (rank, rank + 1))
             local = torch.empty((stop - start, *parameter.shape[1:]), dtype=parameter.dtype, device=device)
             stored.copy_rows(_stored_name(name), start, local)
@@ -307,19 +300,17 @@ def fill(policy: Policy, stored: StoredWeights, device: torch.device) -> None:
             whole = torch.empty(tensor.shape or (1,), dtype=tensor.dtype)
             stored.copy_rows(_stored_name(name), 0, whole)
             tensor.copy_(whole.view(tensor.shape))
-    # Tied parameters are one object on both sides, and FSDP takes what it finds before the first pass.
+    # Tied parameters are one object on both sides; FSDP uses the parameters at the first pass.
     policy.load_state_dict(state, strict=False, assign=True)
 
 
 def _stored_name(name: str) -> str:
-    """Of a parameter of a policy, in a file: without what the policy and an adapter have put around it."""
+    """Return a policy parameter's name in files, without prefixes of policy and adapters."""
     return name.removeprefix("model.").replace(".base_layer.", ".")
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
-    """The tokenizer of a model, with the chat template of that file if there is one. Raises OSError or
-    ValueError if it cannot be read.
-    """
+    """Load a model's tokenizer, optionally with a chat template from a file. Raises OSError or ValueError."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -327,14 +318,14 @@ def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
 
 
 def _check_memory(model: nn.Module, device: torch.device, config: TrainerConfig) -> None:
-    """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to come, a
-    shard to each device.
+    """Raise ConfigError if memory is short, before allocation. On CUDA the weights themselves are still to
+    come.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if device.type == "cuda" and not config.cpu_offload:
         shard = -(-num_parameters // config.world_size)
         needed_bytes, free_bytes = shard * (STATE_BYTES + 4), torch.cuda.mem_get_info(device)[0]
-    else:  # the shards of all ranks lie in the memory of one host
+    else:  # all ranks' shards are in one host's memory
         needed_bytes, free_bytes = num_parameters * STATE_BYTES, available_memory()
     if needed_bytes > free_bytes:
         raise ConfigError(

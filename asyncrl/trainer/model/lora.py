@@ -1,8 +1,7 @@
-"""Low-rank adapters in a Hugging Face model: put in, merged, exported, saved.
+"""Low-rank adapters in a Hugging Face model: inserted, merged, exported, saved.
 
-A layer with an adapter computes with W + scale * B A, scale = alpha / rank (MergedLinear); the base model
-knows this weight by its own name. A starts random and B at zero, so that a new adapter changes nothing
-(https://arxiv.org/abs/2106.09685).
+An adapted layer computes with W + scale * B A, scale = alpha / rank (MergedLinear). A starts random and B at
+zero, so that a new adapter changes nothing (https://arxiv.org/abs/2106.09685).
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names
 
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
-    """Full names of the layers that get an adapter. Raises ConfigError with what the model has. Asks for
-    names and kinds of modules alone, so a model without weights (on `meta`) will do.
+    """Return full names of the layers to adapt. Raises ConfigError that lists the model's layers. Works on
+    `meta`.
     """
     head, modules = model.get_output_embeddings(), dict(model.named_modules())
     linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -58,15 +57,15 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
 
 
 ADAPTER = "default"
-"""Peft's name of the one adapter that a layer has."""
+"""Peft's name of a layer's only adapter."""
 
 
 class MergedLinear(lora.Linear):
-    """Peft's layer with the forward pass of an engine, which merges W + scale * B A once a publish and in
-    bfloat16 rounds it. To add scale * B (A x) to W x would be another policy: a weight that the adapter moves
-    by less than half a bfloat16 step does not move in the engine. So the merged, rounded weight is used here
-    too, made anew in each pass (or `kept`, once a step), with gradients for A and B as if nothing were
-    rounded, like those of master weights. With scale 0 it is the layer below.
+    """Peft's layer with an engine's forward pass, which merges W + scale * B A once per publish and rounds it
+    in bfloat16. Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16 step do
+    not reach the engine. So this layer uses the merged, rounded weight too, computed per pass (or `kept`,
+    once per step); A and B get gradients without rounding, like master weights. With scale 0 it is the base
+    layer.
     """
 
     kept: Tensor | None
@@ -76,7 +75,7 @@ class MergedLinear(lora.Linear):
         self.register_buffer("kept", None, persistent=False)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Map [..., in] to [..., out]."""
         scale, base = self.scaling[ADAPTER], self.get_base_layer()
         if not scale:
             return base(x)  # type: ignore[no-any-return]
@@ -114,8 +113,8 @@ class _MergedLinear(torch.autograd.Function):
 
 @contextmanager
 def _not_on_meta(layers: list[Any]) -> Iterator[None]:
-    """Peft puts a new adapter where the layer's weight is, in its dtype. One on `meta`, to be filled later,
-    has meanwhile a stand-in on the CPU that takes no memory: A is drawn as it is over a loaded model.
+    """Give base layers on `meta` a CPU stand-in without memory, so that peft creates adapters on CPU and
+    draws A as over a loaded model.
     """
     empty = [(layer, layer.weight) for layer in layers if layer.weight.is_meta]
     for layer, weight in empty:
@@ -126,40 +125,39 @@ def _not_on_meta(layers: list[Any]) -> Iterator[None]:
 
 
 class Adapters:
-    """The adapters of one model.
+    """Adapters of one model.
 
-    Life: made once, before the policy and the optimizer; the model then trains its adapters and nothing else.
-    Invariant: the base weights stay as they were loaded, rounded to the dtype of the run, and require no
-        gradient.
+    Life: made once, before the policy and the optimizer; the model then trains only its adapters.
+    Invariant: the base weights stay as loaded, rounded to the run's dtype, without gradient.
     """
 
     def __init__(self, model: Any, config: LoraConfig, dtype: torch.dtype) -> None:
-        """Puts them into `model`; they are float32, and A is drawn from torch's generator. Raises ConfigError
-        if they cannot sit where trainer.lora.targets says.
+        """Insert float32 adapters into `model`; A is drawn from torch's generator. Raises ConfigError for
+        impossible trainer.lora.targets.
         """
         names = find_targets(model, config)
         self._model, self._dtype, self.scale = model, dtype, config.alpha / config.rank
-        """`scale`: what B A is multiplied with."""
+        """`scale`: factor of B A."""
         self.is_forgotten = False
-        """What keep_merged() made is to be made again."""
-        # Peft takes a model with a config of transformers for one of old names: where there are experts it
-        # would move adapters of dense layers to them. Held by a plain module, names mean what they say.
+        """True if keep_merged() must be repeated."""
+        # With a transformers config, peft would rename old names and move dense adapters to experts. A plain
+        # holder module prevents it.
         holder = nn.Module()
         holder.model = model
         described = peft_config(config, [f"model.{name}" for name in names])
-        # As in https://huggingface.co/docs/peft/developer_guides/custom_models
+        # See https://huggingface.co/docs/peft/developer_guides/custom_models
         described._register_custom_module({nn.Linear: MergedLinear})
         with _not_on_meta([model.get_submodule(name) for name in names]):
             peft.inject_adapter_in_model(described, holder, ADAPTER)
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         kept = float32_names(model)
-        for name, parameter in model.named_parameters():  # whatever the dtype that the model was loaded in
+        for name, parameter in model.named_parameters():  # for any dtype of the loaded model
             in_float32 = parameter.requires_grad or name in kept
             parameter.data = parameter.data.to(torch.float32 if in_float32 else dtype)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Meanwhile the model computes as if it had none: with scale 0, bit for bit."""
+        """Disable all adapters exactly, with scale 0, inside the context."""
         try:
             self._set_scale(0.0)
             yield
@@ -168,9 +166,7 @@ class Adapters:
 
     @torch.no_grad()
     def keep_merged(self) -> None:
-        """Have each pass from now on take the weights that are merged here; to be called after each change
-        of an adapter.
-        """
+        """Merge now and use these weights in later passes; call it after each change of an adapter."""
         self.is_forgotten = False
         for layer in self.layers.values():
             pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
@@ -181,13 +177,13 @@ class Adapters:
                 layer.kept.copy_(merged)
 
     def forget_merged(self) -> None:
-        """Give the memory of what keep_merged() made back; until it is called again, each pass merges."""
+        """Free the merged weights; later passes merge again."""
         self.is_forgotten |= any(layer.kept is not None for layer in self.layers.values())
         for layer in self.layers.values():
             layer.kept = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """A [rank, in] and B [out, rank] of each layer, sharded where the model is."""
+        """Return A [rank, in] and B [out, rank] of each layer, sharded like the model."""
         return {
             f"{name}.{kind}.weight": getattr(layer, kind)[ADAPTER].weight.detach()
             for name, layer in self.layers.items()
@@ -195,16 +191,15 @@ class Adapters:
         }
 
     def export_tensors(self) -> dict[str, Tensor]:
-        """What an engine needs beside the base weights, as the model computes with it: tensors() on the CPU,
-        and the scale.
+        """Return what an engine needs: tensors() on CPU in the run's dtype, and the scale.
 
-        Sharded ones are gathered: every rank calls.
+        Sharded tensors are gathered: every rank must call it.
         """
         return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        """(all weights by the base model's own names, as they are without adapters; what merges each that has
-        one), for one at a time.
+        """Return (all weights under the base model's names, without adapters; merge functions of adapted
+        weights).
         """
         named = named_weights(self._model)
         weights = {name: tensor for name, tensor in named.items() if ".lora_" not in name}
@@ -229,8 +224,8 @@ class Adapters:
 def save_adapter(
     path: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: str, revision: str | None = None
 ) -> None:
-    """Write Adapters.tensors(), gathered, as a folder that peft.PeftModel.from_pretrained opens on the model
-    `base`, complete or not at all; replaces one. Raises OSError, SafetensorError.
+    """Write gathered Adapters.tensors() as a peft folder on the model `base`, atomically replacing an old
+    one. Raises OSError, SafetensorError.
     """
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     described = peft_config(config, adapted_modules(tensors))
@@ -243,7 +238,7 @@ def save_adapter(
 
 
 def peft_config(config: LoraConfig, layers: list[str]) -> peft.LoraConfig:
-    """Adapters of these layers in peft's words."""
+    """Return peft's config for adapters of these layers."""
     return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided

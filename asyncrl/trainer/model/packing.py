@@ -1,13 +1,12 @@
-"""Cuts a batch into optimizer steps, and those into micro-batches without padding.
+"""Splits a batch into optimizer steps and micro-batches without padding.
 
-The N tokens of a micro-batch lie flat, as prefix trees (tree.py): whatever first tokens its sequences share,
-the prompt of a group, the history of a rollout's turns and branches, a system prompt, is there once. Which
-sequences are together dealing.py decides. A sequence is read up to its last loss token, which itself is only
-predicted: what comes after it can change nothing. Sequences without a loss token are left out.
+The N tokens of a micro-batch are stored as prefix trees (tree.py): a shared prefix (a group's prompt, the
+history of turns and branches, a system prompt) exists once. dealing.py assigns sequences. A sequence is read
+up to its last loss token, which is only predicted. Sequences without loss tokens are omitted.
 
-Nothing here asks what a prompt is: loss tokens may stand anywhere after the first token, with others (tool
-output, context that another branch has trained) between them. A token that is shared has one logprob, and a
-loss term, with its own advantage and weight, for each sequence in which it carries loss.
+Prompts have no special role: loss tokens may be anywhere after the first token, between others (tool output,
+context trained in another branch). A shared token has one logprob, and a loss term with advantage and weight
+per sequence in which it carries loss.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from asyncrl.trainer.ranks import ALONE, Ranks
 
 BoolN = npt.NDArray[np.bool_]
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
-"""A micro-batch on this kind of device is no larger: it would hardly be faster, and take more memory."""
+"""Larger micro-batches on this kind of device take more memory and are hardly faster."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences. Tensors on the
-    device, int64.
+    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences. int64 tensors on
+    the device.
 
-    The hidden state at `predict_U` predicts `target_U`: U different pairs, of which loss token m has number
-    `pair_M`. It stands at `source_M` in the batch's arrays and belongs to sequence `sequence_M`, which is
-    `trajectory_S` in the header.
+    The hidden state at `predict_U` predicts `target_U`, in U distinct pairs; loss token m has pair `pair_M`,
+    is at `source_M` in the batch's arrays and belongs to sequence `sequence_M`, which is `trajectory_S` in
+    the header.
     """
 
     token_ids_N: Tensor
@@ -54,13 +53,13 @@ class MicroBatch:
     sequence_M: Tensor
     trajectory_S: IntN
     allowed_U: AllowedRows | None = None
-    """What grammars allowed in place of each target."""
+    """Allowed tokens per target."""
     routing_N: Tensor | None = None
-    """int32 [N, E]: the experts that read each token where it was sampled, as in BatchArrays."""
+    """int32 [N, E]: experts that read each token at sampling, as in BatchArrays."""
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
-    """The sequences with a loss token, in the header's order."""
+    """Return the sequences with a loss token, in the header's order."""
     ranges = []
     for index, entry in enumerate(header.trajectories):
         places = np.flatnonzero(has_loss[entry.start : entry.end])
@@ -71,14 +70,11 @@ def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
 
 
 def by_group(sequences: Iterable[TokenRange]) -> list[list[TokenRange]]:
-    """Neighbours of one group together."""
     return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
 
 
 def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN]:
-    """The loss tokens of each optimizer step: whole groups in order of admission. One without a loss token is
-    left out.
-    """
+    """Return each step's loss tokens: whole groups in admission order, without empty steps."""
     num_groups = header.trajectories[-1].group_index + 1
     count = min(count, num_groups)
     step_of_N = np.zeros(len(has_loss), np.int64)
@@ -97,11 +93,11 @@ def rank_micro_batches(
     costs: Costs,
     allowed: AllowedSets | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
-    """Micro-batches of this rank, of at most `max_tokens` packed tokens each or a longer sequence alone, and
-    whether each one counts.
+    """Return this rank's micro-batches, of at most `max_tokens` packed tokens or one longer sequence, and
+    whether each counts.
 
-    All ranks get the same number: FSDP's collectives must match. Where one has none for a micro-step, it gets
-    a short one that does not count.
+    All ranks get the same number, because FSDP's collectives must match: a rank without one gets a short one
+    that does not count.
     """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)
@@ -123,13 +119,13 @@ def rank_micro_batches(
 def pack(
     header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Micro-batches of a process that is alone."""
+    """Return the micro-batches of a single process."""
     micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ALONE, Costs(0.0, 0.0))
     return [micro for micro, _ in micros]
 
 
 def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
-    """One micro-batch of token ids, group by group, whose every token but the first is predicted."""
+    """Return one micro-batch of texts by group, in which every token but the first is predicted."""
     entries, end = list[TrajectoryHeader](), 0
     for group, of_group in enumerate(texts):
         for text in of_group:
@@ -166,11 +162,11 @@ def _assemble(
         predicts.append(places_of(runs)[offset - 1])
     source_M = np.concatenate(sources)
     target_M = arrays.token_ids[source_M].astype(np.int64)
-    # Sequences that go on alike have the same logprob: the output head computes it once.
+    # Equal continuations share a logprob: the output head computes it once.
     pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
     allowed_U = None
     if allowed is not None and (allowed.set_N[source_M] >= 0).any():
-        # The same, but only where the same was allowed.
+        # The same, if the allowed sets are equal.
         both_U2, pair_M = np.unique(
             np.stack([pair_U[pair_M], allowed.set_N[source_M]], 1), axis=0, return_inverse=True
         )

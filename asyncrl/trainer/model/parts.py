@@ -1,6 +1,6 @@
-"""Turns a TrainerSpec into a model, an optimizer and functions.
+"""Builds model, optimizer and functions from a TrainerSpec.
 
-Every failure here is a ConfigError with the way out: it happens before the first step.
+Every failure is a ConfigError before the first step.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ log = logging.getLogger("asyncrl.trainer")
 
 
 class MasterWeights:
-    """Named float32 weights that an optimizer steps on, under a model that computes in bfloat16: its
-    micro-batches' gradients are added up in float32. In float32 the parameters are their own masters, as
-    FSDP's shards are: so a copy is made on the CPU, and of adapters.
+    """Named float32 weights for the optimizer, under a model that computes in bfloat16; micro-batch gradients
+    are summed in float32. Float32 parameters are their own masters, like FSDP's shards; so copies exist only
+    on CPU, and of adapters.
 
-    Life: made once; after each optimizer step write_back().
-    Invariant: outside of a step the model's weights are the masters, rounded to its dtype; the masters of
-        parameters that the model keeps in float32 are not rounded.
+    Life: made once; write_back() after each optimizer step.
+    Invariant: outside of a step the model's weights are the masters, rounded to its dtype unless the model
+        keeps them in float32.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """`model` holds float32 weights; with bfloat16 it is converted. Only parameters that require a
-        gradient have a master.
+        """`model` holds float32 weights and is converted for bfloat16. Only trained parameters have a
+        master.
         """
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.then: Callable[[], None] = lambda: None
@@ -76,14 +76,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Give the model the masters as they are now, and `then` what follows from them."""
+        """Copy the masters to the model, then call `then`."""
         for name, parameter in self._working.items():
             parameter.copy_(self.named[name])
         self.then()
 
 
 def _collect(master: Tensor, parameter: Tensor) -> None:
-    """Move the gradient of one backward pass into the master's sum."""
+    """Add a backward pass's gradient to the master's."""
     assert parameter.grad is not None
     if master.grad is None:
         master.grad = parameter.grad.float()
@@ -93,7 +93,7 @@ def _collect(master: Tensor, parameter: Tensor) -> None:
 
 
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype of forward pass and exports that the spec's `auto` stand for."""
+    """Resolve `auto` to a device and a dtype of forward pass and exports."""
     if spec.device == "cuda" and not torch.cuda.is_available():
         way_out = "set placement.trainer=cpu, or install a CUDA build of torch."
         raise ConfigError("the trainer is to run on CUDA, but torch sees no CUDA device", way_out=way_out)
@@ -103,8 +103,8 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
 
 
 def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW, fused; weight decay on matrices alone, not on norms and biases. The learning rate is set before
-    each step.
+    """Return fused AdamW with weight decay on matrices only, not on norms and biases. The learning rate is
+    set before each step.
     """
     matrices, others = list[Tensor](), list[Tensor]()
     for weight in weights:
@@ -115,10 +115,10 @@ def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> to
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 0 over the whole run.
+    """Return the learning rate of optimizer step `step`, counted from 0 over the whole run.
 
-    Warm-up rises linearly and reaches the peak in its last step, number warmup_steps - 1; then the rate stays
-    (constant) or falls to 0 one step after the last of num_steps * mini_batches * epochs.
+    Warm-up rises linearly to the peak at step warmup_steps - 1; then the rate stays (constant) or falls to 0
+    one step after the last of num_steps * mini_batches * epochs.
     """
     peak, past_warmup = config.learning_rate, step - config.warmup_steps
     if past_warmup < 0:
@@ -139,11 +139,9 @@ def sharded_policy(
     is_offloaded: bool,
     is_compiled: bool = False,
 ) -> Policy:
-    """A policy of `model`, sharded in place and moved to this rank's device, layer after layer: a whole one
-    on any device, or one on `meta`, which is filled with what is `stored`. Parameters become float32 shards,
-    which the optimizer steps on; each decoder layer is gathered for its forward and backward pass in the
-    dtype of the run, and its gradient is added up over the ranks in float32. On a mesh of one rank nothing
-    is sent: to gather is to cast.
+    """Shard `model` in place on this rank's device, layer by layer: a whole model, or one on `meta` filled
+    from `stored`. Parameters become float32 shards for the optimizer; each decoder layer is gathered in the
+    run's dtype, and its gradient is summed over ranks in float32. A mesh of one rank only casts.
     """
     assert ranks.mesh is not None
     policy = Policy(model, plan, is_compiled=is_compiled)
@@ -159,11 +157,11 @@ def sharded_policy(
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
     for module in _sharded(policy) if ranks.size > 1 else ():
-        # The step's loss is a sum over all ranks, not a mean: nothing is divided.
+        # The step's loss is a sum over all ranks, not a mean.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-    # Experts that only some ranks use would give sums of different sizes. Since torch 2.12, before which
-    # transformers' stacked experts have a gradient anyway.
+    # Experts used by only some ranks would give sums of different sizes. Since torch 2.12; before,
+    # transformers' stacked experts always have a gradient.
     set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
         set_unused(True)
@@ -173,7 +171,7 @@ def sharded_policy(
 
 
 def _float32_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules all of whose parameters the model keeps in float32, such as routers."""
+    """Return modules, such as routers, whose parameters all stay in float32."""
     kept = float32_names(model)
     owners = {name: model.get_submodule(name) for name in {one.rpartition(".")[0] for one in kept}}
     return [
@@ -184,9 +182,7 @@ def _float32_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(policy: Policy) -> None:
-    """Free what a forward pass without a backward pass has left gathered: outside a step the weights are
-    their shards.
-    """
+    """Free gathered weights after a forward pass without backward."""
     for module in _sharded(policy):
         module.reshard()
 
@@ -196,22 +192,22 @@ def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
 
 
 ALLOCATOR_ENV = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where a user sets torch's allocator."""
+"""Environment variables of torch's allocator."""
 
 
 def prepare_cuda(environ: Mapping[str, str]) -> None:
-    """Before the first allocation on the device: every micro-batch has another shape, and segments that grow
-    leave no holes behind. What another process opens by CUDA IPC is not torch's (asyncrl/weights/ipc.py).
+    """Use expandable segments before the first allocation, since every micro-batch has another shape. Memory
+    opened by CUDA IPC is not torch's (asyncrl/weights/ipc.py).
     """
     if not any(name in environ for name in ALLOCATOR_ENV):
-        # by a call: torch has read the environment already where this process was forked
+        # a forked process's torch has read the environment already
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def should_compile(
     spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """What trainer.compile stands for. Raises ConfigError where true cannot be."""
+    """Resolve trainer.compile. Raises ConfigError if true is impossible."""
     setting = spec.trainer.compile
     if setting is False or (setting == "auto" and device.type != "cuda"):
         return False
@@ -226,12 +222,12 @@ def should_compile(
 
 
 class TrainedModel:
-    """What a trainer computes with. `reference`: the initial weights, where a KL divergence to them is asked
-    for and adapters cannot be switched off for it.
+    """Models and weights of a trainer. `reference`: the initial weights, if a KL divergence needs them and
+    adapters cannot be disabled instead.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
-        """Load everything. Raises ConfigError if the model cannot be had, or memory is short."""
+        """Load everything. Raises ConfigError if the model is missing or memory is short."""
         self.device, self.dtype = device, dtype = resolve_device(spec)
         limit_memory(device, spec.share)
         self.adapters: Adapters | None = None
@@ -266,7 +262,7 @@ class TrainedModel:
             if frozen is not None:
                 self.reference = sharded_policy(frozen, plan, ranks, dtype, stored, **options)
             self.policy = sharded_policy(model, plan, ranks, dtype, stored, **options)
-            self.masters = MasterWeights(model, torch.float32)  # the shards are float32 already
+            self.masters = MasterWeights(model, torch.float32)  # shards are float32 already
         if self.adapters is not None and spec.trainer.keeps_merged and ranks.mesh is None:
             self.masters.then = self.adapters.keep_merged
             self.adapters.keep_merged()
@@ -277,12 +273,11 @@ class TrainedModel:
 
 
 class RouterReplay:
-    """Has the routers of a model choose the experts that the engine's have chosen (R3,
-    https://arxiv.org/abs/2510.11370); their weights are the model's own, of its logits for these experts, and
-    have a gradient. Where the choice is not known it is the model's own.
+    """Makes a model's routers choose the engine's experts (R3, https://arxiv.org/abs/2510.11370), weighted by
+    the model's own logits, with gradients. Unknown choices are the model's own.
 
-    Called with the routing of the next pass, int32 [N, E], or None. It holds for the backward pass as well,
-    in which layers may be computed once more.
+    Called with the next pass's routing, int32 [N, E], or None. It also holds for recomputation in the
+    backward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -293,7 +288,7 @@ class RouterReplay:
             raise ConfigError(what, way_out="set algorithm.router_replay=false: each token has one way.")
         self._sizes = [int(router.top_k) for router in self._routers]
         for router in self._routers:
-            # One function for all and what differs in a tensor: torch.compile has one graph for all layers.
+            # One function with differences in a tensor: torch.compile builds one graph for all layers.
             router.forward = MethodType(_route, router)
         self(None)
 
@@ -310,7 +305,7 @@ class RouterReplay:
 
 
 def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
-    """Its forward pass, with the choice that it was told last."""
+    """Run the router's forward pass with the current choice."""
     if router.chosen_NK is None:
         return type(router).forward(router, *args, **kwargs)
     with _Chosen(router.chosen_NK, len(router.weight)):
@@ -318,7 +313,7 @@ def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Chosen(TorchFunctionMode):
-    """The topk over all experts is this choice, int32 [N, k]."""
+    """Replaces topk over all experts by this choice, int32 [N, k]."""
 
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -336,16 +331,14 @@ class _Chosen(TorchFunctionMode):
 
 
 def _frozen_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The weights as they are, in the dtype of the forward pass, never to change."""
+    """Return a frozen copy in the forward pass's dtype."""
     frozen = copy.deepcopy(model).requires_grad_(False)
     _cast(frozen, dtype)
     return frozen
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters, but for those that the model keeps in float32. Buffers stay: a rotary embedding's
-    must not be rounded.
-    """
+    """Cast parameters, except those kept in float32. Buffers stay: rotary embeddings must not be rounded."""
     kept = float32_names(model)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)

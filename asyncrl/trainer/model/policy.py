@@ -1,18 +1,17 @@
-"""The language model as the trainer sees it: packed tokens in, logprobs out.
+"""The trainer's language model: packed tokens in, logprobs out.
 
-Two plans, chosen at the start by comparing both with one plain forward pass a sequence (find_plan), on a
-small random model of the same architecture (probe_model), on the device and in the dtype of the run:
+A plan is chosen at the start (find_plan) by comparison with plain forward passes, on a small random
+model of the same architecture (probe_model), with the run's device and dtype:
 
     packed   every token once, no padding, shared prefixes computed once (attention.py). All usual
              architectures.
-    alone    one sequence after the other. Slower; for recurrent state, attention that does not go through
-             transformers' AttentionInterface, soft caps, sinks, and sliding windows that are shorter than a
-             sequence.
+    single   sequence by sequence. Slower; for recurrent state, attention outside of transformers'
+             AttentionInterface, soft caps, sinks, and sliding windows shorter than a sequence.
 
-Output head: logits [M, V] never exist as a whole. The head is applied to all M tokens and a slice of C
-vocabulary entries at a time, with an online softmax, and once more in the backward pass. Logits, softmax and
-entropy are float32 (float64 for float64 weights): products of bfloat16 numbers are exact in it. The backward
-pass multiplies in the weights' dtype.
+Output head: logits [M, V] never exist as a whole. The head is applied to M tokens and C vocabulary entries at
+a time, with an online softmax, and again in the backward pass. Logits, softmax and entropy are float32
+(float64 for float64 weights), in which products of bfloat16 numbers are exact. The backward pass multiplies
+in the weights' dtype.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from asyncrl.trainer.model.tree import Layout, places_of
 log = logging.getLogger("asyncrl.trainer")
 
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
-"""What a model raises that cannot take packed tokens."""
+"""Errors of models that cannot take packed tokens."""
 LARGE_LOGIT = 1000.0
-"""Far above every soft cap, which are 2 to 50."""
+"""Far above all soft caps, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 1, 5)
-"""Tokens of the sequences that are tried: a shared prefix with own tokens, and one more sequence without."""
+"""Lengths of probe sequences: a shared prefix with continuations, and a separate sequence."""
 MIN_LAYERS, MOST_ENTRIES = 2, 1024
-"""Of a model that is tried: layers, and entries of its vocabulary."""
+"""Probe model: minimum layers, maximum vocabulary."""
 
 
 class Scores(NamedTuple):
-    """Of M tokens, float32 nats of softmax(logits / temperature). `logprob_M` has a gradient; `highest_M` is
-    the logprob of the most likely entry.
+    """Scores of M tokens, float32 nats of softmax(logits / temperature). `logprob_M` has a gradient;
+    `highest_M` is the most likely entry's logprob.
     """
 
     logprob_M: Tensor
@@ -68,7 +67,7 @@ def head_scores(
     temperature: float,
     allowed_M: AllowedRows | None = None,
 ) -> Scores:
-    """Of the targets, with logits hidden W^T + b, over what is allowed."""
+    """Return scores of the targets, with logits hidden W^T + b, over the allowed entries."""
     return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, temperature, allowed_M))  # type: ignore[no-untyped-call]
 
 
@@ -93,18 +92,17 @@ class _HeadScores(torch.autograd.Function):
             place_M, is_inside_M = _places(target_M, part)
             target_logit_M += torch.where(is_inside_M, logits_MC.gather(1, place_M[:, None])[:, 0], 0.0)
             top_M = torch.maximum(logits_MC.amax(dim=-1), highest_M)
-            change_M = (highest_M - top_M).clamp_(min=-1e30)  # the first is -inf, and -inf * 0 no number
+            change_M = (highest_M - top_M).clamp_(min=-1e30)  # the first is -inf, and -inf * 0 is NaN
             product_M = (product_M + sum_M * change_M) * change_M.exp()
             sum_M, highest_M = sum_M * change_M.exp(), top_M
             logits_MC -= highest_M[:, None]
             exponential_MC = logits_MC.exp()
             sum_M += exponential_MC.sum(dim=-1)
             product_M += logits_MC.mul_(exponential_MC).sum(dim=-1)
-            del logits_MC, exponential_MC  # before those of the next slice are made
+            del logits_MC, exponential_MC  # before the next slice is allocated
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
         ctx.temperature, ctx.allowed_M = temperature, allowed_M
-        # The log-sum-exp is highest + log(sum): kept apart, since their sum would lose digits where logits
-        # are large.
+        # log-sum-exp = highest + log(sum), kept separate to preserve digits of large logits.
         logsum_M = sum_M.log()
         scores = (target_logit_M - highest_M) - logsum_M, logsum_M - product_M / sum_M, -logsum_M
         ctx.mark_non_differentiable(*scores[1:])
@@ -141,7 +139,7 @@ def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
 
 
 def _places(target_M: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Where each target stands in the slice, any place if it does not; whether it does."""
+    """Return each target's place in the slice (arbitrary if outside), and whether it is inside."""
     place_M, size = target_M - part.start, part.stop - part.start
     return place_M.clamp(0, size - 1), (place_M >= 0) & (place_M < size)
 
@@ -149,7 +147,7 @@ def _places(target_M: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 def _logits(
     hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice, temperature: float
 ) -> Tensor:
-    """Summed up in float32, by kernels that can, or from operands that are converted."""
+    """Return float32 logits, by kernels that sum in float32 or from converted operands."""
     weight_CD = weight_VD[part]
     if hidden_MD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16):
         logits_MC = torch.mm(hidden_MD, weight_CD.t(), out_dtype=torch.float32)
@@ -164,8 +162,8 @@ def _logits(
 
 @contextmanager
 def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
-    """Float32 operands that hold bfloat16 numbers are multiplied as such and summed up in float32: a CPU that
-    can does it twice as fast, and nothing is lost.
+    """Multiply float32 operands that hold bfloat16 numbers as bfloat16, exactly and on some CPUs twice as
+    fast.
     """
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
@@ -178,8 +176,8 @@ def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What a model can do. `window`: longest sequence that the packed plan may have (None = any). `reason`:
-    why not packed.
+    """Capabilities of a model. `window`: maximum sequence length of the packed plan (None = any). `reason`:
+    why it is not packed.
     """
 
     is_packed: bool
@@ -189,33 +187,33 @@ class ForwardPlan:
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal language model and the plan by which it is run.
+    """A Hugging Face causal language model and its plan.
 
-    Everything that calls the model's forward is in here, and every weight is used inside forward(): FSDP2
+    All calls of the model's forward are in here, and every weight is used inside forward(), because FSDP2
     wraps this module.
     """
 
     def __init__(self, model: Any, plan: ForwardPlan | None = None, *, is_compiled: bool = False) -> None:
-        """Finds the plan by running the model on a few tokens, unless one is given."""
+        """Finds the plan by running the model on a few tokens, unless given."""
         super().__init__()
         self.model = model
         self.plan = find_plan(model) if plan is None else plan
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
-        """Told the routing of the tokens before each pass."""
+        """Called with each pass's routing."""
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
         self.is_compiled = is_compiled
         if is_compiled:
             compile_layers(model)
-        elif not next(model.parameters()).is_cuda:  # on a CPU, or to be filled there
+        elif not next(model.parameters()).is_cuda:  # on CPU, or to be filled there
             fuse(model)
         if not self.plan.is_packed:
             name = type(model).__name__
             log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
-        """Of the micro-batch's loss tokens."""
+        """Return the scores of the micro-batch's loss tokens."""
         layout = micro.layout
         if self._packs(layout):
             inputs, allowed_U = packed_inputs(micro), micro.allowed_U
@@ -236,7 +234,7 @@ class Policy(nn.Module):
         return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def size_of(self, micro: MicroBatch) -> PassSize:
-        """What forward() computes of it."""
+        """Return the size of forward()'s computation."""
         layout = micro.layout
         if self._packs(layout):
             num_pairs = sum(one.num_pairs for one in layout.passes)
@@ -257,7 +255,7 @@ class Policy(nn.Module):
         temperature: float,
         allowed_M: AllowedRows | None,
     ) -> Scores:
-        """Of the targets that the hidden states at these places predict."""
+        """Return scores of the targets at these hidden states."""
         if self.plan.has_plain_head:
             hidden_TD = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
             head = self.model.get_output_embeddings()
@@ -274,11 +272,9 @@ class Policy(nn.Module):
         return Scores(logprob_M, entropy_M, logprob_MV.detach().amax(dim=-1))
 
     def enable_gradient_checkpointing(self) -> None:
-        """Keep only each layer's input for the backward pass, which then computes the layer once more. Raises
-        ConfigError.
-        """
+        """Keep only layer inputs for the backward pass, which recomputes layers. Raises ConfigError."""
         model = self.model
-        # The new name came in the course of transformers v5; the old one warns that it goes in v6.
+        # The new name appeared during transformers v5; the old one will go in v6.
         old = "gradient_checkpointing_enable"
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
         try:
@@ -289,25 +285,24 @@ class Policy(nn.Module):
             raise ConfigError(what, way_out=way_out) from error
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
-                # transformers checkpoints layers in training mode alone; their children stay without dropout.
+                # transformers checkpoints only in training mode; children stay without dropout.
                 module.training = True
 
 
 def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
-    """Keywords for a model that runs on packed tokens."""
+    """Return a model's keywords for packed tokens."""
     return {
         "input_ids": micro.token_ids_N[None],
         "position_ids": micro.position_N[None],
-        # A mask that already has four dimensions is handed on as it is: none of [N, N] is made.
+        # A four-dimensional mask is passed on unchanged, so that no [N, N] mask is made.
         "attention_mask": torch.zeros((1, 1, 1, 1), device=micro.token_ids_N.device),
         "packed_layout": micro.layout,
     }
 
 
 def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model with random weights that has one layer of each kind of `config`, MIN_LAYERS at least, and a
-    small vocabulary: find_plan finds of it what it would of the whole, which need not fit this device.
-    Raises what transformers raises for a config that makes no model.
+    """Return a random model with one layer of each kind in `config`, at least MIN_LAYERS, and a small
+    vocabulary, on which find_plan gives the same plan. Raises transformers' errors.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config()
@@ -322,8 +317,8 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
         for name, value in by_layer.items():
             setattr(text, name, [value[layer] for layer in chosen])
     text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None  # they may lie above it
-    if hasattr(text, "initializer_range"):  # so that attention weighs as much as the residual, at any width
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None  # they may exceed it
+    if hasattr(text, "initializer_range"):  # gives attention the weight of the residual, at any width
         text.initializer_range = text.hidden_size**-0.5
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
@@ -332,7 +327,9 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def find_plan(model: Any) -> ForwardPlan:
-    """Compare packed tokens with one plain forward a sequence. Leaves the model's attention as it was."""
+    """Compare packed tokens with one plain forward pass per sequence. Leaves the model's attention
+    unchanged.
+    """
     device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     random = np.random.default_rng(0)
     prefix = random.integers(0, vocab_size, PREFIX)
@@ -360,8 +357,8 @@ def find_plan(model: Any) -> ForwardPlan:
         distance_TD = hidden_ND[places_of(runs)].float() - plain_TD
         distances.append(distance_TD.norm(dim=-1) / plain_TD.norm(dim=-1))
     difference = float(torch.cat(distances).mean())
-    # Mean distance, in units of the hidden state. Measured: 2e-7 in float32, 3e-3 in bfloat16, 0.3 and more
-    # if tokens mix.
+    # Mean distance relative to the hidden state. Measured: 2e-7 in float32, 3e-3 in bfloat16, 0.3 and more if
+    # tokens mix.
     limit = 1e-4 if hidden_ND.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= limit:
         reason = f"packed tokens give hidden states that are {difference:.2g} away from the plain ones"
@@ -370,12 +367,11 @@ def find_plan(model: Any) -> ForwardPlan:
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
-    """Whether logits are exactly the output embedding applied to the last hidden state: no cap, scale or
-    other step between.
+    """Return whether logits are the output embedding of the last hidden state, without cap, scale or other
+    step.
 
-    Asked as the model is, and once more with large logits: a soft cap hardly changes those of an untrained or
-    a small model, and each architecture calls it otherwise (final_logit_softcapping, logits_soft_cap, ...) or
-    has it in its code.
+    Checked also with large logits: a soft cap hardly changes small ones, and its config name varies
+    (final_logit_softcapping, logits_soft_cap, ...).
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):

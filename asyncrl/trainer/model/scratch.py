@@ -1,9 +1,8 @@
-"""Makes a Hugging Face folder from model.scratch: random weights and a character-level tokenizer.
+"""Make a Hugging Face folder from model.scratch: random weights and a character-level tokenizer.
 
-`python -m asyncrl.trainer.model.scratch --spec FILE`, so that the controller need not import torch. The same
-spec gives the same bytes. Importing this imports no torch: the controller asks for the tokenizer before
-anything starts. A character outside the alphabet becomes the one token <unk> when it is encoded, which
-decodes to nothing when special tokens are left out: choose an alphabet that holds every prompt.
+`python -m asyncrl.trainer.model.scratch --spec FILE`, which keeps torch out of the controller. The same spec
+gives the same bytes. Importing this module imports no torch. Characters outside the alphabet become <unk>,
+which decodes to nothing without special tokens: the alphabet must cover every prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, UNK, END, *ROLES)
 TOOL = "<|tool|>"
-"""One more special token, of models with model.scratch.has_tool_role."""
+"""Additional special token with model.scratch.has_tool_role."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -37,14 +36,15 @@ CHAT_TEMPLATE = (
 )
 
 CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
-"""A message of tool calls may have no content. Neither the calls nor the tools themselves are written: what a
-model from nothing makes of them is the task's to teach, in its own words."""
+"""Tool-call messages may lack content. Calls and tools are not written: the task teaches them in its own
+words.
+"""
 OLD_KEYS = {"rope_theta", "rope_scaling"}
-"""Keys that transformers still takes and turns into rope_parameters."""
+"""Old keys that transformers converts to rope_parameters."""
 
 
 class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
-    """What to make and where: `out` must not exist yet. dtype auto and float32 are the same here."""
+    """Spec: `out` must not exist yet. dtype auto equals float32."""
 
     out: Path
     seed: int
@@ -53,10 +53,9 @@ class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
 
 
 def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
-    """A fast tokenizer with one token a character, after the special tokens, in the order given.
+    """Return a fast tokenizer with one token per character, after the special tokens, in the given order.
 
-    Decoding gives the exact text back: no spaces are added or cleaned up. Raises ValueError if a character is
-    there twice.
+    Decoding restores the exact text. Raises ValueError for a repeated character.
     """
     if len(set(characters)) < len(characters):
         raise ValueError(f"model.scratch.characters={characters!r} names a character twice")
@@ -64,7 +63,7 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    # there are no byte tokens; of a decoder of Fuse alone llguidance cannot tell how tokens become text
+    # there are no byte tokens, but llguidance cannot interpret a decoder with only Fuse
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -78,10 +77,9 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
 
 
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
-    """The transformers config of a model from scratch; vocab_size and token ids come from the tokenizer.
+    """Return the transformers config; vocab_size and token ids come from the tokenizer.
 
-    Raises ValueError if `architecture` has no model_type, or names a key that its transformers config does
-    not know.
+    Raises ValueError if `architecture` has no model_type or unknown keys.
     """
     from transformers import AutoConfig
 
@@ -98,9 +96,9 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
-    """Write model, tokenizer and chat template to spec.out, all at once: never half a folder.
+    """Write model, tokenizer and chat template to spec.out atomically.
 
-    Raises ValueError for a spec that makes no model, FileExistsError if `out` is there already.
+    Raises ValueError for an invalid spec, FileExistsError if `out` exists.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -121,7 +119,7 @@ def make_scratch_model(spec: ScratchSpec) -> None:
 
 
 def main() -> None:
-    """The command: make the folder, or end with a fatal line that names the key to correct."""
+    """Make the folder, or end with a fatal line that names the key to correct."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
     disable_progress_bar()
@@ -131,7 +129,7 @@ def main() -> None:
     except (ValueError, TypeError, KeyError) as error:
         way_out = "correct model.scratch in the config; architecture takes the keys of a transformers config."
         fail(f"cannot make a model from model.scratch: {error}", way_out=way_out)
-    except (OSError, SafetensorError) as error:  # the latter is what a full disk gives
+    except (OSError, SafetensorError) as error:  # SafetensorError on a full disk
         way_out = "give a run directory that is new, writable, and on a disk with space."
         fail(f"cannot write the scratch model: {error}", way_out=way_out)
 

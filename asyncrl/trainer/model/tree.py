@@ -1,21 +1,19 @@
-"""Lays the sequences of a micro-batch out as prefix trees, so that a token that several of them share is
-computed once.
+"""Prefix-tree layout of a micro-batch, so that shared tokens are computed once.
 
-A node is a run of tokens without a branch. Each node is followed by its largest child, and that by its own:
-such a path is one stretch of tokens, which attends causally to itself. Every smaller child begins a path of
-its own further on, and all that hangs on it attends also to the path that it left, up to where it left:
+A node is a run of tokens without a branch. Each node is followed by its largest child, recursively: such a
+path is one stretch of tokens with causal attention. Smaller children begin separate paths, which also attend
+to their parent path up to the branching point:
 
-    [path 1 ..........................][path 2, which left 1 after a][path 3, left 2 after b][path 4, left 1]
+    [path 1 ..........................][path 2, branches from 1 at a][path 3, from 2 at b][path 4, from 1]
                                         keys 1[:a] .................................          keys 1[:c]
 
-So each query has its ancestors as keys and nothing else, every set of keys is one stretch, and there are few:
-a child that is not the largest holds at most half of its parent's tokens, so no token has left more than
-log2(N) paths (heavy paths: Sleator and Tarjan 1983, "A data structure for dynamic trees"). The rollouts of a
-prompt are one path each; so is the history of an agent whose template drops earlier thoughts, and each
-thought leaves it.
+So each query has exactly its ancestors as keys, in contiguous stretches, and these are few: a child that is
+not the largest holds at most half of its parent's tokens, so no token has more than log2(N) parent paths
+(heavy paths: Sleator and Tarjan 1983, "A data structure for dynamic trees"). The rollouts of a prompt are one
+path each; so is the history of an agent whose template drops earlier thoughts, and each thought is a branch.
 
-A branch costs an attention pass over the tokens behind it that leave the path. Where that is more than it
-saves, the shared tokens are laid out for each of its children: two rollouts that begin with the same word.
+A branch costs an attention pass over its later tokens. If that exceeds the savings, shared tokens are
+repeated per child, as for two rollouts that begin with the same word.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ import numpy.typing as npt
 IntN = npt.NDArray[np.int64]
 
 MIN_SHARED_TOKENS, QUERIES_PER_TOKEN = 8, 24
-"""Tokens that a branch must save: so many, and one for each so many that get another attention pass. Measured
-on the CPU: less does not pay for the calls of the pass, and for merging its result.
+"""Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens with an additional attention
+pass. Measured on CPU: less does not pay for calls and merging.
 """
 
 
 @dataclass(frozen=True)
 class TokenRange:
-    """A sequence with a loss token: tokens [start, start + length) of the arrays are read, the last loss
-    token, at `length`, is predicted alone. `num_loss` loss tokens, the first of them at `first`.
+    """Sequence with loss tokens: tokens [start, start + length) are read, and the last loss token, at
+    `length`, is only predicted. `num_loss` loss tokens, the first at `first`.
     """
 
     trajectory: int
@@ -50,7 +48,7 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of an attention kernel: of the tokens from `query` on to those from `key` on."""
+    """Attention-kernel call: tokens from `query` on attend to tokens from `key` on."""
 
     query: int
     num_queries: int
@@ -60,14 +58,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class KernelPass:
-    """Calls whose queries do not overlap; causal ones are of a path to itself."""
+    """Calls with disjoint queries; causal calls attend within a path."""
 
     pieces: tuple[Piece, ...]
     is_causal: bool
 
     @property
     def num_pairs(self) -> int:
-        """Of a query and a key that it attends to."""
+        """Number of pairs of a query and its key."""
         sizes = ((one.num_queries, one.num_keys) for one in self.pieces)
         if self.is_causal:
             return sum(length * (length + 1) // 2 for length, _ in sizes)
@@ -75,13 +73,13 @@ class KernelPass:
 
 
 Runs = tuple[tuple[int, int], ...]
-"""(start, length) of the stretches in which the tokens of a sequence stand, in its order."""
+"""(start, length) of a sequence's stretches, in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How attention connects the N tokens, the same for every layer: each path to itself, then pass by pass
-    to those that it has left. `rows`: the stretches of each sequence.
+    """Attention pattern of N tokens, shared by all layers: each path to itself, then pass by pass to its
+    parent paths. `rows`: stretches of each sequence.
     """
 
     num_tokens: int
@@ -95,13 +93,13 @@ class Layout:
 
 
 def places_of(runs: Runs) -> IntN:
-    """Where each token of a sequence stands."""
+    """Return the places of a sequence's tokens."""
     return np.concatenate([np.arange(start, start + length) for start, length in runs])
 
 
 @dataclass(eq=False)
 class TreeNode:
-    """Tokens [first, end) of `sequence`, and of every sequence that ends below."""
+    """Tokens [first, end) of `sequence` and of every sequence below."""
 
     sequence: TokenRange
     first: int
@@ -109,23 +107,22 @@ class TreeNode:
     parent: TreeNode | None
     children: list[TreeNode] = field(default_factory=list)
     ends: list[TokenRange] = field(default_factory=list)
-    """The sequences that end with it."""
+    """Sequences that end here."""
     behind: int = 0
-    """Tokens of all nodes below it."""
+    """Tokens of all nodes below."""
     place: int = 0
     path: int = 0
-    """Where its tokens begin, and where its path does."""
+    """Start of its tokens, and of its path."""
     left: TreeNode | None = None
-    """The node of another path that its path begins after."""
+    """Node of the parent path that its path follows."""
 
     @property
     def length(self) -> int:
-        """Its own tokens."""
         return self.end - self.first
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether its tokens once and another pass are cheaper than its tokens for each of its children."""
+        """True if sharing its tokens with another pass is cheaper than repeating them per child."""
         saved = self.length * (len(self.children) + bool(self.ends) - 1)
         num_queries = self.behind - max(child.length + child.behind for child in self.children)
         return saved >= MIN_SHARED_TOKENS + num_queries / QUERIES_PER_TOKEN
@@ -134,8 +131,8 @@ class TreeNode:
 def in_tree_order(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
 ) -> list[tuple[TokenRange, int]]:
-    """Sequences so sorted that those with the longest common prefixes are neighbours, of all such orders the
-    one nearest to theirs; how many first tokens each shares with the one before. A tree of neighbours has
+    """Sort sequences so that those with the longest common prefixes are neighbors, nearest to their old
+    order; return each with the number of tokens shared with its predecessor. A tree of neighbors has
     sum(length - shared) tokens.
     """
     nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
@@ -158,8 +155,8 @@ def in_tree_order(
 def lay_out(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
 ) -> tuple[Layout, IntN, IntN]:
-    """(layout with a row for each sequence, source_N, position_N): where each token stands in the arrays, and
-    in its sequences. Above `max_tokens` all that can be shared is.
+    """Return (layout with a row per sequence, source_N, position_N): each token's place in the arrays, and in
+    its sequences. Above `max_tokens` everything shareable is shared.
     """
     nodes = _pruned(_trie(sequences, token_ids))
     if sum(node.length for node in nodes) > max_tokens:
@@ -176,10 +173,10 @@ def lay_out(
 
 
 def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> list[TreeNode]:
-    """Nodes, parents before their children."""
+    """Return nodes, parents before children."""
 
     def sort_key(one: TokenRange) -> bytes:
-        """Bytes that sort as the numbers do."""
+        """Return bytes in numerical order."""
         return token_ids[one.start : one.start + one.length].astype(">i4").tobytes()
 
     ordered, shared = sorted(sequences, key=sort_key), np.zeros(len(sequences), np.int64)
@@ -209,7 +206,7 @@ def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> 
 
 
 def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
-    """The nodes, without the branches that are not worth it: their tokens stand in front of each child."""
+    """Return the nodes without uneconomical branches, whose tokens move to each child."""
     kept = list[TreeNode]()
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
@@ -228,7 +225,7 @@ def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
 
 
 def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
-    """Give each node its place; returns the pieces of each pass."""
+    """Place all nodes; return the pieces of each pass."""
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
         node.children.sort(key=lambda child: -child.length - child.behind)
@@ -252,14 +249,14 @@ def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
             behind = sum(child.length + child.behind for child in node.children[1:])
             passes[num_left + 1].append(Piece(query, behind, start, node.place + node.length - start))
             query += behind
-        # The stack gives them back in this order, each with all below it before the next.
+        # The stack returns them in this order, each with its subtree.
         leaving = [child for node in branches for child in node.children[1:]]
         todo += [(child, num_left + 1) for child in reversed(leaving)]
     return passes
 
 
 def _runs_to(last: TreeNode) -> Runs:
-    """From the root to the end of the node `last`."""
+    """Return the stretches from the root to the end of `last`."""
     runs, node = list[tuple[int, int]](), last
     while True:
         runs.append((node.path, node.place + node.length - node.path))

@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching of our own over any Hugging Face causal language model."""
+"""Embedded engine: continuous batching over Hugging Face causal language models."""

@@ -1,4 +1,4 @@
-"""`python -m asyncrl_servers.embedded --spec FILE --fd N`: one embedded engine server, a child of the run."""
+"""`python -m asyncrl_servers.embedded --spec FILE --fd N`: one embedded engine server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl_servers.served_engine import read_spec
 
 
 def main() -> None:
-    """Load, check, serve until SIGTERM or until the parent is gone."""
+    """Serve until SIGTERM or until the parent exits."""
     die_with_parent()
     spec, fd = read_spec(EmbeddedSpec)
 

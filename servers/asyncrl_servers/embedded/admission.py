@@ -1,4 +1,4 @@
-"""What has to be computed for sequences that get slots, and what stands in the KV cache already."""
+"""Plan the prefill of admitted sequences, reusing the KV cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from asyncrl_servers.embedded.kv_attention import Ints
 from asyncrl_servers.embedded.sequence import Rows, Sequence
 
 MIN_COPIED = 32
-"""Tokens from which copying a start that is in the cache is cheaper than computing it again."""
+"""Minimum prefix length worth copying from the cache."""
 MIN_SHARED = 2
-"""Tokens from which two sequences that are read at once share their start: its keys are written twice."""
+"""Minimum prefix length shared within a prefill, whose keys are written twice."""
 
 
 class Prefill(NamedTuple):
-    """The tokens `ids` [T] for slot `row`. Of the first `num_shared` those before `num_copied` stand in slot
-    `source`; the others are computed for `source` in the same step. All of them: it has its next logits, too.
+    """Prefill of `ids` [T] in slot `row`. `num_copied` tokens are copied from slot `source`; those up to
+    `num_shared` are computed for both. If all are shared, so are the next logits.
     """
 
     row: int
@@ -29,21 +29,16 @@ class Prefill(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Nothing is computed for this slot alone."""
         return self.num_shared == len(self.ids)
 
 
 def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Prefill]:
-    """Give each of these a row, under the serving `version`; a source comes before those that use it.
-
-    Tokens that another slot gets, read by the weights that serve, are not computed again: the prompt of a
-    group, the turns before this one.
-    """
+    """Assign rows to sequences, sources before their users, and reuse prefixes in other slots."""
     if not taken:
         return []
     known = {one.admitted_ids: row for row, one in enumerate(rows.sequences) if one.next_logits_V is not None}
     standing, reads = [*known.values(), *rows.kept], dict[int, Prefill]()
-    for sequence in sorted(taken, key=lambda one: len(one.token_ids)):  # equal lengths are read together
+    for sequence in sorted(taken, key=lambda one: len(one.token_ids)):
         ids = sequence.token_ids
         sequence.marks.append((len(ids), version))
         row, key = rows.add(sequence), ids.tobytes()
@@ -60,9 +55,7 @@ def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Prefill]:
 
 
 def keep_next(rows: Rows, reads: list[Prefill], computed: Tensor) -> Tensor:
-    """[reads, V], kept with the sequences: those that were `computed`, one for each that is not whole in
-    another slot.
-    """
+    """Store and return next-token logits [reads, V], `computed` or copied from the source."""
     of_jobs = iter(computed)
     found = []
     for one in reads:
@@ -74,7 +67,7 @@ def keep_next(rows: Rows, reads: list[Prefill], computed: Tensor) -> Tensor:
 
 
 def _longest_start(rows: Rows, ids: Ints, standing: list[int], read_now: list[int]) -> tuple[int, int]:
-    """(row, length) of the longest start of `ids` that one of these has, or (-1, 0)."""
+    """Return (row, length) of the longest cached prefix of `ids`, or (-1, 0)."""
     source, num_copied = rows.common_prefix(ids, standing)
     if num_copied < MIN_COPIED:
         source, num_copied = -1, 0

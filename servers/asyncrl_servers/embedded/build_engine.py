@@ -1,6 +1,4 @@
-"""Builds an engine from its spec, and checks memory and the engine's guarantees on the loaded model and this
-machine. Ends the process if one of them fails.
-"""
+"""Build an engine from its spec and check memory and guarantees on this model and machine."""
 
 from __future__ import annotations
 
@@ -20,27 +18,25 @@ from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
-"""Largest difference between our logits and the model's own attention, relative to the largest logit."""
+"""Maximum difference to the model's own logits, relative to the largest logit."""
 
 
 def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] | None = None) -> Engine:
-    """A loaded and checked engine, not started yet. Prints an ErrorBody line and raises SystemExit(1) if it
-    cannot work.
-    """
+    """Return a loaded and checked engine. Print an ErrorBody line and raise SystemExit(1) on failure."""
     torch.set_num_threads(spec.threads)
     loaded = LoadedModel(spec)
-    # Under adapters the weights of the start stay beside what is merged over them.
+    # Adapters are merged into copies; the initial weights stay.
     twice = linear_parameters(loaded.model) if spec.has_adapters else set()
     staged = [one.nbytes * (1 + (name in twice)) for name, one in loaded.model.named_parameters()]
-    # Of a slot in float32: the logits after its prompt, and the logits of a step with their logprobs,
-    # exponentials and a float64 sum.
+    # Per slot in float32: the logits after its prompt; a step's logits, logprobs, exponentials and float64
+    # sum.
     slot_bytes = loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize) + 7 * 4 * loaded.vocab_size
     staged_bytes = 0 if spec.score_slots or spec.takes_turns else sum(staged)
-    if spec.receives_bytes:  # what comes, and what came before
+    if spec.receives_bytes:  # the incoming and the previous buffer
         staged_bytes += 2 * min(sum(staged), max(spec.receives_bytes, *staged))
     check_memory(spec, slot_bytes=slot_bytes, staged_bytes=staged_bytes, free_bytes=loaded.free_bytes())
-    # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone. An expert multiplies
-    # only the rows that are routed to it, and the rounding of its products changes with their number.
+    # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's rounding changes with the
+    # number of rows routed to it.
     wanted = not routers_of(loaded.model) if spec.deterministic == "auto" else spec.deterministic
     is_exact = wanted and loaded.device.type == "cpu"
     runner = Runner(loaded, spec.slots + spec.num_kept, spec.max_length, is_exact=is_exact)
@@ -54,9 +50,7 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
 
 
 def check_memory(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free_bytes: int) -> None:
-    """End the process if slots and staged weights do not fit; the way out names the number of slots that
-    does.
-    """
+    """End the process if slots and staged weights do not fit, with the number of slots that fits."""
     slot_bytes *= 1 + spec.keeps_turns
     fitting, slots = (free_bytes - staged_bytes) // slot_bytes, spec.slots + spec.score_slots
     key, most = ("teacher.slots", fitting - spec.slots) if spec.score_slots else ("rollout.slots", fitting)
@@ -73,7 +67,7 @@ def check_memory(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free
 
 @torch.inference_mode()
 def check_same_model(runner: Runner, name: str) -> None:
-    """End the process if logits over the slot cache are not those of the model's own attention."""
+    """End the process if logits differ from the model's own."""
     loaded = runner.loaded
     ids, reference_TV = loaded.probe_ids, loaded.reference_logits
     num_prefilled = max(1, len(ids) - 2)
@@ -91,9 +85,7 @@ def check_same_model(runner: Runner, name: str) -> None:
 
 @torch.inference_mode()
 def check_determinism(runner: Runner, name: str) -> None:
-    """End the process if a sequence's logits depend on what stands beside it, on its slot, or on how it was
-    resumed, or on whose cache its start was copied from.
-    """
+    """End the process if logits depend on other sequences, slots, resumes or prefix copies."""
     total, slots = min(40, runner.max_length), runner.slots
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
     first = total - min(3, total - 1)
@@ -108,11 +100,11 @@ def check_determinism(runner: Runner, name: str) -> None:
         others = [(slot, ids[: 1 + slot % min(4, total)], 0) for slot in range(n - 1)]
         beside, resumed = logits(others), runner.prefill([(n - 1, ids, 0), *others])[0]
         runner.cache.copy_slot(n - 1, 0, total - 1)
-        job = (min(1, slots - 1), ids, total // 2)  # its start is that of slot 0, or copied from there
+        job = (min(1, slots - 1), ids, total // 2)
         runner.cache.copy_slot(0, job[0], total - 1)
         last = np.array([ids[-1]]), np.array([total])
         joined = runner.step(*last, [job]) if slots > 1 else runner.prefill([job])
-        if slots > 1:  # the start of slot 1 is computed for slot 0, in the same call
+        if slots > 1:  # slot 1 shares a prefix with slot 0 in the same call
             half = total // 2
             shared = runner.step(NO_INTS, NO_INTS, [(0, ids, 0), (1, ids, half)], [(0, 1, half)])
             joined = torch.cat([joined, shared])
@@ -127,9 +119,7 @@ def check_determinism(runner: Runner, name: str) -> None:
 
 
 def _decode(runner: Runner, n: int, token_id: int, length: int) -> Tensor:
-    """Logits [n, V] of a step in which row n-1 takes `token_id` as token number length-1; the others stay
-    short.
-    """
+    """Return logits [n, V] of a step in which row n-1 takes `token_id` as token number length-1."""
     last_ids, lengths = np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
     last_ids[-1], lengths[-1] = token_id, length
     return runner.decode(last_ids, lengths)

@@ -1,4 +1,4 @@
-"""What grammars leave of the logits, in the rows that have one; the other rows are not touched."""
+"""Grammar constraints on logits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from asyncrl_servers.embedded.sequence import Sequence
 
 
 class Constraints:
-    """The grammars of an engine. Its tokenizer's are made for the first request that has one.
+    """Grammars of an engine, created at the first request with a grammar.
 
-    Invariant: a sequence's matcher has taken each of its sampled tokens once: those that it was resumed with
-        in begin(), the others in took().
+    Invariant: a matcher has consumed each sampled token once: resumed tokens in begin(), others in took().
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -27,7 +26,7 @@ class Constraints:
         self._grammars: TokenGrammars | None = None
 
     def begin(self, request: GenerateRequest, token_ids: npt.NDArray[np.int64]) -> TokenMatcher | None:
-        """Of a request with these ids, from any one thread. Raises Refused (400)."""
+        """Return a matcher. Call it from one thread at a time. Raises Refused (400)."""
         if request.grammar is None:
             return None
         resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
@@ -39,7 +38,7 @@ class Constraints:
             raise refused(request, error) from None
 
     def mask(self, sequences: list[Sequence], logits_NV: Tensor) -> dict[int, Refused]:
-        """Leave what is allowed, in place. Returns the rows whose grammar goes no further, as they were."""
+        """Mask forbidden tokens in place. Return rows whose grammar failed, unmasked."""
         allowed, failed = dict[int, npt.NDArray[np.bool_]](), dict[int, Refused]()
         for row, sequence in enumerate(sequences):
             if sequence.matcher is not None:
@@ -54,7 +53,7 @@ class Constraints:
     def took(
         self, sequences: list[Sequence], token_ids: npt.NDArray[np.int64], failed: dict[int, Refused]
     ) -> None:
-        """These tokens [rows] were drawn. Those of `failed` rows do not count; more rows may fail now."""
+        """Advance matchers by the drawn tokens [rows], except in `failed` rows; add rows that fail."""
         for row, sequence in enumerate(sequences):
             if sequence.matcher is not None and row not in failed:
                 try:
@@ -64,7 +63,6 @@ class Constraints:
 
 
 def refused(request: GenerateRequest, error: GrammarError) -> Refused:
-    """Its grammar cannot be followed, or no further."""
     what = f"request {request.request_id} has a grammar that cannot be followed: {error}"
     rule = "a grammar is llguidance's Lark text, within the limits of asyncrl/messages/token_grammars.py"
     return Refused(400, what, rule=rule, way_out="make the schema smaller or simpler.")

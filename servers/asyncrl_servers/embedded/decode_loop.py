@@ -1,4 +1,4 @@
-"""The engine loop: one thread that owns the model and decides what happens between two decode steps."""
+"""Engine loop: one thread that owns the model and schedules decode steps."""
 
 from __future__ import annotations
 
@@ -31,20 +31,16 @@ from asyncrl_servers.served_engine import Listener, check_request
 Answer = TypeVar("Answer")
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 STREAM_S = 0.005
-"""Least seconds between two updates of a stream: about a decode step of a usual model."""
+"""Minimum seconds between stream updates: about one decode step."""
 
 
 class Engine:
     """Continuous batching over slots.
 
-    Life: start() -> serving -> stop(). An exception in the loop is given to `on_crash`, which ends the
-        process: nothing is told after it.
-    Waits: the loop sleeps in its inbox when nothing runs and nothing that is queued may run (nothing is,
-        parts are asleep, or all slots are kept for what was interrupted); every call wakes it. Callers sleep
-        in the futures they got.
-    Invariant: every sampled token is stamped with the version of the weights that computed it: weights and
-        version change together in _finish_commit, between two decode steps, and nowhere else. What is
-        interrupted keeps its slot until it is resumed or aborted.
+    Life: start() -> serving -> stop(). An exception in the loop goes to `on_crash`, which ends the process.
+    Waits: the loop sleeps in its inbox if nothing can run; every call wakes it. Callers wait on futures.
+    Invariant: every token carries the version of the weights that computed it; both change together, only in
+        _finish_commit, between decode steps. Interrupted requests keep their slot until resumed or aborted.
     """
 
     def __init__(
@@ -70,24 +66,21 @@ class Engine:
         self._tokens_generated = self._tokens_prefilled = 0
         self._thread = threading.Thread(target=self._loop, name="engine-loop", daemon=True)
 
-    # Called from any thread.
+    # Methods for any thread.
 
     def start(self) -> None:
-        """Start the loop."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the loop after the step in hand; what is running is aborted. Returns when it has ended."""
+        """Finish the step, abort running requests and join the loop."""
         self._inbox.put(self._stop)
         self._thread.join()
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a slot."""
         return len(self._queued)
 
     def health(self) -> EngineHealth:
-        """Counts of this moment."""
         return EngineHealth(
             name=self.spec.name,
             kind="embedded",
@@ -105,7 +98,7 @@ class Engine:
         )
 
     def run(self, asked: Asked, listener: Listener) -> Sequence:
-        """A request that can run, to be submitted. Raises Refused (400)."""
+        """Return a run to submit. Raises Refused (400)."""
         token_ids = check_request(asked, self.spec.max_length, self.runner.loaded.vocab_size)
         request, tokenizer, stop_watch = asked.request, self.runner.loaded.tokenizer, None
         if request.stop:
@@ -117,40 +110,34 @@ class Engine:
         return Sequence(asked, listener, token_ids, stop_watch, self._constraints.begin(request, token_ids))
 
     def submit(self, runs: Iterable[Sequence]) -> None:
-        """Queue them."""
         self._inbox.put(lambda: self._queued.update(dict.fromkeys(runs)))
 
     def resume(self, runs: Iterable[Sequence]) -> None:
-        """Those that were interrupted go on, before what is queued."""
+        """Resume interrupted runs ahead of the queue."""
         self._inbox.put(lambda: self._resume(list(runs)))
 
     def abort(self, runs: Iterable[Sequence]) -> None:
-        """End them with what they have."""
         self._inbox.put(lambda: self._abort(set(runs)))
 
     def commit(self, request: CommitRequest) -> Future[CommitResponse]:
-        """Swap between two decode steps; the future may carry Refused (409)."""
+        """Swap weights between decode steps. The future may raise Refused (409)."""
         return self._ask(lambda answer: self._commit(request, answer))
 
     def sleep(self, request: SleepRequest) -> Future[Moved]:
-        """Interrupt what runs and free these parts; what is queued stays. The future may carry Refused
-        (409).
-        """
+        """Interrupt running requests and free these parts. The future may raise Refused (409)."""
         return self._ask(lambda _: self._sleep(request))
 
     def wake(self, request: WakeRequest) -> Future[Moved]:
-        """Take memory for these parts; the future may carry Refused (400, 409, 507)."""
+        """Allocate memory for these parts. The future may raise Refused (400, 409, 507)."""
         return self._ask(lambda _: self._wake(request))
 
     def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
-        """Logprobs of given tokens, where the engine has a scorer; the future may carry Refused (400)."""
+        """Compute logprobs of given tokens. The future may raise Refused (400)."""
         assert self._scorer is not None, "the route is there where the engine has one"
         return self._ask(partial(self._scorer.add, request))
 
     def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
-        """Run `action` in the loop's thread; the future has its result, or the refusal that it raises. None:
-        it will answer later.
-        """
+        """Run `action` in the loop's thread and set the future; None means that it answers later."""
         answer: Future[Answer] = Future()
         answer.set_running_or_notify_cancel()
 
@@ -166,10 +153,10 @@ class Engine:
         self._inbox.put(act)
         return answer
 
-    # Called in the loop's thread alone.
+    # Methods for the loop's thread only.
 
     def _loop(self) -> None:
-        torch.set_num_threads(self.spec.threads)  # OpenMP counts threads by the thread that calls
+        torch.set_num_threads(self.spec.threads)  # OpenMP counts threads per calling thread
         try:
             while not self._is_stopping:
                 if not self._rows and not self._may_admit:
@@ -188,9 +175,7 @@ class Engine:
 
     @torch.inference_mode()
     def turn(self) -> None:
-        """Take what came in, admit, decode one step: the loop's body, for callers that have not started
-        it.
-        """
+        """Run one iteration of the loop."""
         while not self._inbox.empty():
             self._inbox.get_nowait()()
         if self._scorer is not None:
@@ -209,7 +194,7 @@ class Engine:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """What was told in this turn, to each listener at once."""
+        """Pass this iteration's results to each listener in one call."""
         told, self._told = self._told, {}
         for listener, sampled in told.items():
             listener.sampled(sampled)
@@ -219,9 +204,7 @@ class Engine:
         self._is_stopping = True
 
     def _step(self) -> None:
-        """A token for each sequence that runs, and for those that are admitted now, in one call of the
-        model.
-        """
+        """Sample a token for each running and admitted sequence in one model call."""
         rows, num_running = self._rows, len(self._rows)
         reads = self._admit()
         last_ids, lengths = rows.last_ids(num_running), rows.lengths[:num_running].copy()
@@ -237,13 +220,12 @@ class Engine:
         self._sample(logits)
 
     def _admit(self) -> list[Prefill]:
-        """Move queued sequences into free slots."""
         num_free = self.spec.slots - len(self._rows) - len(self._interrupted) if self._may_admit else 0
         taken = [self._queued.popitem(last=False)[0] for _ in range(min(num_free, len(self._queued)))]
         return admit(self._rows, taken, self.weights.version)
 
     def _sample(self, logits_NV: Tensor) -> None:
-        """Draw a token for each row; those that are over make way."""
+        """Draw a token for each row and remove finished rows."""
         rows = self._rows
         positions = rows.lengths[: len(rows)]
         failed = self._constraints.mask(rows.sequences, logits_NV)
@@ -260,7 +242,7 @@ class Engine:
                 is_stop[row] = True
         is_over = is_stop | (rows.lengths[: len(rows)] >= rows.limits[: len(rows)])
         is_over[[*failed]] = True
-        for row in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed one move
+        for row in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed row move
             if row in failed:
                 self._refuse(row, failed[row])
             else:
@@ -270,7 +252,7 @@ class Engine:
             self._remove(row)
 
     def _refuse(self, row: int, refusal: Refused) -> None:
-        self._hand_over()  # what was told before
+        self._hand_over()  # results precede the refusal
         sequence = self._rows.sequences[row]
         sequence.listener.refused(sequence.number, refusal)
 
@@ -286,7 +268,7 @@ class Engine:
         rows.sequences.pop()
 
     def _interrupt(self) -> int:
-        """What runs tells what it has, and waits to be resumed. Returns how many these are."""
+        """Interrupt all running sequences; return their number."""
         rows = self._rows
         for row, sequence in enumerate(rows.sequences):
             self._tell(row, "interrupted")
@@ -315,7 +297,7 @@ class Engine:
                 empty = Sampled(sequence.number, NO_IDS, NO_LOGPROBS, [], "abort")
                 self._told.setdefault(sequence.listener, []).append(empty)
 
-    @torch.inference_mode(False)  # chunks are loaded into these tensors in other threads
+    @torch.inference_mode(False)  # other threads load chunks into these tensors
     def _sleep(self, request: SleepRequest) -> Moved:
         started_s, num_bytes = time.perf_counter(), 0
         if "weights" in request.parts:
@@ -339,14 +321,14 @@ class Engine:
 
     @torch.inference_mode(False)
     def _wake(self, request: WakeRequest) -> Moved:
-        """A part that could not be woken is asleep as it was."""
+        """Wake parts; a part that fails stays asleep."""
         started_s, weights, runner, num_bytes = time.perf_counter(), self.weights, self.runner, 0
         sizes = {"weights": weights.num_bytes, "kv": runner.cache_bytes}
         asleep = [part for part in request.parts if part in weights.asleep]
         needed = 0 if self.spec.stays else sum(sizes[part] for part in asleep)
         free = runner.loaded.free_bytes()
         try:
-            if needed > free:  # asked first, as a CPU's memory is promised before it is there
+            if needed > free:  # a CPU allocation can succeed without physical memory
                 raise RuntimeError(f"{needed} bytes are needed, {free} are free on {runner.loaded.device}")
             if "weights" in asleep:
                 num_bytes += weights.take()
@@ -355,7 +337,7 @@ class Engine:
                     runner.take_cache(runner.slots)
                     num_bytes += runner.cache.num_bytes
                 weights.set_awake("kv")
-        except RuntimeError as error:  # what torch raises; an answer, not a crash
+        except RuntimeError as error:  # raised by torch
             raise Refused(
                 507,
                 f"{' and '.join(asleep)} cannot wake: {error}",
@@ -367,7 +349,7 @@ class Engine:
     def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> CommitResponse | None:
         served = self.weights.begin_commit(request)
         if served is not None:
-            self._rows.forget_kept()  # chunks came, while the cache was awake
+            self._rows.forget_kept()  # chunks were loaded while the cache was awake
         else:
             self._committed = answer
             if request.interrupt != "wait" or not self._rows:
@@ -375,19 +357,18 @@ class Engine:
         return served
 
     def _finish_commit(self) -> None:
-        """Swap and answer: new weights and new version for all that runs."""
         assert self.weights.swapping is not None
         request, started_s, rows = self.weights.swapping[0], time.perf_counter(), self._rows
         num_interrupted = self._interrupt() if request.interrupt == "abort" else len(rows)
-        self._hand_over()  # its client answers while the weights are swapped
+        self._hand_over()  # the client works during the swap
         self.weights.swap()
         rows.forget_kept()
         for row, sequence in enumerate(rows.sequences):
             sequence.marks.append((int(rows.lengths[row]), request.version))
             sequence.next_logits_V = None
-            sequence.is_mixed = request.interrupt != "keep"  # which reads all of it again, below
+            sequence.is_mixed = request.interrupt != "keep"  # keep mode recomputes the cache below
         if request.interrupt == "keep" and rows:
-            # Recompute the KV cache; the newest token of each is not in it.
+            # Recompute the KV cache, without the newest tokens.
             rows.keep_routing(self.runner.cache.routing)
             kept = [rows.token_ids[row, : rows.lengths[row] - 1] for row in range(len(rows))]
             self.runner.prefill([(row, ids, 0) for row, ids in enumerate(kept)])

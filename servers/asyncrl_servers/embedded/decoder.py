@@ -1,6 +1,4 @@
-"""What an embedded engine server is started with: its spec, and the Hugging Face causal model that it names,
-with what the slot cache needs of it, its forward pass, and ways to its device.
-"""
+"""Spec, model, forward pass and device transfers of an embedded engine server."""
 
 from __future__ import annotations
 
@@ -35,64 +33,52 @@ from asyncrl_servers.served_engine import EngineSpec
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 STATIC_ROPE = frozenset({"default", "linear", "llama3"})
-"""Kinds of rotary embedding whose angles depend on the position alone."""
+"""Rotary embeddings whose angles depend only on position."""
 
 
 class EmbeddedSpec(EngineSpec):
-    """The spec file of `python -m asyncrl_servers.embedded`."""
+    """Spec file of `python -m asyncrl_servers.embedded`."""
 
     model_path: str
     """Hugging Face folder with config, weights and (for stop strings) tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for
-    a server alone.
-    """
+    """Weight dtype; auto: bfloat16 on CUDA, float32 on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto = CUDA where there is a device, else CPU."""
+    """auto: CUDA if available."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of torch."""
     deterministic: Literal["auto"] | bool = "auto"
-    """On a CPU: a request's tokens depend on its prompt, seed and weights alone. Checked at start.
-    auto = true unless the model has experts.
+    """On CPU: tokens depend only on prompt, seed and weights, checked at start. auto: true unless the model
+    has experts.
     """
     has_adapters: bool = False
-    """Adapters will be published (weight_sync.transport=lora): memory for the weights under them is counted
-    at start.
-    """
+    """Reserve memory for weights under adapters (weight_sync.transport=lora)."""
     keeps_turns: bool = False
-    """What has ended stays in the KV cache, for the turns that follow it: as many sequences as there are
-    slots, in memory of the same size.
-    """
+    """Keep up to num_kept finished sequences in the KV cache for their next turns."""
     takes_turns: bool = False
-    """New weights come chunk by chunk into those that are awake, so there is no memory for others."""
+    """Weights arrive in chunks, so no staging memory is reserved."""
     receives_bytes: int = Field(default=0, ge=0)
-    """New weights come in buffers of so many bytes (weight_sync.transport=nccl), for which memory is counted
-    at start.
-    """
+    """Buffer size in bytes of received weights (weight_sync.transport=nccl)."""
     stays: bool = False
-    """What sleeps keeps its memory: the trainer has room beside it."""
+    """Sleeping parts keep their memory."""
     share: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of the CUDA device's memory that torch may take here (none = all that is free)."""
+    """Fraction of CUDA memory for torch (none = all free memory)."""
     returns_routing: bool = False
-    """The experts that read each token are told with it (algorithm.router_replay)."""
+    """Return each token's experts (algorithm.router_replay)."""
     score_slots: int = Field(default=0, ge=0)
-    """Texts that POST /score reads at once (0 = it is not answered). A server that scores is a teacher: its
-    weights stay those of its start, so there is no memory for others.
+    """Texts that POST /score reads at once (0 = no such route). A scoring server never changes its
+    weights.
     """
 
     @property
     def num_kept(self) -> int:
-        """Sequences that can be kept."""
         return self.slots if self.keeps_turns else 0
 
 
 class LoadedModel:
-    """A model ready to be run over slots."""
+    """A model ready to run over slots."""
 
     def __init__(self, spec: EmbeddedSpec) -> None:
-        """Load and probe; ends the process with the reason and the way out if the model is missing or of an
-        unsupported kind.
-        """
+        """Load and probe the model; end the process if it is missing or unsupported."""
         self.folder, has_cuda = Path(spec.model_path), torch.cuda.is_available()
         if spec.device == "cuda" and not has_cuda:
             what = f"{spec.name}: device=cuda, but torch {torch.__version__} sees no CUDA device"
@@ -125,7 +111,7 @@ class LoadedModel:
             with torch.inference_mode():
                 ids = torch.tensor([self.probe_ids], device=self.device)
                 self.reference_logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
-                """Logits of the model's own attention for `probe_ids`."""
+                """The model's own logits for `probe_ids`."""
                 self.shape = _probe_shape(model, spec.max_length, self.device)
         except UnsupportedAttentionError as error:
             fail(
@@ -134,7 +120,6 @@ class LoadedModel:
                 "without a window, SmolLM2, ...).",
             )
         self.routed = RoutedExperts(model) if spec.returns_routing else None
-        """What listens to the routers, where the experts of each token are to be told."""
         if self.routed is not None:
             if not self.routed.num_routed:
                 what = (
@@ -150,22 +135,22 @@ class LoadedModel:
         self.spare_rows = int(
             any(one.out_features % 2 for one in model.modules() if isinstance(one, nn.Linear))
         )
-        """Rows of padding that an exact call needs at its end. Elementwise kernels compute what is left over
-        behind their last whole vector pair (32 floats) by another formula (measured for silu and gelu); an
-        odd width leaves something over."""
+        """Padding rows of an exact call. Elementwise kernels compute the remainder after whole vector pairs
+        (32 floats) by another formula (measured for silu and gelu), and odd widths have a remainder.
+        """
 
     def free_bytes(self) -> int:
-        """Free memory of the device (for CPU what the process may take)."""
+        """Return free device memory; on CPU, the memory available to the process."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
         return available_memory()
 
     def give_back(self) -> None:
-        """Have freed memory leave this process: allocators keep it for themselves otherwise."""
+        """Return cached memory to the system."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc alone has it
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only
             trim(0)
 
     def _read(self) -> tuple[Any, dict[str, Any]]:
@@ -180,20 +165,17 @@ class LoadedModel:
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array in memory from which it can be copied to this device while the host goes on."""
+    """Return a tensor for an asynchronous copy to the device."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array there; nothing waits for the device."""
     return pinned(array, device).to(device, non_blocking=True)
 
 
 def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
-    """All of them in one transfer, the one place where a decode step waits for its device: what each has is
-    exact in float64 (floats, and ints below 2**53).
-    """
+    """Copy all tensors in one transfer, a decode step's only device wait. Values must be exact in float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
@@ -202,15 +184,15 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
 
 
 class CudaCaptures:
-    """CUDA graphs with one pool of memory: none of them may run while another one's results are needed."""
+    """CUDA graphs that share a memory pool: none may run while another graph's results are needed."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """What runs the kernels of `function` again, on the memory that they have now. Raises RuntimeError.
+        """Return a function that replays `function` on the same memory. Raises RuntimeError.
 
-        It is run once before, as torch asks: what libraries set up at their first call is not captured.
+        `function` runs once before the capture, which must not record library initialization.
         """
         here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         self._stream.wait_stream(here)
@@ -218,18 +200,18 @@ class CudaCaptures:
             with torch.cuda.stream(self._stream):
                 function()
             here.wait_stream(self._stream)
-            # Other threads load weights meanwhile, and may take memory.
+            # Other threads may allocate memory during the capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 function()
         finally:
-            torch.cuda.set_stream(here)  # a capture that fails leaves its own in place
+            torch.cuda.set_stream(here)  # a failed capture leaves its own stream
         return graph.replay
 
 
 def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShape:
-    """Switch the model to our attention and record what each layer needs."""
+    """Switch the model to our attention and record its shape."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedAttentionError("its forward takes no logits_to_keep")
     model.set_attn_implementation(NAME)
@@ -246,7 +228,7 @@ def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShap
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    """Every end-of-sequence id that the generation config, the config or the tokenizer names."""
+    """Return all end-of-sequence ids of the configs and the tokenizer."""
     found: set[int] = set()
     for source in (model.generation_config, model.config, tokenizer):
         value = getattr(source, "eos_token_id", None)
@@ -256,13 +238,11 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 
 
 class PlainDecoder:
-    """The forward pass of Llama-like models without the wrappers of transformers, over the model's own
-    modules, so that it follows every swap of their weights.
+    """Forward pass of Llama-like models over their own modules, so it follows weight swaps.
 
-    A small model's decode step is mostly Python, and half of it goes through transformers' layers of calls.
-    Llama, Mistral, Qwen2 and Qwen3 share one plain shape (RMSNorm, rotary attention, gated MLP), which is run
-    here. Any other model is run through its own forward. Both are compared with the model's own attention at
-    start (build_engine.check_same_model).
+    Half of a small model's decode step is Python in transformers. Llama, Mistral, Qwen2 and Qwen3 share the
+    shape implemented here (RMSNorm, rotary attention, gated MLP). build_engine.check_same_model compares it
+    with the model's own attention at start.
     """
 
     def __init__(self, model: Any, max_length: int) -> None:
@@ -274,12 +254,12 @@ class PlainDecoder:
         cos_1PD, sin_1PD = model.model.rotary_emb(embedding[:1][None], positions[None])
         half = self._head_dim // 2
         self._cos_PD = cos_1PD[0]
-        # rotate_half negates the first half of what it rolls; the sign is put into the table instead.
+        # The table holds the sign of rotate_half.
         self._sin_PD = torch.cat((-sin_1PD[0, :, :half], sin_1PD[0, :, half:]), dim=-1)
 
     @classmethod
     def of(cls, model: Any, max_length: int) -> PlainDecoder | None:
-        """For this model, or None if its forward may be another one."""
+        """Return the decoder, or None if the model's forward may differ."""
         config = model.config
         rope = getattr(config, "rope_parameters", None) or {}
         is_plain = (
@@ -291,7 +271,7 @@ class PlainDecoder:
         return cls(model, max_length) if is_plain else None
 
     def forward(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None) -> Tensor:
-        """Logits of the rows `keep` (None: all), [rows, V]."""
+        """Return logits [rows, V] of the rows `keep` (None: all)."""
         base, num_rows, head_dim = self._model.model, len(ids_R), self._head_dim
         linear, rms_norm, half = functional.linear, torch.rms_norm, head_dim // 2
         hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
@@ -317,7 +297,7 @@ class PlainDecoder:
 
 
 def _layer(module: Any) -> tuple[Any, ...]:
-    """The Parameters of a decoder layer, which cost a lookup each where they are asked of their modules."""
+    """Return a decoder layer's parameters, to save attribute lookups."""
     attention, mlp = module.self_attn, module.mlp
     maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()

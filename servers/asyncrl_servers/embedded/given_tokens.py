@@ -1,4 +1,4 @@
-"""Logprobs of tokens that are given, not sampled: what a teacher is asked for."""
+"""Logprobs of given tokens, for a teacher."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 
 
 class Text(NamedTuple):
-    """A request that can be answered, and where its answer goes."""
-
     ids: Ints
     request: ScoreRequest
     answer: Future[ScoreResponse]
 
 
 class Scorer(Runner):
-    """Reads texts, score_slots at once, over a KV cache of its own: what is sampled beside stays as it is.
+    """Reads up to score_slots texts at once over a separate KV cache.
 
     Life: of a text: add() -> read by run(), which answers. The engine's loop calls both.
     """
@@ -41,21 +39,21 @@ class Scorer(Runner):
         self._waiting = deque[Text]()
 
     def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
-        """Queue it. Raises Refused (400) for what cannot be read."""
+        """Queue the request. Raises Refused (400)."""
         num_tokens, most = len(request.token_ids), self.max_length
         if num_tokens > most or request.start >= num_tokens:
             what = f"{num_tokens} tokens are to be scored from number {request.start} on"
             rule = f"a text has {most} tokens at most, and start is one of its tokens"
             raise Refused(400, what, rule=rule, way_out="raise rollout.max_prompt_tokens or max_tokens.")
         ids = np.asarray(request.token_ids, np.int64)
-        is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # those below 0 too
+        is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # negative ids too
         if is_unknown.any():
             rule = f"the model knows ids 0..{self.loaded.vocab_size - 1}"
             raise Refused(400, f"token id {ids[is_unknown][0]} is to be scored", rule=rule)
         self._waiting.append(Text(ids, request, answer))
 
     def run(self) -> None:
-        """Answer all that waits, the oldest first."""
+        """Answer waiting requests, oldest first."""
         while self._waiting:
             texts = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
             for text, logprobs in zip(texts, self._read(texts), strict=True):
@@ -65,9 +63,9 @@ class Scorer(Runner):
                 text.answer.set_result(ScoreResponse(logprobs=found.tolist()))
 
     def _read(self, texts: list[Text]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """float32 [T - 1] of each: those of all its tokens but the first."""
+        """Return float32 [T - 1] for each text, without the first token."""
         found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
-        # Nothing follows from the last token.
+        # The last token predicts nothing.
         for parts in cut_calls([(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]):
             logits, row, of_parts = self._logits(parts), 0, list[Tensor]()
             for slot, _, start, end in parts:
@@ -80,7 +78,7 @@ class Scorer(Runner):
         return found
 
     def _logits(self, parts: list[Part]) -> Tensor:
-        """Of every token of the parts, in order, [rows, V], and some rows of padding after them."""
+        """Return logits [rows, V] of all tokens of the parts, in order, then padding rows."""
         stretches: list[Stretch] = [*self._read_stretches(parts, 0)]
         positions = np.concatenate([np.arange(start, end) for _, _, start, end in parts])
         ids = np.concatenate([all_ids[start:end] for _, all_ids, start, end in parts])
@@ -88,7 +86,6 @@ class Scorer(Runner):
 
 
 def score_route(engine: Engine) -> Callable[[ScoreRequest], Coroutine[Any, Any, ScoreResponse]]:
-    """The handler of POST /score."""
 
     async def score(body: ScoreRequest) -> ScoreResponse:
         return await asyncio.wrap_future(engine.score(body))

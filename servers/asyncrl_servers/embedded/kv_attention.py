@@ -1,17 +1,13 @@
 """Attention over the slot cache, called from inside any Hugging Face model.
 
-A call of the model has one row a token, whatever sequence the token belongs to. Everything but attention
-works on rows alone; attention finds out from the `Pass` of the call which slot a row belongs to. A model that
-is run through its own forward reaches the pass through `in_force`.
+A call has one row per token. Only attention needs a row's slot, from the call's `Pass`; a model that runs its
+own forward gets the pass through `in_force`.
 
-Bits. On CPU a float32 row comes out with the same bits whatever stands beside it, and decoding a token gives
-the same bits as prefilling it (so that a resumed request goes on exactly), because:
-- each matrix product has at least 4 rows: below that MKL takes another kernel, with another order of
-  summation;
-- the product with V is summed in blocks of CONTRACTION positions: above 192 MKL splits the sum by its length;
-- a masked probability is exactly 0 and every value in the cache is finite, so what lies beyond a sequence's
-  end adds 0.
-build_engine.check_determinism checks it at start, on the machine at hand.
+Bits: on CPU a float32 row has the same bits for any other rows, and decoding gives the same bits as
+prefilling, so a resumed request continues exactly: matrix products have at least 4 rows, because MKL changes
+the summation order below; products with V are summed in blocks of CONTRACTION positions, because MKL splits
+sums above 192; masked probabilities are 0 and cached values finite, so later positions add 0.
+build_engine.check_determinism checks this at start.
 """
 
 from __future__ import annotations
@@ -32,42 +28,40 @@ from asyncrl.weights.adapters import routers_of
 
 NAME = "asyncrl_slots"
 LENGTH_STEP = 32
-"""Attention runs over a multiple of this many positions."""
 CONTRACTION = 128
 """Positions summed in one matrix product with V."""
 MIN_ROWS = 4
-"""Rows of the smallest matrix product of attention."""
+"""Minimum rows of matrix products."""
 CHUNK = 8
-"""Decoding slots are joined to stretches chunk by chunk."""
+"""Rows per chunk when decoding slots are joined into stretches."""
 STRETCH_FLOATS = 30_000
-"""Keys read in the time that one more stretch costs (measured: 30 us a layer, on one CPU thread)."""
+"""Keys read in the time of one more stretch (measured: 30 us a layer on one CPU thread)."""
 CUDA_STRETCH_FLOATS = 10_000_000
-"""The same on CUDA (an estimate, not run: five kernels of 3 us, at 3 TB/s of bfloat16 keys and values)."""
+"""The same on CUDA (estimated: five kernels of 3 us, 3 TB/s of bfloat16 keys and values)."""
 
 Ints = npt.NDArray[np.int64]
 Ids = Sequence[int] | Ints
 ROUTED_TYPE = torch.int16
-"""Of experts in the cache: of the numbers that it has, the bytes are those of uint16, as they are told."""
+"""Type of cached expert numbers, with the bytes of uint16."""
 MAX_EXPERTS = 2**15
 NO_INTS = np.zeros(0, np.int64)
 Share = tuple[int, int, int]
-"""(slot of a job, another slot, how many of the first tokens are the other's, too)."""
+"""(slot of a job, another slot, number of shared leading tokens)."""
 Part = tuple[int, Ids, int, int]
-"""(slot, its token ids, start, end): tokens of a job that go through one call."""
+"""(slot, token ids, start, end): tokens of a job in one call."""
 
 
 class UnsupportedAttentionError(Exception):
-    """The model's attention is of a kind that the slot cache does not reproduce."""
+    """The slot cache does not support the model's attention."""
 
 
 def padded_length(length: int) -> int:
-    """`length` rounded up to LENGTH_STEP."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of a model's keys and values; and of the experts of a token, where they are to be told."""
+    """Sizes of a model's keys and values, and of a token's experts."""
 
     num_layers: int
     kv_heads: int
@@ -75,19 +69,18 @@ class CacheShape:
     num_routed: int = 0
 
     def stretch_worth(self, device: torch.device) -> float:
-        """Positions that are read in the time that one more stretch costs."""
+        """Return the positions read in the time of one more stretch."""
         floats = STRETCH_FLOATS if device.type == "cpu" else CUDA_STRETCH_FLOATS
         return floats / (self.kv_heads * self.head_dim)
 
     def slot_bytes(self, max_length: int, itemsize: int) -> int:
-        """Bytes of the keys, values and experts of one slot."""
         keys = 2 * self.num_layers * self.kv_heads * self.head_dim * itemsize
         return (keys + self.num_routed * ROUTED_TYPE.itemsize) * padded_length(max_length)
 
 
 class SlotCache:
-    """Keys and values: [layers, slots, kv_heads, positions, head_dim] each; positions is a multiple of
-    LENGTH_STEP. `routing`: the experts that have read each token, ROUTED_TYPE [slots, positions, experts].
+    """Keys and values [layers, slots, kv_heads, positions, head_dim]; `routing`: experts by token,
+    ROUTED_TYPE [slots, positions, experts].
     """
 
     @torch.inference_mode(False)
@@ -95,7 +88,7 @@ class SlotCache:
         self, shape: CacheShape, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         size = (shape.num_layers, slots, shape.kv_heads, padded_length(max_length), shape.head_dim)
-        # Zeros: what was never written must be finite, since it is multiplied by a probability of 0.
+        # Unwritten values must be finite, because they are multiplied by 0.
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         routed = (slots, padded_length(max_length), shape.num_routed)
@@ -103,24 +96,21 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes."""
         return self.keys.nbytes + self.values.nbytes + self.routing.nbytes
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another."""
+        """Copy the first `length` positions."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
         self.routing[target, :length] = self.routing[source, :length]
 
 
 class RoutedExperts:
-    """Listens to the routers of a model. `num_routed`: experts of a token, of all routers; 0 if there are
-    none, or more experts than ROUTED_TYPE has numbers for.
-    """
+    """Hooks on a model's routers. `num_routed`: experts per token, 0 if they cannot be recorded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._chosen: list[Tensor] = []
-        """By router, of the newest pass: int64 [R, k]."""
+        """For the newest pass, by router: int64 [R, k]."""
         routers = routers_of(model)
         is_small = all(len(router.weight) <= MAX_EXPERTS for router in routers)
         self.num_routed = sum(int(router.top_k) for router in routers) if is_small else 0
@@ -128,18 +118,18 @@ class RoutedExperts:
             router.register_forward_hook(lambda _, inputs, found: self._chosen.append(found[2]))
 
     def take(self) -> Tensor:
-        """Of the newest pass, ROUTED_TYPE [R, num_routed]."""
+        """Return the newest pass's experts, ROUTED_TYPE [R, num_routed]."""
         chosen, self._chosen = self._chosen, []
         return torch.cat(chosen, dim=1).to(ROUTED_TYPE)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The next rows of a call: `tokens` queries of each of the slots [start, end), slot after slot.
+    """Consecutive rows of a call: `tokens` queries for each slot in [start, end), over `length` positions.
 
-    They look at `length` positions, a multiple of LENGTH_STEP; `invalid` bool [end - start, 1, 1, tokens,
-    length] is true beyond a query's own one. Slots with fewer queries: `gather` int64 [(end - start) *
-    tokens] has the rows of the call, any one in place of those that lack, and `kept` those that do not.
+    `invalid`, bool [end - start, 1, 1, tokens, length], masks positions after a query's own. If slots have
+    fewer queries, `gather`, int64 [(end - start) * tokens], fills the gaps with arbitrary rows and `kept`
+    indexes the real rows.
     """
 
     start: int
@@ -152,11 +142,9 @@ class Stretch:
 
 
 def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
-    """Stretches (start, end, length) that cover the rows [n]; each row's padded length is at most its
-    stretch's.
+    """Return stretches (start, end, length) that cover the rows [n] with at least their padded lengths.
 
-    Neighbouring chunks are joined unless more positions are saved than a stretch of their own is `worth`: a
-    long sequence does not make the short ones pay.
+    Neighboring chunks are joined unless this wastes more positions than a stretch is `worth`.
     """
     stretches: list[tuple[int, int, int]] = []
     for chunk_start in range(0, len(padded_lengths), CHUNK):
@@ -173,9 +161,7 @@ def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
 
 
 class Writes(NamedTuple):
-    """Where the keys of a call go: those of row `rows`[i] (None: i) to position `positions`[i] of slot
-    `slots`[i].
-    """
+    """Cache destinations: row `rows`[i] (None: i) goes to position `positions`[i] of slot `slots`[i]."""
 
     rows: Ints | None
     slots: Ints
@@ -183,8 +169,8 @@ class Writes(NamedTuple):
 
 
 def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Writes:
-    """Rows are those of the slots 0..n-1, at the positions `decoded` [n], and then of the parts; what a slot
-    shares of its parts goes to the other slot as well.
+    """Return the writes of slots 0..n-1 at positions `decoded` [n], then of the parts, including shared
+    tokens.
     """
     if not shares:
         slots = [np.full(end - start, slot) for slot, _, start, end in parts]
@@ -193,7 +179,7 @@ def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Wr
             None, np.concatenate([np.arange(len(decoded)), *slots]), np.concatenate([decoded, *positions])
         )
     of_slot, row = dict[int, tuple[int, Ints]](), len(decoded)
-    """First position that is written, and the rows from there on."""
+    """First written position, and the rows from there on, by slot."""
     for slot, _, start, end in parts:
         first, rows = of_slot.get(slot, (start, NO_INTS))
         of_slot[slot] = first, np.concatenate([rows, np.arange(row, row + end - start)])
@@ -213,24 +199,22 @@ def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Wr
 
 @dataclass(slots=True)
 class Pass:
-    """One call of the model; rows after those of the last stretch are padding."""
+    """A model call. Rows after the last stretch are padding."""
 
     cache: SlotCache
     stretches: list[Stretch]
     flat_index: Tensor
-    """int64 [rows * kv_heads]: row of the flattened cache [slots * kv_heads * positions] that gets each
-    key.
-    """
+    """int64 [rows * kv_heads]: each key's row of the flattened cache [slots * kv_heads * positions]."""
     is_exact: bool
     source: Tensor | None = None
-    """int64: the row of the call that each of those keys is of; None: the first ones, in order."""
+    """int64: each key's row of the call. None: the first rows, in order."""
     _biases: dict[int, Tensor] = field(default_factory=dict)
-    """By stretch, what its scores are added to, the same in every layer: [slots * kv_heads, rows, length] of
-    0 and -inf; of one slot [1, rows, length].
+    """Score biases by stretch, shared by all layers: [slots * kv_heads, rows, length] of 0 and -inf; [1,
+    rows, length] for one slot.
     """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """[R, heads, d] queries and [R, kv_heads, d] keys and values in, [R, heads, d] out."""
+        """Map queries [R, heads, d], keys and values [R, kv_heads, d] to [R, heads, d]."""
         (num_rows, heads, head_dim), kv_heads = query.shape, key.shape[1]
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         num_filled = len(self.flat_index) // kv_heads
@@ -256,9 +240,7 @@ class Pass:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _mix(self, number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Of one stretch: [G slots * T tokens, kv_heads, heads a kv_head, d] queries in, [G, T, kv_heads, ..,
-        d] out.
-        """
+        """Map queries [G slots * T tokens, kv_heads, heads per kv_head, d] to [G, T, kv_heads, .., d]."""
         stretch, (_, kv_heads, repeat, head_dim) = self.stretches[number], queries.shape
         num_slots, tokens, length = stretch.end - stretch.start, stretch.tokens, stretch.length
         grouped = queries.view(num_slots, tokens, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
@@ -278,9 +260,7 @@ class Pass:
 
 
 def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
-    """Probabilities [..., rows, length] times values [..., length, d], summed block after block if
-    `is_exact`.
-    """
+    """Multiply probabilities [..., rows, length] by values [..., length, d], in blocks if `is_exact`."""
     length = values.shape[-2]
     if not is_exact or length <= CONTRACTION:
         return torch.matmul(probabilities, values)
@@ -293,12 +273,11 @@ def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
 
 @dataclass(slots=True)
 class ProbePass:
-    """Looks at what the model asks for: fills `shapes` by layer and attends to nothing."""
+    """Pass that only records each layer's shape."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Record kv_heads and head_dim."""
         if key.shape != value.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             raise UnsupportedAttentionError(
                 f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
@@ -313,7 +292,7 @@ _local = threading.local()
 
 @contextmanager
 def in_force(pass_: Pass | ProbePass, max_length: int) -> Iterator[None]:
-    """Within, the model's attention layers of this thread use `pass_`."""
+    """Use `pass_` in this thread's attention layers."""
     _local.pass_, _local.max_length = pass_, max_length
     try:
         yield
@@ -331,9 +310,7 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer, with [1, heads, R, d] or [R, heads, 1, d]. Refuses
-    what it would get wrong.
-    """
+    """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]. Refuses unsupported features."""
     layer = getattr(module, "layer_idx", None)
     refused = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     window = kwargs.get("sliding_window")
@@ -349,6 +326,5 @@ def _attention(
     return _local.pass_.attend(layer, *rows, scaling)[:, None], None
 
 
-# No mask function is registered under this name, so transformers builds no mask
-# (masking_utils._preprocess_mask_arguments).
+# transformers builds no mask for unregistered names (masking_utils._preprocess_mask_arguments).
 AttentionInterface.register(NAME, _attention)

@@ -1,11 +1,8 @@
-"""The weights of an embedded engine: staged beside the serving ones, from a file or as the trainer sends them
-to all engines, or loaded into their memory chunk by chunk; verified, served, put to sleep.
+"""Weights of an embedded engine: staged from a file or a broadcast, or loaded in place by chunks.
 
-The rule of what a set of weights is, the same on both ends: weights_of(model), tied ones once,
-by the names of a checkpoint. Where transformers stacks what is one by one there, like the experts of a layer,
-what comes is copied into views of the stack.
-Adapters (asyncrl/weights/adapters.py) change some of the weights that the server started with, which are kept
-for it.
+A set of weights is weights_of(model), tied weights once, under checkpoint names. Tensors that transformers
+stacks are copied into views of the stack. Adapters (asyncrl/weights/adapters.py) change the initial weights,
+which are kept.
 """
 
 from __future__ import annotations
@@ -40,10 +37,9 @@ from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived, ta
 
 
 class Weights(WeightState):
-    """The serving weights of a model, or their memory without content, or neither.
+    """A model's serving weights.
 
-    Invariant: until other weights are swapped in whole, `_base` holds those of the start, and nothing writes
-        to them.
+    Invariant: `_base` holds the initial weights until whole other weights are swapped in.
     """
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
@@ -59,28 +55,24 @@ class Weights(WeightState):
         self._memory = TrainerMemory(loaded.device)
         self._group: WeightGroup | None = None
         self.keeps_place = loaded.device.type == "cuda"
-        """Weights are swapped by a copy, so that graphs of the decode step go on: they read this memory."""
+        """Swap by copying, because decode graphs read this memory."""
 
     @property
     def digest(self) -> str:
-        """Of the serving weights; that of the start is computed when first asked for, and not known once they
-        have slept.
-        """
+        """Digest of the serving weights; the initial digest is computed on first use and lost by a sleep."""
         if not self._digest and self.has_content:
             self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
 
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
-        """As every engine does. A seat in a new group ends what still waits in the one before, which has
-        failed elsewhere.
-        """
+        """Stage weights. A new group replaces the previous group, which failed elsewhere."""
         group = self._group
         if request.seat is not None and group is not None and group.path != request.seat.path:
             group.close()
         return super().prepare(request)
 
     def read(self, request: PrepareRequest) -> dict[str, Tensor]:
-        """Weights, or all parameters with adapters merged over the weights of the start."""
+        """Return the tensors to stage, with adapters merged."""
         if request.seat is not None:
             return self._received(request, request.seat)
         tensors, arrived = self._copies(request.path, is_whole=request.kind == "weights")
@@ -94,7 +86,7 @@ class Weights(WeightState):
         return merge_adapters(tensors, self._base, self._linear, request.path)
 
     def load(self, request: LoadChunkRequest) -> Arrived:
-        """Copy the tensors of a chunk into the weights, from wherever the trainer has put them."""
+        """Copy a chunk's tensors into the weights."""
         with self._memory.chunk(request) as tensors:
             self._check_parameters(tensors, request.place, is_part=True)
             parameters = {name: parameter.data for name, parameter in self._parameters.items()}
@@ -102,7 +94,6 @@ class Weights(WeightState):
             return digest_and_size({name: places[name].copy_(tensor) for name, tensor in tensors.items()})
 
     def swap(self) -> None:
-        """Make the weights of the commit that has begun the serving ones."""
         assert self.swapping is not None
         request, tensors = self.swapping[1].request, self.swapping[1].tensors
         if request.kind == "lora":
@@ -113,19 +104,17 @@ class Weights(WeightState):
         self.settle(request.version, request.digest)
 
     def check_may_sleep(self) -> None:
-        """Raise Refused (409) for weights that adapters are merged over: those of the start are needed."""
+        """Raise Refused (409) under adapters, which need the initial weights."""
         if self._has_adapters:
             rule = "with weight_sync.transport=lora the weights of the start are kept"
             way_out = "let the KV cache sleep alone, or set another weight_sync.transport."
             raise Refused(409, "weights under adapters cannot sleep", rule=rule, way_out=way_out)
 
     def free(self) -> int:
-        """Free all weights, the staged ones included; returns their bytes. If they stay, they have no content
-        from here on.
-        """
+        """Free all weights and return their bytes. With `stays` only their content is lost."""
         with self.lock:
             if self._stays:
-                self._base = None  # chunks are written over it
+                self._base = None  # chunks overwrite it
                 self.set_asleep("weights")
                 return 0
             held = [*self._parameters.values(), *(self._base or {}).values()]
@@ -138,7 +127,7 @@ class Weights(WeightState):
             return num_bytes
 
     def take(self) -> int:
-        """Take memory for weights that sleep, without content; returns the bytes that were not there."""
+        """Allocate memory without content; return the allocated bytes."""
         with self.lock:
             if not self._stays:
                 self._put(self._empty())
@@ -146,9 +135,7 @@ class Weights(WeightState):
             return 0 if self._stays else self.num_bytes
 
     def _put(self, tensors: Mapping[str, Tensor], *, in_place: bool = False) -> None:
-        """Make these the parameters; `in_place`: copied into the memory that these have, unless `_base` needs
-        it.
-        """
+        """Set the parameters. `in_place`: copy into their memory, unless `_base` uses it."""
         kept = {one.data_ptr() for one in (self._base or {}).values()}
         for name, parameter in self._parameters.items():
             is_there = parameter.shape == tensors[name].shape and parameter.data_ptr() not in kept
@@ -158,9 +145,7 @@ class Weights(WeightState):
                 parameter.data = tensors[name]
 
     def _copies(self, path: str, *, is_whole: bool = True) -> tuple[dict[str, Tensor], Arrived]:
-        """Of what is in a file, which may be replaced by the next export while these weights serve: by the
-        names of the model if it `is_whole`. Raises Refused (400, 409).
-        """
+        """Return copies of a file's tensors, which the next export may replace. Raises Refused (400, 409)."""
         files = read_or_refuse(path)
         if is_whole:
             self._check_parameters({name: raw.as_torch() for name, raw in files.items()}, path)
@@ -170,7 +155,7 @@ class Weights(WeightState):
             return stacks, digest_and_size(
                 {name: places[name].copy_(files[name].as_torch()) for name in files}
             )
-        # One after the other, each at the start of a block of the digest, and zeros after it to the next one.
+        # Each tensor starts at a digest block, zero-padded.
         sizes = [_num_blocks(len(raw.data)) * BLOCK_BYTES for raw in files.values()]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self._loaded.device)
         tensors = {}
@@ -183,7 +168,7 @@ class Weights(WeightState):
         return tensors, (_digests(tensors, memory), sum(tensor.nbytes for tensor in tensors.values()))
 
     def _received(self, request: PrepareRequest, seat: GroupSeat) -> dict[str, Tensor]:
-        """What the trainer sends to the whole group, by the names of the model. Raises Refused (409)."""
+        """Receive a broadcast under the model's names. Raises Refused (409)."""
         tensors, place = self._empty(), f"the broadcast of policy_version {request.version}"
         places = pieces_of(tensors, self._pieces)
 
@@ -195,7 +180,7 @@ class Weights(WeightState):
             digests = take_announced(self._seated(seat).receive(), request, place, take)
             self._check_parameters({name: places[name] for name in digests}, place)
         except BaseException as error:
-            self._leave()  # the others may be anywhere in it
+            self._leave()  # other members may still be in it
             if not isinstance(error, GroupBroken):
                 raise
             what = f"policy_version {request.version} was not received: {error}"
@@ -206,7 +191,7 @@ class Weights(WeightState):
         return tensors
 
     def _seated(self, seat: GroupSeat) -> WeightGroup:
-        """The group with this seat in it, which is joined if it is new. Raises GroupBroken."""
+        """Return the group, joining it if new. Raises GroupBroken."""
         if seat.is_new:
             self._leave()
             self._group = WeightGroup(seat, self._loaded.device)
@@ -220,12 +205,11 @@ class Weights(WeightState):
             group.close()
 
     def _empty(self) -> dict[str, Tensor]:
-        """Memory for a set of weights, without content."""
         kinds, device = self._kinds.items(), self._loaded.device
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
 
     def _check_parameters(self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False) -> None:
-        """Raise Refused (409) if these are not the parameters of the model; `is_part`: some of them."""
+        """Raise Refused (409) if the tensors are not the model's parameters; `is_part`: some are enough."""
         found, kinds = _kinds(tensors), self._stored_kinds
         missing = set() if is_part else kinds.keys() - found.keys()
         wrong = sorted(missing | {name for name, kind in found.items() if kinds.get(name) != kind})
@@ -248,8 +232,8 @@ def _num_blocks(num_bytes: int) -> int:
 
 
 def _digests(tensors: Mapping[str, Tensor], memory: Tensor) -> dict[str, bytes]:
-    """digests_of tensors that lie in `memory`, uint8, as _copies() laid them: the sums of all in one pass,
-    where one for each costs as much as the copy for a small model.
+    """Return digests of tensors in `memory`, uint8, laid out by _copies(). Separate sums would cost as much
+    as the copy.
     """
     sums, end, begun = torch_block_sums(memory).cpu(), 0, {}
     for name, tensor in tensors.items():

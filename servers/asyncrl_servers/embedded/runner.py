@@ -1,4 +1,4 @@
-"""Forward passes of the model over slots: prefill and decode."""
+"""Forward passes over slots: prefill and decode."""
 
 from __future__ import annotations
 
@@ -32,39 +32,33 @@ from asyncrl_servers.embedded.kv_attention import (
 )
 
 PREFILL_ROWS = 1024
-"""Most tokens in one prefill call; more take several."""
+"""Maximum tokens per prefill call."""
 QUERY_CHUNK = 256
-"""Most tokens of one sequence whose scores are computed at once."""
+"""Maximum tokens of one sequence per score computation."""
 EXACT_ROWS = 16
-"""Exact calls have a multiple of this many rows: the size from which a row of a float32 product keeps its
-bits.
-"""
+"""Row multiple of exact calls, from which a row of a float32 product keeps its bits."""
 GRAPH_STEP = 64
-"""Positions by which the layouts of short sequences differ; of long ones, an eighth to a quarter of them."""
+"""Length step of short layouts; long ones use an eighth to a quarter of the length."""
 MIN_STEPS = 4
-"""Steps of a layout that are computed before it is captured, which costs as much as some of them."""
+"""Steps before a layout is captured, which costs as much as several steps."""
 MOST_GRAPHS = 64
-"""Layouts that are held; the one that was used longest ago makes way."""
+"""Maximum number of captured layouts (LRU)."""
 QUERY_STEP = 16
-"""The tokens of a sequence are filled up to a multiple of this many queries, so that several go together."""
+"""Query padding, so that sequences can share a stretch."""
 SCORE_FLOATS = 2**21
-"""Most scores, a query head of each KV head, of a stretch of several slots."""
+"""Maximum scores per query head of each KV head in a shared stretch."""
 
 log = logging.getLogger(__name__)
 Job = tuple[int, Ids, int]
-"""(slot, token ids, how many of them the slot has already)."""
+"""(slot, token ids, number of ids already in the slot)."""
 Cut = tuple[int, int, int]
 """(first slot, end, length) of a stretch of a decode step."""
 Layout = tuple[int, tuple[Cut, ...]]
-"""(rows, stretches) of a decode step: the same kernels, on other values."""
+"""(rows, stretches) of a decode step."""
 
 
 class Runner:
-    """Runs the model over a slot cache. One thread owns it.
-
-    Sequences stand in slots 0..n-1 without a gap (the caller guarantees it), so that decoding reads a plain
-    view.
-    """
+    """Runs the model over a slot cache, in one thread. Sequences fill slots 0..n-1 without a gap."""
 
     def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool) -> None:
         self.loaded, self.slots, self.max_length, self.is_exact = loaded, slots, max_length, is_exact
@@ -74,46 +68,42 @@ class Runner:
         self.take_cache(slots)
 
     def take_graphs(self, most_rows: int, new_captures: Callable[[], Captures]) -> None:
-        """Decode steps of up to `most_rows` sequences go through graphs, if these pass their check. Not where
-        what stands beside must not matter, as steps are filled up; nor where transformers runs the model,
-        which may look at values on the host.
+        """Use CUDA graphs for decode steps of up to `most_rows` rows. Unsuitable for exact mode, because of
+        padding, and for transformers' forward, which may read values on the host.
         """
         if self._plain is not None and not self.is_exact:
             self.graphs = DecodeGraphs(self, self._plain, most_rows, new_captures)
             self.graphs.check()
 
     def drop_graphs(self) -> None:
-        """Free what they hold; they are captured again when they are needed."""
+        """Free the graphs' memory."""
         if self.graphs is not None:
             self.graphs.drop()
 
     @property
     def cache_bytes(self) -> int:
-        """What take_cache takes."""
         return self.slots * self.loaded.shape.slot_bytes(self.max_length, self.loaded.dtype.itemsize)
 
     def take_cache(self, slots: int) -> None:
-        """A new KV cache; with 0 slots there is none, and nothing can run."""
+        """Allocate a new KV cache; 0 slots frees it."""
         loaded = self.loaded
         self.cache = SlotCache(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Fill slots with sequences; returns the logits after each last token, [jobs, V]."""
+        """Fill slots and return the logits after each last token, [jobs, V]."""
         return self.step(NO_INTS, NO_INTS, jobs)
 
     def decode(self, last_ids: Ints, lengths: Ints) -> Tensor:
-        """One step of the sequences in slots 0..n-1: logits [n, V] after `last_ids` [n], token number
-        `lengths` - 1 of each.
-        """
+        """Decode slots 0..n-1: return logits [n, V] after `last_ids` [n], token number `lengths` - 1."""
         return self.step(last_ids, lengths, ())
 
     def step(
         self, last_ids: Ints, lengths: Ints, jobs: Sequence[Job], shares: Sequence[Share] = ()
     ) -> Tensor:
-        """decode() and prefill() in one call of the model, as far as PREFILL_ROWS allows: [n + jobs, V].
+        """Decode and prefill in one call, up to PREFILL_ROWS tokens; return [n + jobs, V].
 
-        What is computed for a slot is written to those that share it, too; the job of one that shares comes
-        after that of the other, and counts the shared tokens among those that its slot has.
+        Shared tokens are written to both slots. A sharing job follows its source and counts shared tokens as
+        present.
         """
         if self.graphs is not None and not jobs and len(last_ids) and not self.graphs.given_up:
             return self.graphs.step(last_ids, lengths)
@@ -125,7 +115,7 @@ class Runner:
     def _step_call(
         self, last_ids: Ints, lengths: Ints, parts: Sequence[Part], shares: Sequence[Share]
     ) -> Tensor:
-        """Logits [n + K, V] of a step of n slots, and after the K sequences that end in `parts`."""
+        """Return logits [n + K, V] of n slots and the K sequences that end in `parts`."""
         device, num_decoded = self.loaded.device, len(last_ids)
         worth = self.loaded.shape.stretch_worth(device)
         cuts = cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, worth)
@@ -150,16 +140,14 @@ class Runner:
         return logits[: len(kept)]
 
     def decode_stretches(self, cuts: Sequence[Cut], positions_R: Tensor) -> list[Stretch]:
-        """Of a query a slot, at these positions."""
+        """Return stretches of one query per slot."""
         own = positions_R[:, None, None, None, None]
         return [
             Stretch(*cut[:2], 1, cut[2], self._positions[: cut[2]] > own[cut[0] : cut[1]]) for cut in cuts
         ]
 
     def _read_stretches(self, parts: Sequence[Part], row: int) -> Iterator[Stretch]:
-        """Stretches of the parts, whose rows begin at `row`: neighbouring slots with as many padded queries
-        are one.
-        """
+        """Yield stretches of the parts, from row `row`; equal neighbors share a stretch."""
         groups: list[list[Part]] = []
         for part in parts:
             group, tokens = groups[-1] if groups else [], self._padded(part)
@@ -191,9 +179,7 @@ class Runner:
             row += int(counts.sum())
 
     def _padded(self, part: Part) -> int:
-        """Queries of this part, and others beside them that are thrown away, so that products have bits of
-        their own.
-        """
+        """Return the part's padded number of queries. Padding keeps bits independent of other parts."""
         _, _, start, end = part
         return -(-(end - start) // QUERY_STEP) * QUERY_STEP if end - start > 1 else 1
 
@@ -205,7 +191,7 @@ class Runner:
     def _call(
         self, stretches: list[Stretch], writes: Writes, positions: Ints, ids: Ints, keep: Tensor | None
     ) -> Tensor:
-        """Logits of the rows `keep` (None: all), [rows, V]; row i is token `ids`[i] at `positions`[i]."""
+        """Return logits [rows, V] of rows `keep` (None: all) for token `ids`[i] at `positions`[i]."""
         device, rows = self.loaded.device, self._num_rows(len(ids))
         _, _, kv_heads, num_positions, _ = self.cache.keys.shape
         heads = writes.slots[:, None] * kv_heads + np.arange(kv_heads)
@@ -221,7 +207,7 @@ class Runner:
         pass_ = Pass(self.cache, stretches, flat_index, self.is_exact, source)
         if self._plain is not None:
             return self._plain.forward(pass_, ids_R, positions_R, keep)
-        # [R, 1] is a little faster, but logits_to_keep chooses along the other axis.
+        # [R, 1] is faster, but logits_to_keep selects along the other axis.
         axis, how = (1, {}) if keep is None else (0, {"logits_to_keep": keep})
         with in_force(pass_, self.max_length):
             answer = self.loaded.model(
@@ -239,21 +225,19 @@ class Runner:
 
 
 class Captures(Protocol):
-    """Records what a function computes (decoder.CudaCaptures)."""
-
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """What computes it again, on the memory of this time. Raises RuntimeError."""
+        """Return a function that repeats the kernels on the same memory. Raises RuntimeError."""
 
 
 class DecodeGraphs:
-    """Decode steps without the host's work on each kernel: captured once, replayed from then on.
+    """Decode steps as CUDA graphs, without host work per kernel.
 
-    A graph reads and writes the memory of its capture. So what changes with every step goes through `_inputs`
-    and `_logits`, and when weights or KV cache have moved, every graph is dropped.
+    A graph reads and writes the memory of its capture, so inputs and outputs go through `_inputs` and
+    `_logits`, and moved weights or caches drop all graphs.
 
-    Life: of a layout: computed MIN_STEPS times -> captured -> replayed -> dropped, at a sleep or for others.
-    Rows are filled up to a multiple of 8 and lengths in steps, so that layouts recur: logits may depend on
-    what stands beside a sequence, which CUDA promises nobody.
+    Life: of a layout: computed MIN_STEPS times -> captured -> replayed -> dropped.
+
+    Rows and lengths are padded so that layouts recur. Logits may depend on other sequences.
     """
 
     def __init__(
@@ -263,21 +247,20 @@ class DecodeGraphs:
         self._new_captures, self._captures = new_captures, cast("Captures | None", None)
         self._parameters = [*runner.loaded.model.parameters()]
         self._inputs = torch.zeros(3, most_rows, dtype=torch.int64, device=runner.loaded.device)
-        """Of each row: token id, position, and the slot, or row, whose key is written."""
+        """Per row: token id, position, and the slot or row whose key is written."""
         self._logits: Tensor | None = None
         self._addresses: list[int] = []
         self._num_steps = Counter[Layout]()
         self._replays: OrderedDict[Layout, Callable[[], None]] = OrderedDict()
         self.given_up = ""
-        """Why no step goes through graphs any more."""
+        """Reason why graphs are disabled."""
 
     @property
     def state(self) -> str:
-        """For EngineHealth."""
         return f"off: {self.given_up}" if self.given_up else "on"
 
     def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
-        """Logits [n, V], which the next step overwrites, of Runner.decode()."""
+        """Return logits [n, V], which the next step overwrites."""
         self._drop_moved()
         layout, logits = self._fill(last_ids, lengths), self._take_logits()
         if (replay := self._replay_of(layout, logits)) is not None:
@@ -287,14 +270,13 @@ class DecodeGraphs:
         return logits[: len(last_ids)]
 
     def drop(self) -> None:
-        """Free all graphs and what they hold."""
         self._replays.clear()
         self._num_steps.clear()
         self._captures = self._logits = None
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Give up unless replayed steps are, bit for bit, the computed ones. Clears the KV cache."""
+        """Disable graphs unless a replayed step equals the computed step bit for bit. Clears the KV cache."""
         cache, max_length = self._runner.cache, self._runner.max_length
         self._drop_moved()
         for num in sorted({1, self._most_rows}):
@@ -324,9 +306,7 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
-        """Put a step into `_inputs`. Rows of padding write the first row's key once more: their own slots may
-        be filled already for what is admitted next.
-        """
+        """Write a step into `_inputs`. Padding rows repeat the first row's key; their slots may be in use."""
         num, most_length = len(last_ids), padded_length(self._runner.max_length)
         rows = min(-(-num // CHUNK) * CHUNK if num > CHUNK // 2 else num, self._most_rows)
         inputs, padded = np.zeros((3, self._most_rows), np.int64), np.ones(rows, np.int64)
@@ -346,7 +326,7 @@ class DecodeGraphs:
         return self._logits
 
     def _compute(self, layout: Layout, logits: Tensor) -> None:
-        """From `_inputs` to the first rows of `logits`, by kernels that depend on the layout alone."""
+        """Compute `logits` from `_inputs`; kernels depend only on the layout."""
         (rows, cuts), cache = layout, self._runner.cache
         ids_R, positions_R, slots_R = self._inputs[:, :rows].unbind()
         _, _, kv_heads, num_positions, _ = cache.keys.shape
@@ -366,7 +346,7 @@ class DecodeGraphs:
         return self._capture(layout, logits) if self._num_steps[layout] > MIN_STEPS else None
 
     def _capture(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:
-        """None, and no graphs from here on, if it fails."""
+        """Capture a graph; on failure disable graphs and return None."""
         try:
             self._captures = self._captures or self._new_captures()
             replay = self._captures.capture(partial(self._compute, layout, logits))
@@ -385,7 +365,6 @@ class DecodeGraphs:
 
 
 def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
-    """The parts of each call, one call at least."""
     calls: list[list[Part]] = [[]]
     room = PREFILL_ROWS
     for slot, ids, first in jobs:

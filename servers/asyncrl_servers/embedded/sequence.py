@@ -1,4 +1,4 @@
-"""Requests on their way through the engine, and how their tokens are drawn."""
+"""Requests in the engine, and sampling."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.served_engine import Listener, Run, uniform_draws
 
 _HEAD = 64
-"""Tokens that are compared with all candidates at once."""
 _SLACK = 8
-"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
-ones).
-"""
+"""Tokens checked beyond the longest stop string's bytes; special tokens have no bytes."""
 
 
 class StopWatch:
-    """Tells when the decoded text of a request contains one of its stop strings.
+    """Detects stop strings in the decoded tail of a request.
 
-    Only the tail is decoded: as many tokens as the longest stop string has bytes, and a few more. Special
-    tokens have no text, but a stop string that is one special token's name stops at that token.
+    Special tokens have no text; a stop string that names a special token stops at it.
     """
 
     def __init__(self, stop: Iterable[str], tokenizer: Any, resumed_ids: list[int]) -> None:
@@ -44,7 +40,7 @@ class StopWatch:
         self._tail = list(resumed_ids[-self._window :])
 
     def is_complete(self, token_id: int) -> bool:
-        """Take one more token; true if it completes a stop string."""
+        """Add a token; return true if it completes a stop string."""
         self._tail = [*self._tail, token_id][-self._window :]
         if token_id in self._stop_ids:
             return True
@@ -55,10 +51,10 @@ class StopWatch:
 class Sequence(Run):
     """A request in the engine.
 
-    Life: queued -> running in a slot -> over; or aborted from any state. An update or a sleep interrupts it:
-        it keeps its slot, and is queued again, before all others, once it is resumed.
-    Invariant: `token_ids` int64 [T] are all of its tokens, prompt included, while it does not run; while it
-        runs they stand in the engine's Rows. Its listener has those before position `num_told`.
+    Life: queued -> running in a slot -> finished; or aborted from any state. If interrupted, it keeps its
+        slot, and resuming queues it first.
+    Invariant: `token_ids` int64 [T] holds all tokens while it does not run, the engine's Rows while it runs.
+        Its listener has the tokens before `num_told`.
     """
 
     def __init__(
@@ -72,32 +68,30 @@ class Sequence(Run):
         super().__init__(asked, listener)
         self.token_ids, self.stop_watch = token_ids, stop_watch
         self.matcher = matcher
-        """Of its grammar. It has taken every sampled token, the resumed ones included, once."""
+        """It has consumed every sampled token once."""
         self.top_logprobs: list[TopLogprobs] = []
-        """Of the sampled tokens that its listener does not have, if they were asked for."""
+        """For unreported tokens."""
         self.num_told = len(token_ids)
         self.limit = len(token_ids) + self.request.max_tokens
-        """Most tokens, prompt included."""
+        """Maximum tokens, prompt included."""
         self.marks: list[tuple[int, int]] = []
-        """(position of the first token, policy_version) of each version it ran under."""
+        """(position of the first token, policy_version)."""
         self.next_logits_V: Tensor | None = None
-        """After the tokens that it was admitted with, by the weights that serve; None after an update."""
+        """Logits after the admitted tokens; None after an update."""
         self.admitted_ids = b""
-        """These tokens, as bytes."""
         self.is_mixed = False
-        """Whether a part of its KV cache is of weights that serve no more."""
+        """True if older weights computed part of its KV cache."""
         self.kept_row = -1
-        """The row of Rows that keeps the turns before it."""
+        """Row of Rows with its previous turns."""
         self.routing, self.num_routed = b"", 0
-        """The experts of tokens that its listener does not have, and the tokens whose experts were noted."""
+        """Experts of unreported tokens, and the number of recorded tokens."""
 
 
 class Rows:
-    """The running sequences: row i stands in slot i of the KV cache, and there is no gap. What each decode
-    step reads and writes is in arrays, [rows] and [rows, max_length], so that it costs no Python a row.
+    """Running sequences: row i is slot i of the KV cache. Arrays [rows] and [rows, max_length] avoid Python
+    per row.
 
-    The last `num_kept` rows keep what has ended, for the turns that follow; the one that was used longest ago
-    makes way.
+    The last `num_kept` rows keep finished sequences for their next turns (LRU).
     """
 
     def __init__(self, slots: int, num_kept: int, max_length: int) -> None:
@@ -106,7 +100,7 @@ class Rows:
         self.token_ids = np.zeros((num_rows, max_length), np.int64)
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.lengths, self.limits = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-        """Tokens so far, prompt included; the newest sampled one is not in the KV cache yet."""
+        """Tokens so far, prompt included; the newest is not in the KV cache yet."""
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures, self.top_ps = np.zeros(num_rows, np.float32), np.zeros(num_rows)
         self._columns = (self.limits, self.seeds, self.temperatures, self.top_ps)
@@ -114,14 +108,13 @@ class Rows:
 
     @property
     def kept(self) -> list[int]:
-        """The rows that keep what has ended."""
         return list(self._kept)
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def add(self, sequence: Sequence) -> int:
-        """Returns its row, the last one."""
+        """Append the sequence and return its row."""
         row, request, ids = len(self.sequences), sequence.request, sequence.token_ids
         self.sequences.append(sequence)
         self.token_ids[row, : len(ids)], self.lengths[row] = ids, len(ids)
@@ -130,7 +123,7 @@ class Rows:
         return row
 
     def keep(self, row: int) -> int:
-        """Keep this row's tokens; returns the row that does, -1 if there is none."""
+        """Keep this row's tokens; return the kept row or -1."""
         if not self._kept:
             return -1
         target = self.sequences[row].kept_row
@@ -142,13 +135,12 @@ class Rows:
         return target
 
     def forget_kept(self) -> None:
-        """Nothing is kept: the weights have changed, or the memory is given back."""
         self.lengths[list(self._kept)] = 0
         for sequence in self.sequences:
             sequence.kept_row = -1
 
     def move(self, source: int, target: int) -> None:
-        """Row `source` becomes row `target`, whose sequence is over."""
+        """Move row `source` over the finished row `target`."""
         length = self.lengths[target] = self.lengths[source]
         self.sequences[target] = self.sequences[source]
         self.token_ids[target, :length] = self.token_ids[source, :length]
@@ -157,17 +149,16 @@ class Rows:
             column[target] = column[source]
 
     def last_ids(self, num_rows: int) -> npt.NDArray[np.int64]:
-        """The newest token of each of the first rows."""
         rows = np.arange(num_rows)
         return self.token_ids[rows, self.lengths[rows] - 1]
 
     def sampling(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], npt.NDArray[np.uint64]]:
-        """Temperature, top_p and seed of each row."""
+        """Return temperature, top_p and seed of each row."""
         running = slice(len(self.sequences))
         return self.temperatures[running], self.top_ps[running], self.seeds[running]
 
     def num_top(self) -> dict[int, int]:
-        """How many top_logprobs are asked for, by the rows that ask for some."""
+        """Return the requested top_logprobs by row."""
         asked = enumerate(one.request.top_logprobs for one in self.sequences)
         return {row: num for row, num in asked if num}
 
@@ -177,7 +168,6 @@ class Rows:
         logprobs: npt.NDArray[np.float32],
         top: Mapping[int, TopLogprobs],
     ) -> None:
-        """A token for each row."""
         for row, found in top.items():
             self.sequences[row].top_logprobs.append(found)
         rows = np.arange(len(self.sequences))
@@ -186,8 +176,8 @@ class Rows:
         self.lengths[rows] += 1
 
     def keep_routing(self, routing_SPE: Tensor, rows: Iterable[int] | None = None) -> None:
-        """Note the experts that have read the tokens of these rows, before any is read again: of those that
-        were not noted. The newest token is not read yet. `routing_SPE`: of the KV cache.
+        """Record experts before any token is read again; the newest token was not read yet. `routing_SPE`:
+        the KV cache's.
         """
         if not routing_SPE.shape[2]:
             return
@@ -197,7 +187,7 @@ class Rows:
             sequence.num_routed = max(sequence.num_routed, end)
 
     def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
-        """What the listener of this row does not have yet; from now on it has."""
+        """Return the row's unreported tokens and mark them as reported."""
         sequence, end, routing = self.sequences[row], int(self.lengths[row]), b""
         start, sequence.num_told = sequence.num_told, end
         top, sequence.top_logprobs = sequence.top_logprobs, []
@@ -215,9 +205,7 @@ class Rows:
         )
 
     def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
-        """(row, length) of the longest start of `token_ids` that one of these rows has in the KV cache,
-        without the last of `token_ids`; (-1, 0).
-        """
+        """Return (row, length) of the longest prefix of `token_ids[:-1]` in these rows' cache, or (-1, 0)."""
         if not among:
             return -1, 0
         rows = np.array(among)
@@ -236,8 +224,8 @@ class Rows:
         return (best_row, longest) if longest > 0 else (-1, 0)
 
     def use_kept(self, sequence: Sequence, row: int, length: int) -> None:
-        """The sequence begins with `length` tokens of `row`; if these are all that a kept row has, it will
-        take their place there.
+        """Record that the sequence begins with `length` tokens of `row`, and replaces it if that is all of a
+        kept row.
         """
         if row in self._kept:
             self._kept.move_to_end(row)
@@ -246,10 +234,10 @@ class Rows:
 
 
 def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
-    """Moves (source, target), in order, that close the gap at `row` among rows [n]: only rows above it move.
+    """Return moves (source, target), in order, that close the gap at `row` among rows [n].
 
-    Each chunk gets the longest row of those behind it, so that like lengths stand together: from the last of
-    the chunks behind it whose longest are as long as the next one's, which saves the moves between them.
+    Each chunk gets the longest row of later chunks, so that similar lengths stay together; chunks with equal
+    maxima are skipped.
     """
     moves, gap, last = [], row, len(lengths) - 1
     starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
@@ -275,11 +263,11 @@ def sample(
     positions: npt.NDArray[np.int64],
     top: Mapping[int, int] | None = None,
 ) -> Drawn:
-    """Draw a token for each row: (ids int64 [N], logprobs float32 [N] in nats of the distribution drawn from,
-    and the `top` likeliest of the rows that ask for them). `positions` are those of the tokens to be drawn.
+    """Draw a token for each row: ids int64 [N], logprobs float32 [N] in nats under the sampled distribution,
+    `top` likeliest tokens.
 
-    The draw inverts the cumulative distribution in order of token ids, in float64. Temperature 0 is the
-    largest logit, with the logprob of temperature 1.
+    Inverts the cumulative distribution in token-id order, in float64. Temperature 0 takes the largest logit,
+    with its logprob at temperature 1.
     """
     device = logits_NV.device
     logits_NV = logits_NV.float()
@@ -293,13 +281,12 @@ def sample(
     cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
     draws = to_device(uniform_draws(seeds, positions), device)[:, None]
     tokens_N1 = torch.searchsorted(cdf_NV, draws * cdf_NV[:, -1:], right=True)
-    # A product that rounds up to the total lands behind the last token; the last one of probability above 0
-    # is meant.
+    # A product may round up to the total; take the last token with probability above 0.
     tokens_N1 = torch.minimum(tokens_N1, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous()))
     if (is_greedy := temperatures == 0.0).any():
         chosen = to_device(np.flatnonzero(is_greedy), device)
         tokens_N1[chosen, 0] = logits_NV[chosen].argmax(-1)
-    # Only logits that are not finite land behind the last token still; their logprob tells the caller.
+    # Only non-finite logits still fall after the last token; their logprob shows it.
     tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
     picked_N1 = logprobs_NV.gather(1, tokens_N1)
     top = top or {}
@@ -310,14 +297,13 @@ def sample(
 
 
 def _likeliest(values: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> TopLogprobs:
-    """Without tokens that cannot be drawn."""
     pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return [(token, value) for token, value in pairs if value > float("-inf")]
 
 
 def _cut_top_p(logits_NV: Tensor, cut: npt.NDArray[np.int64], top_ps: npt.NDArray[np.float64]) -> Tensor:
-    """Keep, in the rows `cut`, the fewest most likely tokens whose probabilities add up to top_p (Holtzman et
-    al. 2020).
+    """Keep the fewest most likely tokens whose probabilities sum to top_p, in the rows `cut` (Holtzman et al.
+    2020).
     """
     index = to_device(cut, logits_NV.device)
     limits = to_device(top_ps[cut], logits_NV.device)[:, None]

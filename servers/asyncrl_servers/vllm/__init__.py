@@ -1,3 +1,1 @@
-"""A vLLM server of the run, in vLLM's own Python: starting it, guarding it, and a worker extension that
-brings weights in.
-"""
+"""vLLM server of a run, in vLLM's own Python environment."""

@@ -1,9 +1,7 @@
-"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server, a child of the run. vLLM is imported
-once all is checked.
+"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server. Imports vLLM after all checks.
 
-vLLM's engine and workers are children of the API server that outlive it if it is killed. So the server leads
-a process group, and a small process of that group, forked before anything is loaded, waits for the end of the
-leader and ends what is left.
+vLLM's engine and workers outlive a killed API server. So the server leads a process group, and a small
+process forked at the start ends the group after the leader's exit.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ GRACE_S = 5.0
 
 
 def main() -> None:
-    """Start vLLM on the given socket, serve until SIGTERM or until the parent is gone."""
-    signal.signal(signal.SIGTERM, _end_start)  # vLLM sets its own once it serves
+    """Serve until SIGTERM or until the parent exits."""
+    signal.signal(signal.SIGTERM, _end_start)  # vLLM replaces it once it serves
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-vllm-"))
@@ -41,7 +39,7 @@ def main() -> None:
 
     def end_all() -> None:
         is_orphaned.set()
-        os.kill(os.getpid(), signal.SIGTERM)  # vLLM's own end, which takes less than a second
+        os.kill(os.getpid(), signal.SIGTERM)  # vLLM shuts down in less than a second
         threading.Event().wait(GRACE_S)
         end_group(os.getpid(), grace_s=0.0)
 
@@ -49,10 +47,10 @@ def main() -> None:
     try:
         _serve(scratch)
     except KeyboardInterrupt:
-        pass  # told to end before it served
+        pass  # ended before it served
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        if is_orphaned.is_set():  # a start that was cut short there may have failed first
+        if is_orphaned.is_set():  # an interrupted start may have failed first
             sys.exit(ORPHANED)
 
 
@@ -71,8 +69,8 @@ def _serve(scratch: Path) -> None:
 
 
 def start_reaper(scratch: Path) -> None:
-    """Fork the process that ends the group and removes `scratch` once the caller is gone. Call it before any
-    thread is started.
+    """Fork a process that ends the group and removes `scratch` once the caller exits. Call it before starting
+    threads.
     """
     leader = os.getpid()
     if os.fork():
@@ -92,10 +90,9 @@ def start_reaper(scratch: Path) -> None:
 
 
 def end_group(leader: int, grace_s: float = GRACE_S) -> None:
-    """End all other processes of the group: SIGTERM, and SIGKILL to what is left after `grace_s`.
+    """End the group's other processes: SIGTERM, then SIGKILL after `grace_s`.
 
-    multiprocessing's resource tracker last: it ends by itself once the others have, and removes their shared
-    memory then.
+    multiprocessing's resource tracker comes last, after it has removed their shared memory.
     """
     for number, with_tracker in ((signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)):
         members = _members(leader, with_tracker=with_tracker)
@@ -108,12 +105,10 @@ def end_group(leader: int, grace_s: float = GRACE_S) -> None:
 
 
 def _members(leader: int, *, with_tracker: bool) -> list[psutil.Process]:
-    """Living processes of the group, without the leader, the caller and (unless asked) the resource
-    tracker.
-    """
+    """Return live processes of the group, without leader, caller and (by default) resource tracker."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):  # gone meanwhile
+        with contextlib.suppress(OSError, psutil.Error):  # it may have exited
             is_other = process.pid not in (leader, os.getpid()) and os.getpgid(process.pid) == leader
             is_tracker = "resource_tracker" in " ".join(process.cmdline())
             if is_other and process.status() != psutil.STATUS_ZOMBIE and (with_tracker or not is_tracker):

@@ -1,6 +1,4 @@
-"""vLLM's OpenAI server with our arguments on our socket. The only module of the API process that imports
-vLLM.
-"""
+"""vLLM's OpenAI server with our arguments on our socket; the API process imports vLLM only here."""
 
 from __future__ import annotations
 
@@ -22,18 +20,18 @@ from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, can_fork, 
 
 
 class BearerOnly:
-    """Checks the bearer token on every route; given to vLLM by name (--middleware). vLLM's own --api-key
-    leaves /pause, /collective_rpc and others open, and lies in argv.
+    """Middleware (--middleware) that checks the bearer token on every route. vLLM's --api-key leaves /pause,
+    /collective_rpc and others open, and shows in argv.
     """
 
     expected = b""
-    """What a request must bring; nothing passes before it is set."""
+    """Required header; nothing passes while it is empty."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Hand on what may pass, 401 or a closed websocket to all else."""
+        """Pass authorized requests on; answer 401 or close the websocket otherwise."""
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         may_pass = bool(self.expected) and hmac.compare_digest(given, self.expected)
         if scope["type"] == "lifespan" or may_pass:
@@ -47,7 +45,7 @@ class BearerOnly:
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
-    """vLLM's parser; what it cannot read is a refusal, not a usage text and exit code 2."""
+    """vLLM's parser, raising Refused."""
 
     def error(self, message: str) -> NoReturn:
         way_out = "correct rollout.vllm (`vllm serve --help=all`)."
@@ -55,7 +53,7 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
 
 
 def parse_arguments(spec: VllmSpec) -> argparse.Namespace:
-    """What vLLM's own parser makes of this spec. Raises Refused."""
+    """Parse the spec with vLLM's parser. Raises Refused."""
     parser = make_arg_parser(_Parser())
     known = {option.lstrip("-").replace("-", "_") for one in parser._actions for option in one.option_strings}
     args: argparse.Namespace = parser.parse_args(build_arguments(spec, known, is_cpu=is_cpu_build()))
@@ -67,14 +65,12 @@ def parse_arguments(spec: VllmSpec) -> argparse.Namespace:
 
 
 def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
-    """Start the engine and serve until SIGTERM. Raises Refused if it cannot start, and if the engine ends
-    before it is told to.
-    """
+    """Serve until SIGTERM. Raises Refused if the engine cannot start or dies."""
     BearerOnly.expected = f"Bearer {secret}".encode()
     args = parse_arguments(spec)
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
-    server_info._get_system_env_info_cached = dict  # 2 s of pip, gcc and the like, which no run reads
+    server_info._get_system_env_info_cached = dict  # saves 2 s of pip and gcc
     if is_cpu_build() and spec.returns_routing:
         import asyncrl_servers.vllm.monkeypatches  # noqa: F401  (its check of the setting)
     if can_fork(spec):
@@ -91,14 +87,12 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
 
 
 async def _run(args: argparse.Namespace, listener: socket.socket) -> bool:
-    """Serve as vLLM's run_server_worker, which does not tell a server that was told to end from one whose
-    engine died.
-    """
+    """Serve like vLLM's run_server_worker, but return whether the engine died."""
     try:
         async with build_async_engine_client(args) as engine:
             ending = await build_and_serve(engine, f"http://{args.host}:{args.port}", listener, args)
         await ending
     finally:
         listener.close()
-    # vLLM 0.32: what serve_http answers if the HTTP server stopped by itself.
+    # vLLM 0.32: serve_http returns this if the HTTP server stopped by itself.
     return bool(ending.__name__ == "dummy_shutdown")

@@ -1,7 +1,4 @@
-"""What vLLM is started with, from the spec: its argument list (fixed arguments, those of other config keys,
-and those of the user) and the environment variables that it reads when it is imported; and why it ended, from
-its log. Imports no vLLM.
-"""
+"""vLLM's arguments and environment from the spec, and its failures from its log. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -29,49 +26,44 @@ WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 
 
 class VllmSpec(EngineSpec):
-    """The spec file of `python -m asyncrl_servers.vllm`."""
+    """Spec file of `python -m asyncrl_servers.vllm`."""
 
     model_path: str
-    """Hugging Face folder with config, weights and tokenizer. Without a tokenizer there are no stop
-    strings.
-    """
+    """Hugging Face folder with config, weights and (for stop strings) tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for
-    a server alone.
-    """
+    """Weight dtype; auto: bfloat16 on CUDA, float32 on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What vLLM must be built for (auto = whatever it is built for)."""
+    """Required build of vLLM (auto = any)."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of each worker; on CPU alone."""
+    """CPU threads per worker."""
     deterministic: bool = True
-    """On CUDA: batch-invariant kernels. On CPU nothing is needed."""
+    """Batch-invariant kernels on CUDA; unnecessary on CPU."""
     seed: int = 0
-    """Seed of requests that have none."""
+    """Seed of requests without a seed."""
     has_adapters: bool = False
-    """Adapters will be loaded (weight_sync.transport=lora)."""
     returns_routing: bool = False
-    """Tell which experts have read each token (algorithm.router_replay)."""
+    """Return each token's experts (algorithm.router_replay)."""
     lora_rank: int = Field(default=16, ge=1)
-    """Largest rank of an adapter."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices that share one model."""
     transport: TransportName = "shm"
-    """How weights come: through the worker extension (shm, disk), as adapters (lora), or from the trainer's
-    device: chunks (ipc), through the extension too, or a broadcast (nccl), through vLLM's own transfer."""
+    """Through the worker extension (shm, disk; ipc in chunks), as adapters (lora), or through vLLM's own
+    transfer (nccl).
+    """
     args: dict[str, Any] = {}
     """vLLM's own arguments by name."""
     worker_extension: str = WORKER_EXTENSION
-    """For tests, which plant faults in a subclass."""
+    """Tests replace it to inject faults."""
 
 
 _BLOCK_TOKENS = 128
-"""vLLM's block on CPU; a sequence takes whole blocks."""
+"""vLLM's block size on CPU."""
 MIN_BYTES = 2**26
 
 
 def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int:
-    """Memory in which all slots hold sequences of full length, one block over, from the model's config file
-    alone; MIN_BYTES where that does not tell.
+    """Return the KV cache bytes for full-length sequences in all slots plus one block; MIN_BYTES if the
+    config lacks a value.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -110,18 +102,15 @@ SETTINGS = {
     ),
 }
 ELSEWHERE = {name: setting for setting, names in SETTINGS.items() for name in names}
-"""vLLM arguments that this server sets, and the setting to use instead."""
+"""Setting to use instead, by vLLM argument."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The maxima that vLLM knows."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 KV_CACHE = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
-"""Arguments with which the user says how large the KV cache is."""
+"""User arguments that set the KV cache size."""
 
 
 def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> list[str]:
-    """The argument list. `known`: the names of its parser's options, with underscores. Raises Refused for an
-    argument of the user's.
-    """
+    """Return the argument list. `known`: vLLM's option names, with underscores. Raises Refused."""
     given = {name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()}
     for name in given:
         check_name(name, known)
@@ -137,10 +126,10 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
         "max_model_len": spec.max_length,
         "max_num_seqs": spec.slots,
         "seed": spec.seed,
-        # else the model's own file changes top_p and top_k where a request is silent
+        # else the model's file sets top_p and top_k
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        # one more than a request asks for: the sampled token takes the place of one
+        # the sampled token takes a place
         "max_logprobs": MAX_TOP_LOGPROBS + 1,
         "structured_outputs_config": {"backend": "guidance", "reasoning_parser_plugin": GRAMMARS},
         "enable_scale_out": True,
@@ -164,7 +153,7 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
     if is_cpu:
         executor = "asyncrl_servers.vllm.monkeypatches.CpuExecutor"
         defaults |= {"enforce_eager": True, "distributed_executor_backend": executor}
-        # Else vLLM takes 92 % of the machine's memory, and refuses to start if some is in use.
+        # By default vLLM takes 92 % of the machine's memory.
         if not given.keys() & KV_CACHE:
             num_bytes = kv_cache_bytes(folder, ours["dtype"], spec.slots, spec.max_length)
             defaults["kv_cache_memory_bytes"] = num_bytes
@@ -173,7 +162,7 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
 
 
 def check_name(name: str, known: Collection[str]) -> None:
-    """Raise Refused if the user may not give this argument, or vLLM has none of that name."""
+    """Raise Refused if vLLM lacks this argument or the user may not set it."""
     plain = name.partition(".")[0].removesuffix("+")
     instead = ELSEWHERE.get(plain) or ELSEWHERE.get(plain.removeprefix("no_"))
     if instead is not None:
@@ -187,9 +176,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 def _words(name: str, value: Any, known: Collection[str]) -> list[str]:
-    """One argument as words: true and false as switches, lists as several words, dicts as JSON, none as not
-    given.
-    """
+    """Return one argument as words: booleans as switches, dicts as JSON, None as nothing."""
     option = f"--{name.replace('_', '-')}"
     if value is None:
         return []
@@ -205,7 +192,7 @@ def _words(name: str, value: Any, known: Collection[str]) -> list[str]:
 
 
 def check_start(spec: VllmSpec) -> None:
-    """Raise Refused for a vLLM of another kind, before it is imported, which takes long."""
+    """Raise Refused for the wrong build, before the slow import."""
     built_for = "cpu" if is_cpu_build() else "cuda"
     if spec.device not in ("auto", built_for):
         what = f"{spec.name} is to run on {spec.device}, the vLLM of {sys.executable} is for {built_for}"
@@ -214,22 +201,20 @@ def check_start(spec: VllmSpec) -> None:
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed here is built for CPUs. It is not imported for that."""
+    """Return true for a CPU build, without importing vLLM."""
     return importlib.metadata.version("vllm").endswith("cpu")
 
 
 def set_environment(spec: VllmSpec, scratch: Path) -> None:
-    """Set the variables for vLLM, for this process and its children. `scratch` takes their sockets and
-    temporary files.
-    """
-    # In a scratch folder each start would compile torch's kernels anew.
+    """Set vLLM's environment variables. `scratch` holds sockets and temporary files."""
+    # A scratch folder would recompile torch's kernels at each start.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     os.environ |= {
-        "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /collective_rpc and the like
+        "VLLM_SERVER_DEV_MODE": "1",  # enables /pause, /resume, /collective_rpc
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",  # else a mistyped path makes some 20 s of retries
-        # 5 s breaks pooled clients: their next POST finds the connection closed
+        "HF_HUB_OFFLINE": "1",  # avoids 20 s of retries for a mistyped path
+        # 5 s breaks pooled clients' next POST
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TMPDIR": str(scratch),
@@ -238,16 +223,16 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
     if spec.has_adapters:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if is_cpu_build():
-        # Bound to cores ("auto"), every server of the machine would take the same first core.
+        # "auto" would bind every server to the same first core.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     elif spec.deterministic:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # never on CPU: there the first request would end the engine
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # on CPU the first request would end the engine
 
 
 def can_fork(spec: VllmSpec) -> bool:
-    """Whether the engine and its workers may be forks of the API process: on CPU, with one unbound thread.
-    Threads of OpenMP do not survive a fork, and are bound when it is loaded. Call it after set_environment.
+    """Return true if engine and workers can be forked: on CPU with one unbound thread. OpenMP threads do not
+    survive a fork. Call it after set_environment.
     """
     is_bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
     is_bound |= not spec.args.keys().isdisjoint({"numa-bind", "numa_bind"})
@@ -264,16 +249,14 @@ _POINTERS = (
     "EngineDeadError",
     "EngineCore encountered",
     "Executor failed",
-    "RuntimeError: cancelled",  # what waited for a worker that was lost
-    "died unexpectedly (exit code: 0)",  # it was ended, after it had said why
+    "RuntimeError: cancelled",  # it waited for a lost worker
+    "died unexpectedly (exit code: 0)",  # it was ended after reporting the cause
 )
-"""vLLM says "see root cause above", and has the cause in the log of another process."""
+"""Messages that point to a cause in another log."""
 
 
 def failure(what: str, said: str) -> Refused:
-    """The refusal that names the cause of an end: what was `said`, or where that only points elsewhere, the
-    last error in this server's log.
-    """
+    """Return the refusal with the cause: `said`, or the log's last error if it only points elsewhere."""
     if not said or any(pointer in said for pointer in _POINTERS):
         said = last_error(_own_log()) or said or "SIGKILL perhaps, often by the kernel when memory runs out"
     way_out = "read this server's log, correct the cause, and start the run again."
@@ -283,7 +266,6 @@ def failure(what: str, said: str) -> Refused:
 
 
 def last_error(log: str) -> str:
-    """The last line of a log that names an error and does not merely point to another."""
     for line in reversed(log.splitlines()):
         found = _ERROR_LINE.search(line)
         if found and " WARNING " not in line and not any(pointer in line for pointer in _POINTERS):
@@ -292,7 +274,7 @@ def last_error(log: str) -> str:
 
 
 def _own_log() -> str:
-    """The end of what this server has written, where its standard error is a file."""
+    """Return the end of this server's log file."""
     try:
         log = Path("/proc/self/fd/2").readlink()
         return log.read_bytes()[-(2**20) :].decode("utf-8", errors="replace") if log.is_file() else ""

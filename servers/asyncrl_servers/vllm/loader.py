@@ -1,4 +1,4 @@
-"""Loads weights into the model of one vLLM worker, whole or chunk by chunk, and refuses incomplete ones."""
+"""Loads weights into one vLLM worker's model and refuses incomplete sets."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from asyncrl_servers.weight_state import PUSH_AGAIN, ChunkedPush, Staged, check_
 
 
 class Loader:
-    """The weights of one worker. It sees files and vLLM's model; routes and other workers do not concern it.
+    """Weights of one worker.
 
-    Life: idle -> staging (hashed; and loaded into a twin of the model, if it can have one) -> staged -> load
-        -> idle;  or  idle -> open (one chunk after the other) -> finished -> idle. A load into the serving
-        model that fails after it has begun leaves the weights `broken`, until one succeeds: it replaces them
-        all. What is loaded into a twin and refused has changed nothing.
-    Waits: nowhere but for what is asked to be loaded while it is still staged.
-    Invariant: a load answers without error only if every parameter of the model got its elements from it.
-        Staged tensors lie in the file that was mapped: replacing the file changes nothing here.
+    Life: idle -> staging (hashed, and loaded into a twin if possible) -> staged -> load -> idle; or idle ->
+        open (chunk after chunk) -> finished -> idle. A failed load into the serving model leaves it `broken`
+        until a load replaces all weights. A refused load into a twin changes nothing.
+    Waits: only load() during staging.
+    Invariant: a load succeeds only if every parameter received all its elements. Staged tensors survive a
+        replaced file.
     """
 
     reload_class, can_have_twin = Reload, staticmethod(can_have_twin)
@@ -38,7 +37,7 @@ class Loader:
         self._push = ChunkedPush()
         self._staging = ThreadPoolExecutor(1, "stage weights")
         self._is_ready: Future[None] = Future()
-        """Of what is staged, while the worker goes on generating."""
+        """Completion of staging."""
         self._twin: Twin | None = None
         self.staged: Staged | None = None
         self.broken: str | None = None
@@ -47,14 +46,11 @@ class Loader:
 
     @property
     def model(self) -> nn.Module:
-        """The model that serves."""
         model: nn.Module = self.worker.model_runner.get_model()
         return model
 
     def stage(self, *, chunk_bytes: int, **fields: Any) -> dict[str, Any]:
-        """Begin to stage the file of a PrepareRequest, or say how far it is; `chunk_bytes` are loaded at
-        once. Raises Refused; then nothing is staged.
-        """
+        """Begin to stage a PrepareRequest's file, or report progress. Raises Refused and stages nothing."""
         request = PrepareRequest(**fields)
         if self.staged is None or self.staged.request != request:
             self._forget()
@@ -70,9 +66,7 @@ class Loader:
         return {"state": "staged", "digest": request.digest}
 
     def load(self, version: int, digest: str) -> dict[str, Any]:
-        """Serve what is staged under this digest: by exchanging weights with the twin, or by one reload, one
-        load call a chunk. Raises Refused.
-        """
+        """Serve the staged weights: swap with the twin, or reload by chunks. Raises Refused."""
         staged = the_staged(self.staged, version, digest)
         self._check_ready()
         if self._twin is not None:
@@ -85,19 +79,18 @@ class Loader:
             for chunk in self._chunks(staged, self._chunk_bytes):
                 self.add(chunk)
             self.finish()
-        self._forget()  # the mapping holds the file's memory, the twin the weights that served
+        self._forget()  # free the file and the twin
         return {"num_tensors": staged.request.num_tensors, "num_bytes": staged.request.num_bytes}
 
     def load_chunk(self, **fields: Any) -> dict[str, Any]:
-        """Load the chunk of a LoadChunkRequest, from a file or from memory that the trainer shares; chunk 0
-        opens an update. Raises Refused.
+        """Load a LoadChunkRequest's chunk, from a file or shared memory; chunk 0 opens an update. Raises
+        Refused.
         """
         request = LoadChunkRequest(**fields)
         if request.index and self.open_version is None:
             self._push.clear()
         with self._push.receiving(request, serving=0):
-            # A copy: the next chunk may be written over this one while vLLM holds tensors of it until their
-            # layer is complete.
+            # Copy: vLLM keeps tensors until their layer is complete, and the next chunk may overwrite them.
             with self._memory.chunk(request) as views:
                 tensors = {name: view.clone() for name, view in views.items()}
             digest = self._push.add(request, digest_and_size(tensors))
@@ -107,7 +100,7 @@ class Loader:
         return {"digest": digest}
 
     def finish_chunks(self, version: int, digest: str) -> dict[str, Any]:
-        """End the update that is open, which must be the whole push with this digest. Raises Refused."""
+        """Close the open update, which must be the whole push. Raises Refused."""
         if self.open_version != version:
             rule = "chunk 0 opens an update"
             raise Refused(409, f"no update of version {version} is open", rule=rule, way_out=PUSH_AGAIN)
@@ -120,15 +113,13 @@ class Loader:
         return {"digest": digest}
 
     def drop(self) -> None:
-        """Drop the staged file. An open update cannot be undone: a part of its weights is already
-        replaced.
-        """
+        """Drop the staged file. An open update cannot be undone, and breaks the weights."""
         self._forget()
         if self.open_version is not None:
             self._abandon("dropped")
 
     def begin(self, version: int) -> None:
-        """Open an update of the model; one that was open is given up, as this one replaces all weights."""
+        """Open an update, abandoning an open one."""
         if self.open_version is not None:
             self._abandon("given up")
         self.open_version, self._reload = version, self.reload_class(self.worker, self.model)
@@ -136,12 +127,11 @@ class Loader:
             reload.begin()
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some tensors into the update that is open."""
         with self._changing() as reload:
             reload.add(tensors)
 
     def finish(self) -> None:
-        """Close the update. Raises Refused if a parameter got nothing, or too little."""
+        """Close the update. Raises Refused if a parameter is incomplete."""
         assert self.open_version is not None, f"no update is open ({self.broken})"
         with self._changing() as reload:
             rule = "the weights of this server are of no version until a load succeeds"
@@ -151,8 +141,8 @@ class Loader:
         self._now_whole()
 
     def _now_whole(self) -> None:
-        """Serve weights of one load. What broken ones left in the KV cache may be NaN, and attention that
-        masks such a position still multiplies it by 0: NaN.
+        """Mark the weights as whole. Broken weights may leave NaN in the KV cache, which masked attention
+        does not remove.
         """
         if self.broken is not None:
             for cache in self.worker.model_runner.kv_caches:
@@ -161,7 +151,7 @@ class Loader:
         self.broken = None
 
     def _make_ready(self, staged: Staged, twin: Twin | None, chunk_bytes: int) -> None:
-        """On a thread: hash what is staged and load it into the twin. Raises Refused."""
+        """Hash the staged tensors and load them into the twin, in a thread. Raises Refused."""
         check_arrived(staged.request.path, digest_and_size(staged.tensors), staged.request)
         if twin is None:
             return
@@ -176,7 +166,7 @@ class Loader:
             twin.end_loading()
 
     def _check_ready(self) -> None:
-        """Raises Refused if what is staged is not what was announced, or not whole; then nothing is."""
+        """Raise Refused and forget the set if staging failed."""
         try:
             self._is_ready.result()
         except Exception:
@@ -187,13 +177,13 @@ class Loader:
         self.staged = self._twin = None
 
     def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Tensor]]]:
-        """The tensors in order, in chunks of at most `chunk_bytes`, or of one tensor where that is larger."""
+        """Yield the tensors in order, in chunks of at most `chunk_bytes` (or one tensor)."""
         for names in cut({name: tensor.nbytes for name, tensor in staged.tensors.items()}, chunk_bytes):
             yield [(name, staged.tensors[name]) for name in names]
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[Reload]:
-        """The update that is open; a failure within gives it up."""
+        """Yield the open update; abandon it on failure."""
         assert self._reload is not None, "begin() comes first"
         try:
             yield self._reload
@@ -202,9 +192,7 @@ class Loader:
             raise
 
     def _abandon(self, why: str) -> None:
-        """Close an update that cannot be completed. The layers get tensors again, else the next request would
-        end the engine.
-        """
+        """Close an incomplete update. The layers need tensors, or the next request ends the engine."""
         assert self._reload is not None
         self.broken = f"version {self.open_version} came in part ({why})"
         self.open_version = None
@@ -212,7 +200,7 @@ class Loader:
 
 
 def _check_complete(reload: Reload, version: int, rule: str) -> None:
-    """Raises Refused if a parameter got nothing, or too little."""
+    """Raise Refused if a parameter is incomplete."""
     if missing := reload.incomplete():
         what = f"version {version} lacks {len(missing)} parameters: {missing[:5]}"
         raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")

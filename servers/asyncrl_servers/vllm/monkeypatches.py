@@ -1,7 +1,4 @@
-"""Monkeypatches of vLLM's CPU engine, in each of its processes: seeds that end it, kernels that it compiles
-for nothing, waits that starve the machine, imports that each of its processes repeats, experts that its
-runner does not return.
-"""
+"""Monkeypatches of vLLM's CPU engine: seeds, compilation, waits, imports and experts."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 def patch_worker() -> None:
-    """All of them, once, in a worker on CPU."""
+    """Patch a CPU worker."""
     patch_seeds()
     patch_compiled()
     patch_waits()
@@ -27,13 +24,11 @@ def patch_worker() -> None:
 
 
 def patch_waits() -> None:
-    """Sleep 20 us between two looks at the shared memory through which the engine and its workers speak,
-    instead of yielding the core.
+    """Sleep 20 us between polls of the shared memory between engine and workers.
 
-    vLLM spins there, with sched_yield, for the whole of each step. Engine and worker then hold two cores, and
-    on Linux 6.18 with two of them all others (vLLM's own front end, the trainer, the run) were not scheduled
-    for up to 9 s at a time; with this for 5 ms at most, at the same tokens a second. vLLM's other wait, for a
-    notice over zmq, loses notices that come in quick succession.
+    vLLM spins there with sched_yield for the whole step, on two cores. On Linux 6.18 with two cores other
+    processes were not scheduled for up to 9 s at a time; with this patch for at most 5 ms, at the same tokens
+    per second. vLLM's other wait, a notice over zmq, loses notices in quick succession.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -42,11 +37,10 @@ def patch_waits() -> None:
 
 
 def patch_compiled() -> None:
-    """Count ranks and draw tokens as plain torch does.
+    """Count ranks and draw tokens without torch.compile.
 
-    vLLM compiles both with torch.compile, even with --enforce-eager: on CPU the first request with logprobs
-    takes some 9 s then, and ends the engine where there is no C++ compiler. The functions are the same, not
-    compiled.
+    vLLM compiles both even with --enforce-eager: on CPU the first request with logprobs takes about 9 s, and
+    crashes the engine without a C++ compiler.
     """
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import topk_topp_sampler
@@ -58,12 +52,11 @@ def patch_compiled() -> None:
 
 
 def patch_seeds() -> None:
-    """Undo a draw that vLLM discards by restoring the generator, instead of by winding it back.
+    """Undo a discarded draw by restoring the generator's state.
 
-    vLLM 0.32: after a partial prefill (a long prompt, many prompts at once, a recompute after a pause) the
-    runner throws the sampled token away and calls Generator.set_offset, which a CPU generator has not: "CPU
-    Generator does not use offset", and the whole engine ends. Remove with a vLLM whose CPU runner does
-    without it.
+    vLLM 0.32: after a partial prefill the runner discards the sampled token and calls Generator.set_offset,
+    which a CPU generator lacks ("CPU Generator does not use offset"), and the engine dies. Remove it once
+    vLLM's CPU runner works without it.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
@@ -95,9 +88,7 @@ def patch_seeds() -> None:
 
 
 def patch_routing_check() -> None:
-    """Let --enable-return-routed-experts pass without the model runner V2, as patch_routing has it work: in
-    the processes of API and engine.
-    """
+    """Accept --enable-return-routed-experts without model runner V2, in the API and engine processes."""
     from vllm.config import VllmConfig
 
     def verify(config: Any) -> None:
@@ -109,11 +100,10 @@ def patch_routing_check() -> None:
 
 
 def patch_routing() -> None:
-    """Have the runner of the CPU return the experts of each token, as the one of GPUs does.
+    """Return each token's experts from the CPU runner.
 
-    vLLM 0.32 returns them with its model runner V2 alone, which needs Triton: on CPU it takes V1. Routers,
-    scheduler and answers are the same for both, and so is what is called here, where V2 calls it. Remove with
-    a vLLM whose V2 runs on CPU.
+    vLLM 0.32 returns them only with model runner V2, which needs Triton; CPU uses V1. Remove it once V2 runs
+    on CPU.
     """
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
@@ -155,31 +145,31 @@ def patch_routing() -> None:
 
 
 def patch_spawn(listener: socket.socket) -> None:
-    """Have the engine and its workers forked from this process, the API's, which imports what they need.
+    """Fork the engine and its workers from the API process.
 
-    vLLM's CPU build spawns them, as OpenMP is told of its threads when it is loaded; each then imports vLLM
-    anew, which is 11 of the 21 s of CPU time of a start. See arguments.can_fork.
+    vLLM's CPU build spawns them, since OpenMP reads its settings on load; imports then take 11 of a start's
+    21 s of CPU time. See arguments.can_fork.
     """
-    import vllm.v1.worker.cpu_worker  # noqa: F401  (for those that are forked)
+    import vllm.v1.worker.cpu_worker  # noqa: F401  (for forked processes)
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
     import asyncrl_servers.vllm.worker_extension  # noqa: F401
 
     def after_fork() -> None:
-        listener.close()  # a server that has died refuses connections, whoever of its group still lives
-        signal.set_wakeup_fd(-1)  # else a signal to the engine is told to the API's event loop
+        listener.close()  # a dead server must refuse connections
+        signal.set_wakeup_fd(-1)  # else signals to the engine wake the API's event loop
 
-    resource_tracker.ensure_running()  # before the engine is: vLLM kills all children of that
+    resource_tracker.ensure_running()  # vLLM kills all of the engine's children
     os.register_at_fork(after_in_child=after_fork)
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
-# For --distributed-executor-backend: nothing else of ours is imported in the engine's process.
+# For --distributed-executor-backend: the engine's process imports only this module.
 patch_waits()
 patch_routing_check()
 
 
 class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """vLLM's executor of worker processes, in a process whose waits are patched."""
+    """vLLM's worker-process executor, with patched waits."""

@@ -1,9 +1,8 @@
-"""One set of weights on its way into a model of vLLM, by vLLM's layerwise reload; and a twin of the model,
-into which it can be loaded beside generation.
+"""Load weights into a vLLM model by layerwise reload, or into a twin during generation.
 
-Plain `model.load_weights` is wrong after the start: layers have their weights packed for the kernels by then
-(on CPU every linear layer is, and its parameter is empty). vLLM's layerwise reload gives the layers their
-first form back, buffers what is loaded, and packs a layer as soon as it is complete.
+Plain `model.load_weights` fails after the start, because layers have packed their weights (on CPU every
+linear layer does). The layerwise reload restores a layer's initial form, buffers its tensors, and packs it
+when complete.
 """
 
 from __future__ import annotations
@@ -33,14 +32,12 @@ from vllm.platforms import current_platform
 class Reload:
     """Replaces the weights of one model.
 
-    Life: made -> begin() -> add(), any number of times -> finish(): from begin() until then the model cannot
-        compute.
+    Life: made -> begin() -> add(), any number of times -> finish(). The model cannot compute in between.
     """
 
     def __init__(self, worker: Any, model: nn.Module) -> None:
         self._worker, self._model = worker, model
-        # A tied parameter is listed once, for its first layer. Layers without parameters have buffers that
-        # they compute themselves.
+        # A tied parameter is listed once. Layers without parameters compute their buffers.
         self._owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
         methods: set[Any] = {getattr(layer, "quant_method", None) for layer in model.modules()}
         kernels = {method: getattr(method, "moe_kernel", None) for method in methods}
@@ -49,45 +46,40 @@ class Reload:
         }
 
     def begin(self) -> None:
-        """Give the layers the form in which they are loaded."""
         with self._loading():
             initialize_layerwise_reload(self._model)
-        # vLLM packs experts for the CPU only where they have no kernel yet, at the first load.
+        # vLLM packs experts on CPU only at the first load.
         for method in self._cpu_experts:
             method.moe_kernel = None
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some tensors."""
         with self._loading():
-            self._model.load_weights(iter(tensors))  # type: ignore[operator]  # every model of vLLM has it
+            self._model.load_weights(iter(tensors))  # type: ignore[operator]  # every vLLM model defines it
 
     def incomplete(self) -> list[str]:
-        """Names of the layers that have not got all their elements."""
         missing = []
         for name, layer in self._model.named_modules():
             info = get_layerwise_info(layer)
             if name not in self._owners or not info.can_load() or is_deferred_attention_layer(layer):
                 continue  # nothing to load, or complete (then it is packed already)
-            # A vocabulary is padded with rows that no file has.
+            # Vocabulary padding is in no file.
             is_padded = hasattr(layer, "num_embeddings_padded")
             if info.load_numel == 0 or not is_padded:
                 missing.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
         return missing
 
     def finish(self) -> None:
-        """Give the layers the form in which they compute, whatever they have got."""
+        """Restore the layers' computing form, complete or not."""
         with self._loading():
             finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
-            for method, kernel in self._cpu_experts.items():  # which layers that got nothing need, too
+            for method, kernel in self._cpu_experts.items():
                 method.moe_kernel = kernel
             self.repack_tied()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
     def repack_tied(self) -> None:
-        """Pack the output layer anew where it shares its weight with the embedding: it loads nothing itself,
-        so its packed copy is old.
-        """
+        """Repack an output layer that shares the embedding's weight, since it loads nothing itself."""
         if not current_platform.is_cpu():
             return
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -100,19 +92,17 @@ class Reload:
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """The context that vLLM's own worker loads in."""
+        """Enter the context in which vLLM loads weights."""
         worker = self._worker
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
             yield
 
 
 class Twin:
-    """A model beside the serving one, with layers and weights of its own, which never computes. It is
-    reloaded while the other generates; then the two change weights.
+    """Second model that never computes: it is reloaded during generation, then swaps weights with the first.
 
-    That is one more set of weights in memory. Only for models that can_have_twin: what their layers hold
-    besides parameters and buffers are attributes of the layers, like the packed copy of a linear layer on the
-    CPU. Attention layers have no weights there, and are left out.
+    It needs memory for another set of weights, and a model with can_have_twin, whose layers hold only
+    attributes apart from parameters and buffers. Attention layers have no weights and are skipped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -121,7 +111,6 @@ class Twin:
         self.model = self._copied(model)
 
     def swap_in(self) -> None:
-        """Give the serving model what was loaded."""
         for layer, (twin, before) in self._layers.items():
             layer._parameters.update(twin._parameters)
             for name, value in vars(twin).items():
@@ -129,9 +118,7 @@ class Twin:
                     setattr(layer, name, value)
 
     def end_loading(self) -> None:
-        """Have vLLM forget how it was loaded: what it records of a layer refers to the layer after a reload,
-        so that no twin, and no weights that served once, would ever be freed.
-        """
+        """Clear vLLM's load records, which would keep every twin and all previous weights in memory."""
         for twin, _ in self._layers.values():
             info = LAYERWISE_INFO.pop(twin)
             info.restore_metadata = {}, {}
@@ -158,7 +145,7 @@ class Twin:
         return twin
 
     def _own(self, parameter: Tensor | None) -> Any:
-        """Memory of its own; one for a parameter that several layers share."""
+        """Allocate separate memory, once per shared parameter."""
         if parameter is None:
             return None
         if id(parameter) not in self._parameters:
@@ -167,7 +154,7 @@ class Twin:
 
 
 def _first_form(recorded: Tensor, layer: nn.Module) -> Tensor:
-    """What vLLM recorded of a tensor of this layer, for another layer, without the wrapper of a reload."""
+    """Return vLLM's record of a layer's tensor without the reload wrapper."""
     own = to_meta_tensor(recorded)
     if hasattr(own, "weight_loader"):
         own.weight_loader = _get_original_loader(own)
@@ -176,7 +163,7 @@ def _first_form(recorded: Tensor, layer: nn.Module) -> Tensor:
 
 
 def can_have_twin(model: nn.Module) -> bool:
-    """Whether all weights are parameters of plain linear layers, embeddings and norms, on the CPU."""
+    """Return true if all weights are in plain linear layers, embeddings and norms, on CPU."""
     methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
     return current_platform.is_cpu() and all(
         type(layer) is Attention

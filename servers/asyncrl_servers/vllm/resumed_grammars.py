@@ -1,6 +1,6 @@
-"""Grammars in vLLM's engine: they go on where they were interrupted, within our limits of time and memory.
+"""Resumable grammars in vLLM's engine, within our limits.
 
-vLLM imports this in the process of its engine, as a plugin of its reasoning parsers: there is no other hook.
+vLLM imports this module as a reasoning-parser plugin; no other hook exists.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from asyncrl.messages.token_grammars import compile_grammar
 
 
 def patch_resumed() -> None:
-    """Let the grammar of an interrupted request take the last ids of its prompt, which were sampled
-    (`extra_args`: num_resumed). vLLM 0.32 begins every grammar behind the prompt.
+    """Advance an interrupted request's grammar by the prompt's last `num_resumed` ids (`extra_args`). vLLM
+    0.32 begins every grammar after the prompt.
     """
     create = StructuredOutputManager._create_grammar
 
@@ -35,8 +35,8 @@ def patch_resumed() -> None:
 
 
 def patch_limits() -> None:
-    """Compile within the limits of asyncrl/messages/token_grammars.py. vLLM 0.32 passes none, so that a
-    schema may take half a gigabyte.
+    """Compile within the limits of asyncrl/messages/token_grammars.py. In vLLM 0.32 a schema may take half a
+    gigabyte.
     """
 
     def compile_within(backend: Any, request_type: Any, grammar_spec: str, *_: Any, **__: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What vLLM mixes into each of its workers (--worker-extension-cls): methods for POST /collective_rpc.
-Importing it patches vLLM on a CPU, and registers the broadcast.
+"""Mixin for vLLM's workers (--worker-extension-cls): methods for POST /collective_rpc. Importing it patches
+vLLM on CPU.
 
-A method gets one JSON text and answers with a dict that has `ok` or `error` (with rule and way_out); it never
-raises, as an exception in one worker would end the engine or leave the others waiting.
+A method takes one JSON text and returns a dict with `ok` or `error` (plus rule and way_out). It never raises:
+that would end the engine or leave other workers waiting.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ if current_platform.is_cpu():
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker class, so it has no state of its own but the loader, made at the first
-    call.
-    """
+    """Mixin for vLLM's worker class; the loader is its only state."""
 
     asyncrl_loader_class = Loader
 
@@ -43,7 +41,7 @@ class WeightLoader:
         return self.asyncrl_loader_class(self)
 
     def asyncrl_facts(self, _: str = "{}") -> dict[str, Any]:
-        """Facts about this worker; `broken`: why its weights are of no version, if so."""
+        """Return facts about this worker; `broken`: why its weights have no version."""
         worker: Any = self
 
         def facts() -> dict[str, Any]:
@@ -53,23 +51,19 @@ class WeightLoader:
         return _answer(facts, "{}")
 
     def asyncrl_stage(self, request: str) -> dict[str, Any]:
-        """Stage a weights file while generation goes on; ask again until the state is `staged`."""
+        """Stage a weights file; call again until the state is `staged`."""
         return _answer(self.asyncrl_loader.stage, request)
 
     def asyncrl_load(self, request: str) -> dict[str, Any]:
-        """Load what is staged."""
         return _answer(self.asyncrl_loader.load, request)
 
     def asyncrl_load_chunk(self, request: str) -> dict[str, Any]:
-        """Load one chunk of an update."""
         return _answer(self.asyncrl_loader.load_chunk, request)
 
     def asyncrl_finish_chunks(self, request: str) -> dict[str, Any]:
-        """End an update that came in chunks."""
         return _answer(self.asyncrl_loader.finish_chunks, request)
 
     def asyncrl_drop(self, request: str = "{}") -> dict[str, Any]:
-        """Forget what is staged, and an update that is open."""
         return _answer(self.asyncrl_loader.drop, request)
 
 
@@ -86,13 +80,11 @@ BROADCAST = "broadcast"
 
 
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """A backend for vLLM's native weight transfer (weight_sync.transport=nccl): every worker receives all
-    that the trainer sends at once, and loads its part.
+    """Backend for vLLM's native weight transfer (weight_sync.transport=nccl): every worker receives the
+    broadcast and loads its part.
 
-    POST /init_weight_transfer_engine {"init_info": {}}, /start_weight_update, /update_weights {"update_info":
-    ..}, /finish_weight_update. It loads as our extension does (loader.py): the digest is compared, and every
-    parameter must have got its elements. A failure here is vLLM's: the route answers 500. vLLM's own
-    backends, nccl and ipc, do neither, and work on CUDA alone.
+    Like our extension it checks the digest and the completeness of every parameter, unlike vLLM's nccl and
+    ipc backends, which also need CUDA. After a failure the route answers 500.
     """
 
     init_info_cls = GroupSeat
@@ -100,33 +92,28 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     _group: WeightGroup | None = None
 
     def init_transfer_engine(self, init_info: GroupSeat) -> None:
-        """Take this worker's seat in a new group; returns when all have taken theirs. `rank` is that of this
-        engine's first worker.
-        """
+        """Join a new group with all members. `rank`: of this engine's first worker."""
         self.shutdown()
         config = self.parallel_config
         rank = init_info.rank + config.data_parallel_index * config.world_size + config.rank
         self._group = WeightGroup(init_info.model_copy(update={"rank": rank}), self.device)
 
     def start_weight_update(self) -> None:
-        """Open an update."""
         runner = SimpleNamespace(get_model=lambda: self.model, model_config=self.model_config)
         worker = SimpleNamespace(model_runner=runner, vllm_config=self.vllm_config, device=self.device)
         self._loader = Loader(worker)
         self._loader.begin(-1)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One call. vLLM's own method synchronizes an accelerator afterwards, which a CPU is not; the loader
-        does where there is one.
-        """
+        """Receive all weights. vLLM's method would synchronize an accelerator, which fails on CPU."""
         try:
             self.receive_weights(PrepareRequest(path="the broadcast", **update_info))
         except Exception:
-            self._loader.drop()  # vLLM counts the update as ended, so the layers need tensors again
+            self._loader.drop()  # vLLM ends the update, so the layers need tensors
             raise
 
     def receive_weights(self, update_info: PrepareRequest) -> None:
-        """Load buffer after buffer, then compare what came with what was announced."""
+        """Load buffer after buffer, then check the digest."""
         assert self._group is not None, "this worker has no seat: POST /init_weight_transfer_engine first"
 
         def take(sent: dict[str, Tensor]) -> Arrived:
@@ -137,11 +124,9 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         take_announced(self._group.receive(), update_info, update_info.path, take)
 
     def finish_weight_update(self) -> None:
-        """Close the update; fails if a parameter got nothing."""
         self._loader.finish()
 
     def shutdown(self) -> None:
-        """Leave the group."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
