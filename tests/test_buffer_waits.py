@@ -113,7 +113,7 @@ def test_rewards_of_parts_count_not_their_mean(
     assert rewards_of(replace(group, trajectories=tuple(branches))) == expected
 
 
-def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_reward_and_the_way_out() -> None:
+def test_too_many_filtered_groups_end_the_run() -> None:
     buffer = make_buffer(max_staleness=3, filter="equal_rewards", max_filtered_groups=3)
     same, other = ([0.25, 0.25], [0.0, 1.0])
     for rewards in (same, same, other, same, same):  # not in a row
@@ -125,7 +125,7 @@ def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_reward_and_the
         buffer.finish_nowait(make_group(5, [0], [0], rewards=same))
 
 
-def test_a_task_may_have_a_filter_of_its_own_and_what_it_replaces_is_counted_for_it() -> None:
+def test_filter_of_a_task_counts_for_it() -> None:
     config = BufferConfig(max_staleness=0, look_ahead=0)
     filters = {"a": "equal_rewards", "b": "none"}
     buffer = Buffer(config, num_groups=2, num_batches=2, on_handed_back=print, filters=filters)

@@ -23,7 +23,6 @@ from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.runner import MOST_GRAPHS
 
 
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("device") / "model", num_hidden_layers=2)

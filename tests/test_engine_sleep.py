@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
@@ -77,7 +76,7 @@ def sampled(engine: Engine) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
+def test_sleep_frees_process_memory(tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 10_000}
     folder = make_qwen3(tmp_path / "model", **sizes)
     spec = make_spec(folder, slots=16, max_length=2048).model_dump()
@@ -96,23 +95,7 @@ def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
     assert left > 0.8 * freed
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_what_slept_since_the_start_serves_again_once_version_0_is_pushed(
-    folder: Path, tmp_path: Path, stays: bool
-) -> None:
-    """As version 0, and with the bits that it began with. The folder is not read a second time."""
-    started = shutil.copytree(folder, tmp_path / "model")
-    with running_engine(started, stays=stays) as engine:
-        expected = sampled(engine)
-        shutil.rmtree(started)
-        sleep(engine)
-        wake(engine, ["weights"])
-        push(engine, weights_of(folder), 0, tmp_path)
-        wake(engine, ["kv"])
-        assert sampled(engine) == expected
-
-
-def test_weights_under_adapters_cannot_sleep_but_the_cache_can(folder: Path, tmp_path: Path) -> None:
+def test_weights_under_adapters_cannot_sleep(folder: Path, tmp_path: Path) -> None:
     small = adapters(folder, ("model.layers.1.self_attn.q_proj",))
     with running_engine(folder, has_adapters=True) as engine, running_engine(folder) as late:
         late.weights.prepare(request := lora_request(small, 1, tmp_path))
@@ -128,9 +111,7 @@ def test_weights_under_adapters_cannot_sleep_but_the_cache_can(folder: Path, tmp
             assert sampled(refusing) == expected
 
 
-def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_requests_queue(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_failed_wake_leaves_a_part_asleep_and_the_loop_idle(folder: Path, tmp_path: Path) -> None:
     engine, turns = build_engine(make_spec(folder)), itertools.count()
     turn = engine.turn
     engine.turn = lambda: (next(turns), turn())[1]  # type: ignore[method-assign]
@@ -242,7 +223,7 @@ class SleepHistories(RuleBasedStateMachine):
             assert weights.version == (0 if self.is_start else self.version - 1)
 
 
-def test_random_histories_never_serve_weights_that_no_digest_vouches_for(tmp_path: Path) -> None:
+def test_random_histories_never_serve_unverified_weights(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
     model = make_qwen3(tmp_path / "model", **sizes)
     weights = weights_of(model)

@@ -27,7 +27,7 @@ def make_evaluator(engine: Any, scorer: Any = None, prompts: Any = None, **value
 
 
 @virtual
-async def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_than_there_are_slots() -> None:
+async def test_every_prompt_is_sampled_within_the_slots() -> None:
     engine = FakeEngine()
     engine.policy_version = 7
     evaluator = make_evaluator(engine)

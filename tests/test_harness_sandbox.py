@@ -19,7 +19,7 @@ from sandbox_cases import need_bubblewrap
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.command_processes import find_group
-from asyncrl.agents.sandbox import Forwarder, Sandbox, find_sandbox
+from asyncrl.agents.sandbox import Forwarder, find_sandbox
 from asyncrl.agents.worker import Worker
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
@@ -181,13 +181,6 @@ def test_settings_of_a_sandbox_need_a_sandbox() -> None:
         GeneratorConfig(python="a:b", sandbox="bubblewrap")
 
 
-def test_the_command_line_has_no_network(tmp_path: Path) -> None:
-    command = Sandbox(("/data",)).around(["agent", "--fast"], tmp_path, 7)
-    assert command[:2] == ["bwrap", "--unshare-all"]
-    assert " --ro-bind /data /data " in " ".join(command)
-    assert not {"--share-net", str(Path.home()), "/var"} & set(command)
-
-
 @in_loop
 async def test_the_forwarder_connects_to_one_address_until_closed() -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -215,10 +208,3 @@ async def test_the_forwarder_connects_to_one_address_until_closed() -> None:
     for each in (writer, idle_writer):
         each.close()
     server.close()
-
-
-@in_loop
-async def test_the_forwarder_does_not_wait_for_a_dead_sandbox() -> None:
-    forwarder = Forwarder("http://127.0.0.1:1/v1")
-    await forwarder.wait_open()
-    await forwarder.aclose()
