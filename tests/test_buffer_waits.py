@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from buffer_groups import make_buffer, make_group, wait_admit
+from buffer_groups import make_buffer, make_group
 from rollout_cases import virtual
 
 from asyncrl.buffer.buffer import Buffer, rewards_of
@@ -38,20 +38,6 @@ async def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
     await all_blocked()
     assert waiting.cancelled()
     assert (await buffer.wait_batch()).version == 0
-
-
-@virtual
-async def test_a_cancelled_producer_takes_no_ticket_with_it() -> None:
-    buffer = make_buffer(max_staleness=0)
-    admit(buffer, 2)
-    first, second = (asyncio.create_task(wait_admit(buffer), name=name) for name in ("first", "second"))
-    await all_blocked()
-    buffer.fail_nowait(0)
-    first.cancel()
-    await all_blocked()
-    assert first.cancelled()
-    assert second.result().group_id == 2
-    assert buffer.rule.num_open == 0
 
 
 @virtual

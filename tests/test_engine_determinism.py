@@ -17,9 +17,7 @@ from engine_in_process import (
     make_qwen3,
     make_request,
     make_spec,
-    publish,
     running_engine,
-    stage_file,
 )
 from engine_replies import ask
 
@@ -102,21 +100,6 @@ def test_an_aborted_request_goes_on_with_the_bits_of_the_whole_one(sized_model: 
                 logprobs += future.result(timeout=60).logprobs
             assert (token_ids, logprobs) == drawn(whole[request.request_id])
         assert num_aborts > len(requests)
-
-
-@pytest.mark.parametrize("interrupt", ["keep", "keep_kv"])
-def test_a_swap_to_equal_weights_changes_no_bit_of_a_kept_request(tmp_path: Path, interrupt: str) -> None:
-    folder = make_qwen3(tmp_path / "model", num_hidden_layers=2)
-    requests = [
-        make_request(f"r{seed}", prompt_ids=(1 + seed, 2, 3), max_tokens=150, seed=seed) for seed in range(5)
-    ]
-    with running_engine(folder, slots=4) as engine:
-        whole = answers_of(engine, requests)
-        futures = ask(engine, requests)
-        for version in (1, 2, 3):
-            publish(engine, stage_file(folder, version, tmp_path), interrupt)
-        for answer in (future.result(timeout=60) for future in futures):
-            assert drawn(answer) == drawn(whole[answer.request_id])
 
 
 def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
@@ -109,28 +108,6 @@ def test_weights_under_adapters_cannot_sleep(folder: Path, tmp_path: Path) -> No
             assert sleep(refusing, ["kv"]).num_bytes > 0
             wake(refusing, ["kv"])
             assert sampled(refusing) == expected
-
-
-def test_failed_wake_leaves_a_part_asleep_and_the_loop_idle(folder: Path, tmp_path: Path) -> None:
-    engine, turns = build_engine(make_spec(folder)), itertools.count()
-    turn = engine.turn
-    engine.turn = lambda: (next(turns), turn())[1]  # type: ignore[method-assign]
-    engine.start()
-    sleep(engine)
-    slots, engine.runner.slots = engine.runner.slots, 10**9
-    with pytest.raises(Refused, match=r"kv and weights cannot wake: \d+ bytes are needed, \d+ are free"):
-        wake(engine)
-    assert engine.health().asleep == BOTH
-    (waiting,) = ask(engine, [make_request(max_tokens=5)])
-    for _ in range(20):
-        sleep(engine)
-    assert next(turns) <= 30, "a turn a message: one that spins makes thousands"
-    assert not waiting.done()
-    engine.runner.slots = slots
-    wake(engine)
-    push(engine, weights_of(folder), 0, tmp_path)
-    assert len(waiting.result(timeout=60).token_ids) == 5
-    engine.stop()
 
 
 class SleepHistories(RuleBasedStateMachine):

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from rollout_cases import virtual
 
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import EngineLost
 from asyncrl.http import Caller, CallLost
 from asyncrl.messages import frames
 from asyncrl.messages.calls import GenerateRequest
@@ -224,33 +223,3 @@ async def test_requests_share_frames_and_cancelled_ones_are_aborted() -> None:
     assert [(frame.kind, len(frame.numbers)) for frame in sent[2:]] == [("abort", 298)]
     assert fake.health().num_queued == 0
     assert [len((await task).token_ids) for task in tasks[:2]] == [5, 6]
-
-
-@virtual
-async def test_broken_link_loses_open_requests_and_opens_again() -> None:
-    fake = FakeEngineServer(slots=2, decode_s=0.01)
-    server = EngineServer(fake)
-    tasks = [
-        asyncio.create_task(server.generate_segment(GenerateRequest(f"r{n}", [1], 99))) for n in range(4)
-    ]
-    await all_blocked()
-    fake.die()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(one) for one in results] == [EngineLost] * 4
-    fake.restart()
-    assert len((await server.generate_segment(GenerateRequest("r", [1], 3))).token_ids) == 3
-
-
-@virtual
-async def test_given_up_server_takes_nothing_until_renewed() -> None:
-    server = EngineServer(FakeEngineServer(slots=2, decode_s=0.01))
-    request = GenerateRequest("r", [1], 99)
-    task = asyncio.create_task(server.generate_segment(request))
-    await all_blocked()
-    server.cut_nowait()
-    for ending in (task, server.generate_segment(request)):
-        with pytest.raises(EngineLost, match="was given up") as caught:
-            await ending
-        assert caught.value.is_told
-    server.renew_nowait()
-    assert len((await server.generate_segment(request)).token_ids) == 99

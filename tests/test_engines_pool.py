@@ -199,41 +199,6 @@ async def test_cancelled_request_frees_its_slot() -> None:
     assert (fake.num_running, pool.load) == (0, {"engine-0": 0})
 
 
-@virtual
-async def test_endless_aborts_are_an_error_and_publishes_are_not() -> None:
-    pool, (fake,) = make_pool(1, slots=1)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(pool.generate(make_request("long", 200)))
-        queued = tasks.create_task(pool.generate(make_request("queued", 2)))
-        for version in range(1, 101):
-            await asyncio.sleep(DECODE_S / 2)
-            await pool.servers[0].abort(["queued"])
-            await publish(pool.servers[0], version)
-    assert len(queued.result().token_ids) == 2
-    fake.mangle = lambda row: frames.Sampled(row.number, row.token_ids[:0], row.logprobs[:0], [], "abort")
-    with pytest.raises(EngineError, match="engine-0: aborted request r0 32 times .* without a token"):
-        await pool.generate(make_request(max_tokens=2))
-    fake.mangle = lambda row: row
-    held = asyncio.ensure_future(pool.generate(make_request("held", max_tokens=2)))
-    while not held.done():
-        await asyncio.sleep(DECODE_S / 4)
-        fake._interrupt()
-    assert "aborted request held 32 times" in str(held.exception()), "interrupted for no commit, and resumed"
-
-
-@virtual
-async def test_new_weights_free_a_conversation_from_its_engine() -> None:
-    pool, _ = make_pool(2)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(pool.generate(make_request("busy", 100)))
-        await all_blocked()
-        turn = replace(make_request("turn"), after=VersionSpan(0, 1, version=0, engine=0))
-        assert (await pool.generate(turn)).version_spans[0].engine == 0, "its cache counts for more"
-        for server in pool.servers:
-            await publish(server, 1, "w1")
-        assert (await pool.generate(turn)).version_spans[0].engine == 1
-
-
 @pytest.mark.parametrize(("interrupt", "is_streamed"), [("keep", True), ("wait", False)])
 @virtual
 async def test_queued_requests_move_to_a_returned_server(interrupt: Interrupt, is_streamed: bool) -> None:

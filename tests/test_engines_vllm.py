@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine_in_process import stage_file
-from torch import Tensor
 from vllm_house import SLOTS, House, until
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -66,34 +64,6 @@ def test_logprobs_are_of_the_sampled_distribution(house: House, temperature: flo
         assert len({tuple(answer.token_ids) for answer in answers}) == 4
 
     house.run(story)
-
-
-def test_end_ids_and_stop_strings_end_a_completion(
-    house: House,
-) -> None:
-    ends: list[int] = []
-
-    async def story(server: VllmServer) -> None:
-        whole = (await server.generate_segment(house.request(max_tokens=100))).token_ids
-        at = next(at for at in range(40, 90) if min(whole[at : at + 2]) >= NUM_SPECIAL)
-        text = house.decode(whole[at : at + 2])
-        end = next(index for index in range(len(whole)) if text in house.decode(whole[: index + 1]))
-        request = house.request(max_tokens=100, stop=["never", text])
-        stopped = await server.generate_segment(request)
-        assert (stopped.token_ids, stopped.finish_reason) == (whole[: end + 1], "stop")
-        assert (await stream(server, request)).token_ids == whole[: end + 1]
-        ends.extend([whole[70], whole[40]])
-
-    async def with_ends(server: VllmServer) -> None:
-        answer = await server.generate_segment(house.request(max_tokens=100))
-        assert (answer.token_ids[-1], answer.finish_reason) == (ends[0], "stop")
-        assert ends[0] not in answer.token_ids[:-1]
-        named = await server.generate_segment(house.request(max_tokens=100, stop=["<the end>"]))
-        assert named.token_ids[-1] in ends
-        assert not set(ends) & set(named.token_ids[:-1])
-
-    house.run(story)
-    house.run(with_ends, facts={"end_ids": (ends[0],), "special_ids": {"<the end>": ends[1]}})
 
 
 def test_stop_string_across_two_segments_ends_the_second(house: House) -> None:
@@ -208,45 +178,4 @@ def test_wrongly_loaded_weights_are_not_announced(house: House, fault: str) -> N
     house.warnings.clear()
     house.run(story)
     assert len(house.warnings) == 1, "the first attempt was followed by another"
-    mend(house)
-
-
-async def turn(
-    server: VllmServer, house: House, weights: dict[str, Tensor], canary_of: dict[str, Tensor]
-) -> None:
-    """Two chunks in one file, each over the one before."""
-    await server.sleep(["kv", "weights"])
-    await server.wake(["weights"])
-    version, names = server.policy_version + 1, sorted(weights)
-    whole = stage_file(weights, version, house.scratch).digest
-    for index, part in enumerate((names[:20], names[20:])):
-        sent = stage_file({name: weights[name] for name in part}, version, house.scratch)
-        last = {"whole_digest": whole, "canary": house.canary(canary_of)} if index else {}
-        given = sent.model_dump(exclude_defaults=True) | {"index": index, "is_last": bool(index)} | last
-        assert await server.load_chunk(ExportChunkResponse(**given)) == sent.digest
-    assert (await server.commit(version, whole, "abort")).version == version
-    await server.wake(["kv"])
-
-
-def test_sleep_chunks_and_wake_bring_a_version_and_its_canary(
-    house: House,
-) -> None:
-    async def story(server: VllmServer) -> None:
-        weights, begun = house.weights(5), asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(
-                server.generate_segment(house.request(max_tokens=700), on_chunk=lambda _: begun.set())
-            )
-            await begun.wait()
-            await server.sleep(["kv", "weights"])
-            assert running.result().finish_reason == "abort"
-            waits = tasks.create_task(server.generate_segment(house.request()))
-            await turn(server, house, weights, weights)
-        house.pushed[server.policy_version] = weights
-        assert [span.version for span in waits.result().version_spans] == [server.policy_version]
-        check_gap(house, house.request(), waits.result())
-        with pytest.raises(EngineError, match="does not compute with the weights of policy_version"):
-            await turn(server, house, house.weights(6), house.weights(7))
-
-    house.run(story)
     mend(house)

@@ -10,16 +10,13 @@ from fake_vllm import (
     DECODE_S,
     MODES,
     PROMPT,
-    SLOTS,
     TRANSIT_S,
     FakeVllm,
-    check_all,
     check_logprobs,
     lost,
     manifest,
     publish,
     request,
-    some,
     versions,
     with_server,
 )
@@ -58,33 +55,6 @@ async def test_late_request_has_only_tokens_of_new_weights(
     assert (versions(answer), len(answer.token_ids)) == (([], 0) if is_ended else ([1], 30))
     assert answer.finish_reason == ("abort" if is_ended else "length")
     check_logprobs(answer)
-
-
-@pytest.mark.parametrize("interrupt", MODES)
-@with_server
-async def test_canary_failure_in_a_full_commit_costs_no_token(
-    fake: FakeVllm, server: VllmServer, interrupt: Interrupt
-) -> None:
-    pool, max_tokens = EnginePool([server], slots=2 * SLOTS), 20 if interrupt == "wait" else 300
-    clock = asyncio.get_running_loop().time
-    async with asyncio.TaskGroup() as tasks:
-        running = some(tasks, pool, 2 * SLOTS, max_tokens)
-        await asyncio.sleep(10 * DECODE_S)
-        fake.wrong_loads, started = [33.0], clock()
-        commit = tasks.create_task(publish(server, 1, interrupt))
-        await all_blocked()
-        queued = tasks.create_task(server.generate_segment(request("q")))
-        await all_blocked()
-        assert (await server.health()).num_queued >= 1
-        assert (await commit).num_interrupted >= (0 if interrupt == "wait" else SLOTS)
-        assert clock() - started < 1.0, "the canary had a slot"
-    again = await server.commit(1, "d1", interrupt)
-    assert (again.num_interrupted, again.pause_s) == (0, 0.0), "the same again is no error"
-    assert versions(queued.result()) == [1]
-    (warning,) = fake.warnings
-    assert "has logprob -0.340000, the trainer says -0.020000; loading them again, 1 of 1" in warning
-    assert (server.policy_version, fake.label, fake.weights) == (1, "1#1", 1.0)
-    check_all(running, max_tokens)
 
 
 def chunk(version: int, index: int) -> ExportChunkResponse:

@@ -167,24 +167,6 @@ async def test_tokens_of_another_runs_weights_are_refused(fake: FakeVllm, server
     assert versions(await theirs.generate_segment(request("theirs"))) == [1]
 
 
-@pytest.mark.parametrize("is_well", [True, False])
-@pytest.mark.parametrize(
-    ("route", "kind"), [("asyncrl_stage", EngineError), ("/pause", EngineError), (GENERATE, RequestRefused)]
-)
-@with_server
-async def test_dead_engine_is_lost_and_a_living_one_only_fails(
-    fake: FakeVllm, server: VllmServer, route: str, kind: type[Exception], is_well: bool
-) -> None:
-    fake.refused[route] = (500, "EngineCore encountered an issue.")
-    if not is_well:
-        fake.refused["/health"] = (503, "the engine is dead")
-    call = server.generate_segment(request()) if route == GENERATE else publish(server, 1, "wait")
-    with pytest.raises(kind if is_well else EngineLost, match="answered 500 to .*EngineCore enc") as caught:
-        await call
-    assert server.policy_version == 0
-    assert getattr(caught.value, "is_told", None) == (None if is_well else False)
-
-
 @pytest.mark.parametrize(
     ("model", "keep_alive_s", "says"),
     [

@@ -139,15 +139,6 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
     assert rooms.pool.gauges()["tokens/generated"] == 0, "its tokens are not trained on"
 
 
-def test_late_evaluation_is_abandoned() -> None:
-    rooms = live(Apart.whole, last=2, timeout_s=2.0)
-    assert (rooms.results, rooms.evaluation.stats().abandoned) == ([], 2)
-    told = [trouble.partition(";")[0] for trouble in rooms.evaluated.troubles]
-    limit = "is given up: did not end within eval.timeout_s=2.0"
-    assert told == [f"the evaluation of policy_version {version} {limit}" for version in (0, 2)]
-    assert rooms.served_at[0] == pytest.approx(2.2, abs=0.1)
-
-
 @pytest.mark.parametrize("num_engines", [1, 2])
 @pytest.mark.parametrize("how", ["die", "drain"])
 def test_lost_engine_costs_no_sample(how: str, num_engines: int) -> None:

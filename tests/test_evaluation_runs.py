@@ -138,19 +138,6 @@ async def test_dead_eval_engine_is_reported_once() -> None:
 
 
 @virtual
-async def test_late_evaluation_is_abandoned_and_the_next_tried() -> None:
-    house = House(timeout_s=2.0, decode_s=0.15)
-
-    asyncio.get_running_loop().call_later(5.5, setattr, house.eval_engine, "decode_s", 0.01)
-    await house.live()
-    assert house.versions == [6, 9, 10]
-    assert [result.num_abandoned for result in house.results] == [2, 2, 2]
-    limit = "is given up: did not end within eval.timeout_s=2.0"
-    told = [f"the evaluation of policy_version {version} {limit}" for version in (0, 3)]
-    assert [trouble.partition(";")[0] for trouble in house.troubles] == told
-
-
-@virtual
 async def test_weights_that_arrive_changed_are_not_evaluated() -> None:
     house = House(at_start=False)
     house.eval_engine.corrupt_digest = True

@@ -10,7 +10,6 @@ import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +126,6 @@ def test_policy_shell_cannot_pay_itself(outcomes: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_large_or_unread_task_holds_nothing_up() -> None:
-    large = replace(TASK, info={"text": "x" * 2**20})
-    assert asyncio.run(shell("wc -c").run(large, SESSION)).reward == pytest.approx(2**20, rel=0.01)
-    for script in ("head -c 100 > /dev/null; exec <&-; echo 0.5", "echo 0.5"):
-        assert asyncio.run(shell(script).run(large, SESSION)) == Outcome(0.5)
-
-
-@pytest.mark.slow
 def test_command_has_a_clean_environment_and_folder(monkeypatch: pytest.MonkeyPatch, own_temp: Path) -> None:
     monkeypatch.setenv("ASYNCRL_SECRET", "of the run")
     report = own_temp.parent / "report"
@@ -201,18 +192,6 @@ async def test_cancel_ends_the_whole_process_family(own_temp: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert find_group(harness.token) == []
-
-
-@in_loop
-async def test_what_dies_with_its_process_is_no_result(own_temp: Path) -> None:
-    """A worker that loses its run kills its commands; one that is killed has not failed."""
-    began = own_temp.parent / "began"
-    harness = shell(f"touch {began}; while :; do sleep 3600; done")
-    running = asyncio.ensure_future(harness.run(TASK, SESSION))
-    await settled(began.exists)
-    harness.kill_all_nowait()
-    with pytest.raises(asyncio.CancelledError):
-        await running
 
 
 def test_what_cannot_run_is_refused_before_any_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,21 +103,6 @@ async def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on() -> Non
 
 
 @in_loop
-async def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
-    steps = Steps()
-    async with open_gateway() as gateway, working(gateway, steps):
-        for wrong, said in (
-            (Outcome(turn_rewards={"é" * 200_000: 1.0}), "the outcome has 400"),
-            ("text", r"the harness returned no outcome: 'text' \(str\): it is a text"),
-        ):
-            running = asyncio.ensure_future(gateway.run(0))
-            await settled(lambda: "p0" in steps.ends)
-            steps.ends.pop("p0").set_result(wrong)
-            with pytest.raises(RolloutFailure, match=said):
-                await running
-
-
-@in_loop
 async def test_a_rollout_that_runs_past_its_limit_is_ended_by_its_worker() -> None:
     async with open_gateway() as gateway, working(gateway, python("sleeps")):
         with pytest.raises(RolloutFailure, match=r"did not end within 0\.05 s"):

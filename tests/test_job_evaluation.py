@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import NUM_STEPS
 from crash_fuzz import Crashes, differences, kill_tree, new_seed
-from job_runs import interrupt, read_lines, run, start, variant, wait_until
+from job_runs import read_lines, run, start, variant, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -117,17 +117,3 @@ def test_kill_in_an_evaluation_changes_no_step(
     first, *rest = rewards_of(run_dir)
     assert first in (0, 1), "1 where the batch of version 0 was taken before the kill"
     assert rest == [*range(6, NUM_STEPS + 1, 6)]
-
-
-@pytest.mark.parametrize(("placement", "num_steps"), [("apart", 1), ("turns", 0)])
-def test_stopped_run_does_not_wait_for_its_evaluation(
-    on_policy: Path, tmp_path: Path, placement: str, num_steps: int
-) -> None:
-    config, _ = gated(on_policy, tmp_path, placement)
-    run_dir = tmp_path / "run"
-    process = start(config, run_dir)
-    wait_until(lambda: is_evaluating(run_dir, num_steps), process)
-    _, stderr = interrupt(process)
-    assert process.returncode == 130, stderr
-    assert read_lines(run_dir / "eval.jsonl") == []
-    assert len(read_lines(run_dir / "metrics.jsonl")) == 1

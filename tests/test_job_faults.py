@@ -132,27 +132,6 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     assert all_gone(children)
 
 
-def test_watchdog_restarts_a_frozen_engine(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    config = write_config(
-        tmp_path,
-        observe={"heartbeat_s": 300},  # nothing but the watchdog may notice
-        supervision={"watchdog_s": 15, "on_stuck": "restart", "backoff_s": 0.1},
-    )
-    process = start(config, run_dir, LONG)
-    wait_for_steps(run_dir, 2, process)
-    (frozen,) = children_of(process, "specs/engine-0.json")
-    frozen.suspend()
-    wait_until(lambda: ("engine up", "engine-0") in engine_events(run_dir), process)
-    assert all_gone([frozen])
-    wait_for_more_steps(run_dir, 2, process)
-    stdout, stderr = interrupt(process)
-    assert process.returncode == 130, stderr
-    assert "engine-0: the run has stopped moving" in stdout
-    seen, *_ = [detail for what, detail in events(run_dir) if what == "stuck"]
-    assert seen["on_stuck"] == "restart"
-
-
 def plain(text: str) -> str:
     """The words of a panel, on one line."""
     return " ".join(text.replace("│", " ").split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ from journal_cases import RUN_ID, admit, with_journal
 from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config, run_config_yaml
-from asyncrl.errors import ConfigError, EngineError, RoomError
+from asyncrl.errors import ConfigError, RoomError
 from asyncrl.job import loop as job
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.loop import Job
@@ -30,7 +29,6 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import all_blocked
-from asyncrl.trainer.model_folder import MODEL_PIN
 
 REPORTED = ("start", "status_server", "close_console", "training_starts", "status", "step", "evaluated")
 
@@ -196,21 +194,6 @@ async def test_a_run_that_is_done_makes_a_checkpoint_then_saves_its_weights(hous
 
 
 @virtual
-async def test_interrupted_last_evaluation_leaves_all_saved(house: House) -> None:
-    house.trainer.policy_version = 3
-    house.rooms.evaluation = house.rooms.producers
-    house.rooms.eval_server = SimpleNamespace(name="engine-eval", child=SimpleNamespace(watch=ignore))
-    house.trainer.may_save.set()
-    await house.begin()
-    assert (len(house.trainer.saved), house.last) == (1, [3]), "safe before the last evaluation"
-    assert house.names >= {"publisher", "evaluation"}, "it needs both"
-    assert "producers" not in house.names
-    house.interrupt()
-    with pytest.raises(asyncio.CancelledError):
-        await house.living
-
-
-@virtual
 async def test_signal_ends_after_the_step_with_a_checkpoint(house: House) -> None:
     await house.begin(num_batches=2)
     house.interrupt()
@@ -232,17 +215,6 @@ async def test_signal_during_a_wait_loses_no_batch(house: House, num_batches: in
     await house.living
     assert len(house.trainer.trained) + house.batches.qsize() == num_batches
     assert (house.last, house.trainer.saved) == ([len(house.trainer.trained)], [])
-
-
-@virtual
-async def test_a_signal_before_training_ends_the_run_at_once(house: House) -> None:
-    house.trainer.policy_version = 1
-    house.publisher.wait_announced = for_ever  # a resumed run brings its weights to the engines first
-    await house.begin()
-    house.interrupt()
-    with pytest.raises(asyncio.CancelledError):
-        await house.living
-    assert house.last == []
 
 
 @pytest.mark.parametrize(
@@ -281,18 +253,6 @@ def test_failed_resume_leaves_the_run_as_it_was(
 
 
 # ---- what is said and written
-
-
-def test_failed_run_says_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(error: Exception) -> str:
-        return make_job(tmp_path, observe={"console": "plain"})._fail(error).way_out
-
-    fail(ConfigError("model.path=x: there is no such folder"))
-    assert "go on with" not in capsys.readouterr().out
-    fail(EngineError("engine-0", "died"))
-    assert "go on with: asyncrl run" in capsys.readouterr().out
-    assert "raise the limit (ulimit -n)" in fail(OSError(errno.EMFILE, "Too many open files"))
-    assert "free space on its disk" in fail(OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_resumed_run_keeps_earlier_steps_and_names_lost_ones(tmp_path: Path) -> None:
@@ -344,22 +304,3 @@ def test_failed_start_restores_earlier_weights(
         job.run_job(config, run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
     assert [*run_dir.glob(".final*"), *run_dir.glob(".adapter*"), *run_dir.glob(".model*")] == []
-
-
-def test_new_start_removes_only_leftovers_of_a_failed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, left, said = make_config(tmp_path), ("model", MODEL_PIN), list[str]()
-    begun, failed, foreign = begun_run(tmp_path, config), tmp_path / "failed", tmp_path / "foreign"
-    monkeypatch.setattr(job, "Job", lambda *_, **__: SimpleNamespace(run=nothing, say=said.append))
-    for folder, allowed, stays in ((begun, [], 1), (begun, ["model"], 1), (foreign, [], 1), (failed, [], 0)):
-        (folder / "model").mkdir(parents=True, exist_ok=True)
-        for name in left[1:]:
-            (folder / name).write_text("{}")
-        if folder == failed:
-            (folder / "run.id").write_text(RUN_ID)
-        job.run_job(config, folder, name="test", allow_change=allowed)
-        assert [(folder / name).exists() for name in left] == [bool(stays)] * len(left)
-    logs = [(folder / "logs" / "controller.log").read_text() for folder in (begun, foreign, failed)]
-    assert sum(log.count("rollout.deterministic: auto is true: ") for log in logs) == 4
-    assert said == [], "the choices of auto stay in the log"

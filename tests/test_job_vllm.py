@@ -13,10 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import network_hosts
 import psutil
 import pytest
-from crash_fuzz import differences
 from job_runs import (
     ROOT,
     all_gone,
@@ -30,8 +28,6 @@ from job_runs import (
     wait_for_steps,
     wait_until,
 )
-from ray_cluster import ray_cluster, start_ray, start_run
-from resume_checker import Promise, read_evidence, violations
 from vllm_process import vllm_python
 
 from asyncrl.placement.fork_server import KEY_ENV
@@ -40,8 +36,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 CONFIG = ROOT / "configs" / "quickstart-vllm.yaml"
 ENGINE = "asyncrl_servers.vllm"
 PATIENCE_S = 600.0
-VLLM_IS_UP = "Application startup complete"
-PROMISE = Promise(seed=0, num_prompts=1000, num_groups=4, group_size=4, max_staleness=0)
 
 
 def small(*overrides: str) -> list[str]:
@@ -92,42 +86,6 @@ def test_broadcast_run_trains_the_same_after_a_vllm_kill(whole: Path, tmp_path: 
     assert {0, 6} <= versions <= {0, 3, 6}, "an evaluation has its file"
     assert all_gone(family), "its workers go with it"
     assert staging_of(process.pid) == []
-
-
-@pytest.mark.long
-def test_run_trains_the_same_after_a_lost_vllm_host(whole: Path, tmp_path: Path) -> None:
-    """The controller's host has none, and a host without one does not take the place of the one that died."""
-    if reason := network_hosts.reason_for_none():
-        pytest.skip(reason)
-    run_dir, room, hidden = tmp_path / "run", "--num-cpus=3", [vllm_python().parent.parent]
-    with (
-        network_hosts.network(3) as hosts,
-        ray_cluster(hosts[:2], dict.fromkeys((0, 1), [room])) as address,
-    ):
-        placed = [f"launcher=ray:{address}", "placement={trainer: cpu, rollout: {nodes: 1, gpus: 0}}"]
-        asked = [CONFIG, *small(*placed, "journal.keep=all"), "--run-dir", run_dir]
-        process = start_run(hosts[0], *asked, hide=hidden)
-        wait_for_steps(run_dir, 1, process, PATIENCE_S)
-        hosts[1].kill()
-        wait_until(lambda: engine_events(run_dir), process, PATIENCE_S)
-        start_ray(hosts[2], f"--address={address}", room, hide=hidden)
-        told_in = run_dir / "logs" / "controller.log"
-        lacks = f"the node {hosts[2].address} lacks what its engines need: rollout.vllm_python="
-        wait_until(lambda: lacks in told_in.read_text(), process, PATIENCE_S)
-        start_ray(hosts[1], f"--address={address}", room)
-        output, _ = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, output
-        assert [line for line in hosts[1].commands() if "asyncrl" in line or "VLLM" in line] == []
-    waits = "starting it again, once the node is there: the run waits for it, supervision.node_wait_s=600"
-    (told,) = [line for line in output.splitlines() if "engine-0: " in line and waits in line]
-    assert f"the node {hosts[1].address}" in told
-    assert engine_events(run_dir)[-1] == ("engine up", "engine-0")
-    assert violations(read_evidence(run_dir), PROMISE, num_steps=6) == []
-    assert differences(whole, run_dir, of_metrics=False) == []
-    gaps = [step["policy/logprob_gap_max"] for step in read_lines(run_dir / "metrics.jsonl")]
-    assert max(gaps) <= 1e-4
-    log = (run_dir / "logs" / "engine-0.log").read_text()
-    assert log.count(VLLM_IS_UP) == 2, "of both"
 
 
 @pytest.fixture(scope="module")

@@ -71,11 +71,6 @@ class House:
         return [ticket.group_id for ticket in self.sink.admitted]
 
 
-def slow(name: str, latency_s: float, default_s: float) -> FakeEngine:
-    """Requests whose id begins so take that long."""
-    return FakeEngine(latency_s=lambda one: latency_s if one.request_id.startswith(name) else default_s)
-
-
 @virtual
 async def test_free_slot_goes_to_a_waiting_rollout_first() -> None:
     async with House(capacity=5) as house:
@@ -86,19 +81,6 @@ async def test_free_slot_goes_to_a_waiting_rollout_first() -> None:
         await all_blocked()
         assert house.admitted == [0, 1, 2, 3, 4]
         assert [group.group_id for group in house.sink.finished] == [0, 1]
-
-
-@virtual
-async def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
-    rewards: list[float | str] = [1.0, 1.0, "no"]
-    scorer = FakeScorer(lambda prompt, _: rewards.pop() if prompt.prompt_id == "p0" else 1.0, latency_s=0.5)
-    engine = slow("g0/r0/t0/a0", 1.0, 2.0)
-    async with House(engine=engine, scorer=scorer, capacity=2):
-        await asyncio.sleep(2.0)
-        await all_blocked()
-        # g0/r0 failed at 1.5, g1/r0 has its slot since 1.0; at 2.0 g0/r1 leaves, and g1/r1 has waited longest
-        sampled = [request.request_id.replace("/t0/", "/") for request in engine.requests]
-        assert sampled == ["g0/r0/a0", "g0/r1/a0", "g1/r0/a0", "g0/r0/a1"]
 
 
 @virtual
@@ -223,20 +205,6 @@ async def test_too_many_failed_groups_end_the_run() -> None:
     said = r"producers: 3 groups in a row (.|\n)*zero at p2(.|\n)*rollout.max_failed_groups=3"
     assert caught.group_contains(TaskError, match=said)
     assert house.requeued == [1, 1, 1], "an outage costs no prompt: a resume has all three"
-
-
-@virtual
-async def test_handed_back_group_is_cancelled_and_its_prompt_comes_first() -> None:
-    engine = slow("g0", 100.0, 1.0)
-    async with House(engine=engine, num_tickets=2) as house:
-        await asyncio.sleep(2.0)
-        house.producers.handed_back(GroupId(0), None, "overdue")
-        house.sink.allow(1)
-        await all_blocked()
-        assert sorted(engine.cancelled) == ["g0/r0/t0/a0", "g0/r1/t0/a0"]
-        assert house.count("dropped") == 1
-        await asyncio.sleep(2.0)
-        assert (house.trained, house.sink.failed) == (["p1", "p0"], [])
 
 
 @virtual

@@ -15,7 +15,7 @@ from journal_cases import admit, make_partial, make_prompt, with_journal
 from rollout_cases import single_turn, virtual
 
 from asyncrl.config import TaskConfig
-from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
+from asyncrl.errors import EngineError, RequestRefused, RewardFailure
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Completion,
@@ -91,29 +91,6 @@ async def test_single_turn_records_every_token() -> None:
     (request,) = engine.requests
     assert (request.request_id, request.route_key, request.temperature) == ("g4/r1/t0/a0", "g4", 0.7)
     assert request.seed == derive_seed(3, "p7", 1, 0)
-
-
-@virtual
-async def test_waits_for_a_worker_stop_the_clock() -> None:
-    left_s: list[float | None] = []
-
-    class QueuedThenFails:
-        async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-            await asyncio.sleep(1.0)
-            attempt.clock.hold()
-            left_s.append(attempt.clock.left_s)
-            await asyncio.sleep(1000.0)
-            attempt.clock.resume()
-            attempt.clock.resume()  # its worker lost it on its way, and another one took it
-            await asyncio.sleep(3.0)
-            raise RolloutFailure("bad")
-
-    outcome = await run(RolloutRunner(QueuedThenFails(), timeout_s=10.0, retries=5))
-    assert isinstance(outcome, FailedRollout)
-    assert isinstance(outcome.failure, RolloutTimeout)
-    assert "is not finished after rollout.timeout_s=10.0 s, in attempt 3" in str(outcome.failure)
-    assert left_s == [9.0, 5.0, 1.0], "what a worker is given"
-    assert asyncio.get_running_loop().time() == 3010.0
 
 
 @pytest.mark.parametrize(

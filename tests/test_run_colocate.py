@@ -55,24 +55,6 @@ def test_step_is_two_handovers_and_then_an_announcement() -> None:
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_first_turn_pushes_version_0_unannounced(stays: bool) -> None:
-    async def story(house: House) -> None:
-        moves = ["trainer: onload weights"], ["trainer: offload weights"]
-        before, after = ([], []) if stays else moves
-        rest = [] if stays else ["trainer: offload gradients and optimizer"]
-        sleep, wake = "engines: sleep kv and weights", "engines: wake weights"
-        assert phases(house) == [
-            *[*rest, sleep, *before, wake],
-            *["publisher: push weights", *after, "engines: wake kv"],
-        ]
-        assert (house.announced, house.published, house.publisher.num_published) == ([], [], 0)
-        assert {(fake.policy_version, fake.weights) for fake in house.fakes} == {(0, "w")}
-        assert (await house.ask(make_request())).token_ids
-
-    live(story, stays=stays)
-
-
-@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("path", ["/sleep", "/wake", "/load_chunk", "/commit", "/offload", "/export_chunk"])
 def test_what_dies_in_the_first_turn_comes_back_with_version_0(path: str, stays: bool) -> None:
     def dies(house: House) -> None:
@@ -114,21 +96,6 @@ def test_death_in_a_turn_or_handover_is_repaired(path: str, num_engines: int, st
         assert house.announced == [1, 2, 3]
 
     live(story, num_engines=num_engines, stays=stays)
-
-
-def test_dead_trainer_restarts_only_when_needed() -> None:
-    async def story(house: House) -> None:
-        await house.step()
-        house.worker.die()
-        await asyncio.sleep(10 * START_S)
-        assert house.worker_process.started_at == [], "its memory is the engines'"
-        assert all(fake.parts.can_serve for fake in house.fakes)
-        assert (await house.ask(make_request())).token_ids, "generation goes on meanwhile"
-        await house.step()
-        assert house.announced == [1, 2]
-        assert house.worker.weights == ["p0#0", "p1#0"]
-
-    live(story)
 
 
 class Always(dict[str, str]):

@@ -24,7 +24,7 @@ from asyncrl.config import load_config, run_config_yaml
 from asyncrl.errors import AsyncrlError, CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.job.exporting import run_export
 from asyncrl.job.exporting.run_export import MARK, export_run, find_source
-from asyncrl.trainer.model_folder import ModelPin, hub_source
+from asyncrl.trainer.model_folder import ModelPin
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import float32_names
 
@@ -303,17 +303,6 @@ def test_a_card_has_no_paths_and_no_secrets(
     written = [path.read_text() for path in out.iterdir() if path.suffix in (".md", ".json")]
     for hidden in (SECRET, str(tmp_path), str(tiny_model_dir.parent), os.environ.get("HOME", "/root")):
         assert not any(hidden in text for text in written)
-
-
-def test_adapters_name_the_hub_id_of_a_cached_model(
-    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    cached = shutil.copytree(tiny_model_dir, tmp_path / "models--owner--tiny" / "snapshots" / "c0ffee")
-    assert hub_source(tiny_model_dir) is None
-    make_step(cached, trainer={"lora": LORA}).save(tmp_path / "adapter", merged=False)
-    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == "owner/tiny"
-    assert described["revision"] == "c0ffee"
 
 
 def test_wrong_export_requests_are_refused(made: MadeRun, tmp_path: Path) -> None:

@@ -208,28 +208,6 @@ def test_model_path_may_change_with_a_pin(run_dir: Path, tmp_path: Path) -> None
     found(run_dir, now)
 
 
-def test_changed_key_of_a_task_names_its_task(
-    tmp_path: Path,
-) -> None:
-    begun, run_dir = make_config(tmp_path), tmp_path / "run"
-    letters = {"python": "asyncrl.tasks.letters:Letters", "size": 20}
-
-    def two(**changed: Any) -> RunConfig:
-        return type(begun).model_validate(
-            begun.model_dump() | {"task": [letters | {"name": "a"}, letters | {"name": "b"} | changed]}
-        )
-
-    assert changed_keys(two(), two(size=30, reward_workers=8)) == {
-        "task.b.reward_workers": (4, 8),
-        "task.b.size": (20, 30),
-    }
-    assert all(resume._is_free(key, two(), run_dir) for key in ("task.b.reward_workers", "task.b.digest"))
-    assert not resume._is_free("task.b.size", two(), run_dir)
-    assert resume._is_free("launcher", two(), run_dir), "another host is the head of the cluster now"
-    assert not resume._is_free("seed", two(), run_dir)
-    assert resume._is_named("task.b.size", ["task"])
-
-
 @pytest.mark.parametrize(
     ("then", "now"),
     [({1: 0.5}, {"1": 0.5}), (1, True), (1, 1.0), (math.inf, None), ({"a.b": 1}, {"a": {"b": 1}})],

@@ -5,7 +5,6 @@ go to another engine; and where the key of the workers is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,32 +103,6 @@ def test_outcome_ends_a_rollout_and_the_key_stays(tmp_path: Path) -> None:
     assert sum(end - start for start, end, _ in branch["version_spans"]) == sampled_in(branch)
 
 
-@pytest.mark.parametrize(
-    ("limit", "most"), [({"max_calls": 1}, 16), ({"max_rollout_tokens": 50}, 22), ({}, 60)]
-)
-def test_key_without_outcomes_keeps_its_newest_conversations(
-    tmp_path: Path, limit: dict[str, int], most: int
-) -> None:
-    async def story(desk: Desk) -> None:
-        session: Any = desk.world.gateway._sessions.find(desk.people.key)
-        _, answer = await desk.ask("a long talk")
-        text = answer["choices"][0]["message"]["content"]
-        for number in range(59):
-            assert (await desk.ask(f"Hi {number}"))[0] == 200
-            num_kept.append(session.num_completions)
-            assert len(session.calls) <= session.limits.max_calls
-        assert max(num_kept) == most
-        assert (await desk.ask("a long talk", text, "and?"))[0] == 200, "forgotten or not"
-        assert (await desk.outcome(reward=1.0))[0] == 200
-
-    num_kept: list[int] = []
-    records = at_desk(story, tmp_path / "r.jsonl", **limit)
-    num_tokens = [sum(map(sampled_in, record["branches"])) for record in records]
-    assert [record["reward"] for record in records] == [None] * (len(records) - 1) + [1.0]
-    assert sum(num_tokens) == 61 * 13, "each token is recorded once"
-    assert len(records) == 1 or most < 60
-
-
 def test_a_call_under_way_when_the_outcome_comes_is_in_no_rollout(tmp_path: Path) -> None:
     gate = asyncio.Event()
     engine = ScriptedEngine(gate=gate)
@@ -148,21 +121,6 @@ def test_a_call_under_way_when_the_outcome_comes_is_in_no_rollout(tmp_path: Path
 
     (record,) = at_desk(story, tmp_path / "r.jsonl", engine)
     assert record["messages"] == [{"role": "user", "content": "Hi"}]
-
-
-def test_a_recording_that_cannot_be_written_ends_the_command(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.ask("Hi")
-        desk.recorder.close()
-        desk.recorder._file = Path("/dev/full").open("w")  # noqa: SIM115, ASYNC230
-        status, told = await desk.outcome(reward=1.0)
-        assert (status, "cannot be recorded" in told) == (400, True)
-        assert "No space left on device" in str(desk.broken[0])
-        with contextlib.suppress(OSError):
-            desk.recorder.close()
-        desk.recorder._file = None
-
-    at_desk(story, tmp_path / "r.jsonl")
 
 
 def test_a_directory_that_holds_something_else_is_not_served_from(tmp_path: Path) -> None:

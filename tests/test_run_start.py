@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
 from asyncrl.job import start as startup
 from asyncrl.job.colocate import SideBySide
-from asyncrl.job.engine_kinds import KINDS, engine_kind
+from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers import server_maker
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server
@@ -35,8 +35,6 @@ from asyncrl.placement.machine import CudaDevice, Machine
 from asyncrl.placement.nodes import Needs, Node, Order, look, with_addresses
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.sync.publisher import Publisher
-from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.simulated import SimulatedSpec
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -60,22 +58,6 @@ def have_cuda(monkeypatch: pytest.MonkeyPatch, *devices: CudaDevice) -> None:
 
 
 # ---- what it is told
-
-
-@pytest.mark.parametrize(
-    ("kind", "spec"), [("embedded", EmbeddedSpec), ("simulated", SimulatedSpec), ("vllm", VllmSpec)]
-)
-def test_every_server_kind_takes_its_spec(tmp_path: Path, kind: str, spec: Any) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 31}')
-    of_kind = ["rollout.simulated.swap_s=0.5"] * (kind == "simulated")
-    made = engine_kind(load(f"rollout.engine={kind}", "rollout.slots=3", *of_kind)).spec(tmp_path, "engine-0")
-    told = spec.model_validate(made)
-    assert (told.name, told.slots, told.max_length) == ("engine-0", 3, 56)
-    if kind == "simulated":
-        assert (told.vocab_size, told.swap_s, told.mean_tokens) == (31, 0.5, 64)
-    else:
-        assert (told.model_path, told.dtype) == (str(tmp_path), "float32")
-    assert set(KINDS) == {"embedded", "simulated", "vllm"}
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
@@ -164,17 +146,6 @@ def test_processes_share_a_device(
             assert spec.get("stays", False) == spec.get("takes_turns", False) == (staleness == 0)
 
 
-def test_large_models_get_more_start_time(tmp_path: Path) -> None:
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(50 * 10**9)  # without a block on the disk
-    for overrides, start_s in (((), 300.0), (("supervision.start_timeout_s=700",), 700.0)):
-        launch = replace(maker(tmp_path, *overrides), model_path=tmp_path)
-        servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
-        assert [server.start_s for server in servers] == [start_s + 1000.0] * 2
-        # a rank says who is missing before it is itself taken for hung
-        assert launch.trainer_spec(0, tmp_path).meet_s == pytest.approx(0.8 * start_s)
-
-
 class Holding:
     """A launcher of two nodes that keeps what it is asked for."""
 
@@ -226,30 +197,6 @@ def test_nodes_hold_parts_and_ranks_know_their_store(
     assert json.loads(with_addresses(ranks[2].order.spec, moved))["address"] == "10.0.0.9"
     engines: Any = [server.child for server in made.engines()]
     assert [engine.node for engine in engines] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("transport", "rollout", "store"),
-    [
-        ("nccl", "{nodes: 1, gpus: 0}", "10.0.0.0:4000"),
-        ("nccl", "cpu", ""),
-        ("stream", "{nodes: 1, gpus: 0}", ""),
-    ],
-)
-def test_broadcast_meets_at_the_address_of_the_trainer_node(
-    tmp_path: Path, transport: str, rollout: str, store: str
-) -> None:
-    machine = Machine((), 8, 2**34, has_bfloat16=False)
-    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
-    how = [f"weight_sync.transport={transport}", "rollout.engine=vllm", "trainer.world_size=2"]
-    config = load("launcher=ray", *how, f"placement={{trainer: cpu, rollout: {rollout}}}")
-    launcher: Any = Holding()
-    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
-    found = asyncio.run(made.find_weights_store())
-    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", "", found)]
-    specs = [json.loads(with_addresses(rank.order.spec, nodes)) for rank in ranks]
-    assert {(spec["weights_store"], spec["store"]) for spec in specs} == {(store, "")}
-    assert {spec["address"] for spec in specs} == {"10.0.0.0" if store else "127.0.0.1"}
 
 
 # ---- whether it is ready

@@ -63,26 +63,6 @@ async def test_endless_reward_fails_and_is_named_once() -> None:
 
 
 @virtual
-async def test_a_call_that_cleans_up_in_time_is_not_abandoned() -> None:
-    told: list[str] = []
-    calls = make_calls(told)
-
-    async def cleans_up() -> None:
-        try:
-            await asyncio.sleep(1000.0)
-        finally:
-            await asyncio.sleep(GRACE_S - 1.0)
-            await asyncio.sleep(0.001)
-
-    call, started_s = asyncio.ensure_future(calls.run(cleans_up())), now_s()
-    await all_blocked()
-    call.cancel()
-    await asyncio.wait({call})
-    assert now_s() == pytest.approx(started_s + GRACE_S - 0.999)
-    assert (calls.num_abandoned, told) == (0, [])
-
-
-@virtual
 async def test_call_passes_results_errors_and_cancellation() -> None:
     async def raises(error: BaseException) -> float:
         raise error
