@@ -199,7 +199,7 @@ HOLDING = [
     ],
     keeps=False,
 )
-def test_a_call_that_goes_on_is_sent_with_the_ids_of_one_that_is_read_as_a_whole(
+def test_continued_call_has_the_ids_of_a_whole_one(
     name: str, start: Any, style: str, tools: Any, steps: list[Any], keeps: bool, folder: Path
 ) -> None:
     renderer = renderer_for(name, folder)

@@ -62,9 +62,7 @@ def seconds(played: Simulation) -> float:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("sigma", [0.5, pytest.param(1.0, marks=[pytest.mark.slow, pytest.mark.long]), 1.5])
-def test_after_20_steps_auto_is_within_one_of_the_least_look_ahead_that_is_as_fast_as_any_and_stays(
-    name: str, sigma: float
-) -> None:
+def test_auto_is_near_the_best_look_ahead_after_20_steps(name: str, sigma: float) -> None:
     machine, values = WORKLOADS[name]
     cases = [DrawnOnce(sigma=sigma, tool_sigma=sigma, seed=seed, **values) for seed in range(3)]
     fixed_s = [
@@ -78,66 +76,3 @@ def test_after_20_steps_auto_is_within_one_of_the_least_look_ahead_that_is_as_fa
         assert abs(tried[-1] - least) <= 1, f"seed {workload.seed}: {tried}, {least} is best"
         changes = sum(before != after for before, after in pairwise(tried[20:]))
         assert changes <= 3, f"seed {workload.seed}: {tried} goes to and fro"
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("on_overdue", ["wait", "drop"])
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
-def test_auto_is_no_slower_than_any_fixed_look_ahead_by_more_than_15_percent(
-    name: str, sigma: float, on_overdue: OnOverdue
-) -> None:
-    machine, values = WORKLOADS[name]
-    cases = [DrawnOnce(sigma=sigma, tool_sigma=sigma, seed=seed, **values) for seed in range(3)]
-    fixed_s = [
-        sum(seconds(simulate(machine, one, on_overdue, d)) for one in cases) for d in range(MAX_STALENESS + 1)
-    ]
-    assert sum(seconds(simulate(machine, workload, on_overdue, None)) for workload in cases) <= 1.15 * min(
-        fixed_s
-    )
-
-
-class Fed:
-    """A look-ahead fed batch by batch, each of one group."""
-
-    def __init__(self, max_staleness: int = 8) -> None:
-        self.auto, self.now_s = LookAhead(max_staleness), 0.0
-        self.feed(1, step_s=1.0, rollout_s=1.0)
-
-    def feed(self, count: int, *, step_s: float, rollout_s: float, lack_s: float = 0.0) -> int:
-        """`count` batches: the trainer takes step_s for each, then lacks groups for lack_s."""
-        for _ in range(count):
-            num_running = rollout_s / (step_s + lack_s)  # Little's law
-            self.auto.note(self.now_s, num_running, lacks=False)  # type: ignore[arg-type]
-            self.now_s += step_s
-            self.auto.note(self.now_s, num_running, lacks=True)  # type: ignore[arg-type]
-            self.now_s += lack_s
-            self.auto.batch_taken(self.now_s, 1, 0)
-        return self.auto.current
-
-
-def test_a_trainer_that_lacks_nothing_gets_no_more_and_one_that_lacks_groups_as_many_as_run_in_a_step() -> (
-    None
-):
-    assert Fed().feed(500, step_s=1.0, rollout_s=2.0, lack_s=0.01) == 2
-    assert Fed().feed(6, step_s=1.0, rollout_s=5.0, lack_s=1.0) == 6
-    assert Fed(4).feed(6, step_s=1.0, rollout_s=5.0, lack_s=1.0) == 4, "max_staleness is the limit"
-
-
-def test_a_raise_that_makes_nothing_faster_is_taken_back_and_not_tried_again_for_a_while() -> None:
-    fed = Fed()
-    assert fed.feed(6, step_s=1.0, rollout_s=4.0, lack_s=1.0) == 5
-    tried = [fed.feed(1, step_s=1.0, rollout_s=4.0, lack_s=1.0) for _ in range(100)]
-    assert tried.index(2) < 20, "engines that are slower the more they run"
-    assert set(tried[20:]) == {2}
-
-
-def test_it_follows_a_workload_that_gets_slower_and_faster_again() -> None:
-    """A step takes 1 s; look_ahead batches run while one is gathered, each for `rollout_s`."""
-    fed = Fed()
-    for count, rollout_s, expected in ((100, 1.5, 2), (100, 5.0, 5), (400, 2.0, 3)):
-        for _ in range(count):
-            lack_s = max(0.0, rollout_s / fed.auto.current - 1.0)
-            fed.feed(1, step_s=1.0, rollout_s=rollout_s, lack_s=lack_s)
-        assert abs(fed.auto.current - expected) <= 1

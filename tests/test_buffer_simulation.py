@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from buffer_simulation import Simulation
-from buffer_workload import Lognormal, RolloutPlan, SimulatedMachine, TurnPlan
+from buffer_workload import Lognormal, SimulatedMachine
 from count_rule import CountOrder, CountRule
 from fakes import FakeEngine, FakeScorer, MemoryJournal
 from rollout_cases import play_run
@@ -20,8 +18,6 @@ from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
 from asyncrl.tasks import Feed
-
-PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 
 
 def random_case(seed: int, on_overdue: OnOverdue) -> Simulation:
@@ -49,7 +45,7 @@ def random_case(seed: int, on_overdue: OnOverdue) -> Simulation:
 
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
-def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on_overdue: OnOverdue) -> None:
+def test_200_runs_lose_nothing_and_never_stand_still(on_overdue: OnOverdue) -> None:
     num_handed_back = num_masked = 0
     for seed in range(200):
         simulation = random_case(seed, on_overdue)
@@ -70,44 +66,8 @@ def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on
     assert (num_masked > 20) == (on_overdue == "mask")
 
 
-def test_an_engine_stands_still_for_what_it_reads_and_after_a_swap_for_all_that_runs() -> None:
-    """One rollout a batch, of two turns with a tool between them; a token takes a second."""
-    turns = TurnPlan(0.0, 10.0, 5.0), TurnPlan(2.0, 4.0, 5.0)
-    rule = StalenessRule(num_groups=1, num_batches=2, max_staleness=1, on_overdue="wait", look_ahead=1)
-    machine = SimulatedMachine(slots=1, admit_s=0.5, read_s=0.1, train_s=1.0, pause_s=0.25)
-    simulation = Simulation(rule, Always(RolloutPlan(turns)), machine)
-    simulation.run()
-    first_s = (0.5 + 1.0 + 5.0) + 2.0 + (0.5 + 0.4 + 5.0)
-    # The first swap comes 1 s after the first batch, when the next rollout has read 10 and waits for its
-    # first token since 1.5 s - 1 s = 0.5 s ago: it is stalled for 0.25 s and for the 10 tokens again.
-    assert simulation.taken_s == pytest.approx([first_s, 2 * first_s + 0.25 + 1.0])
-
-
-@pytest.mark.parametrize("num_last", [0, 4])
-def test_the_last_batches_which_wait_for_stragglers_alone_need_not_be_played(num_last: int) -> None:
-    rule = StalenessRule(num_groups=4, num_batches=24, max_staleness=3, on_overdue="wait", look_ahead=3)
-    machine = SimulatedMachine(slots=4, train_s=0.5)
-    short, long = (RolloutPlan((TurnPlan(0.0, 0.0, tokens),)) for tokens in (1.0, 1000.0))
-    simulation = Simulation(rule, Always(short, {95: long}), machine, num_last=num_last)
-    outcome = simulation.run()
-    assert len(simulation.batches) == 24 - num_last
-    assert outcome.batches_per_s == pytest.approx((24 - num_last) / simulation.now_s)
-    assert (simulation.now_s > 1000) == (num_last == 0), "prompt 95 is of the last batch"
-
-
-@dataclass(frozen=True)
-class Always:
-    """The same rollout again and again, but for some prompts."""
-
-    plan: RolloutPlan
-    others: Mapping[int, RolloutPlan] = field(default_factory=dict)
-
-    def group(self, prompt: int, num_handed_back: int, progress: float) -> list[RolloutPlan]:
-        return [self.others.get(prompt, self.plan)]
-
-
 @pytest.mark.parametrize("order", ["completion", "oldest_first"])
-def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: CountOrder) -> None:
+def test_counting_rule_is_late_where_ours_never_is(order: CountOrder) -> None:
     workload, machine = Lognormal(sigma=1.0), SimulatedMachine(slots=10_000, train_s=0.5)
     counting = CountRule(num_groups=16, num_batches=200, max_staleness=2, order=order)
     ours = StalenessRule(num_groups=16, num_batches=200, max_staleness=2, on_overdue="wait", look_ahead=2)

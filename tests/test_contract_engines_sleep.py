@@ -112,27 +112,6 @@ async def test_a_request_at_a_sleeping_server_can_end(server: Server, engine: En
     await engine.wake(["kv"])
 
 
-@contract
-async def test_sleep_ends_a_commit_that_waited_for_what_ran(server: Server, engine: EngineClient) -> None:
-    old = await be_awake(engine, server)
-    running = asyncio.create_task(engine.generate_segment(server.request(max_tokens=server.traits.long)))
-    await until_decoding(engine, 1)
-    digest = await prepare(engine, server, old + 1, scale=1.25)
-    committing, num_queued = asyncio.create_task(engine.commit(old + 1, digest, "wait")), 0
-    while not num_queued:  # requests may overtake the commit, and those run
-        assert not running.done(), "it ended before the story could put the server to sleep"
-        queued = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
-        num_queued = (
-            await until(engine, lambda now, new=queued: now.num_queued == 1 or new.done())
-        ).num_queued  # type: ignore[misc]
-    await engine.sleep(BOTH)
-    assert (await committing).version == old + 1
-    assert versions_of(await running) == [old]
-    await engine.wake(BOTH)
-    await push(engine, server, old + 1, scale=1.25)
-    assert versions_of(await queued) == [old + 1]
-
-
 # pushes in chunks into weights that slept
 
 
@@ -167,7 +146,7 @@ async def test_only_a_whole_push_in_order_is_served(server: Server, engine: Engi
 
 
 @contract
-async def test_chunks_that_are_not_what_was_sent_are_refused(server: Server, engine: EngineClient) -> None:
+async def test_wrong_chunks_are_refused(server: Server, engine: EngineClient) -> None:
     server.needs(server.traits.reads_files, "it reads no file")
     old = await be_awake(engine, server)
     before = await engine.generate_segment(server.request())
@@ -212,20 +191,3 @@ async def test_serving_and_sleeping_weights_are_not_written(server: Server, engi
     answer = await engine.generate_segment(server.request())
     assert versions_of(answer) == [old + 1], "staged weights fill woken ones as well"
     assert (answer.token_ids, answer.logprobs) == (before.token_ids, before.logprobs)
-
-
-@contract
-async def test_what_served_can_be_pushed_again_but_none_older(server: Server, engine: EngineClient) -> None:
-    server.needs(server.traits.reads_files, "it takes any version")
-    version = await be_awake(engine, server)
-    before = await engine.generate_segment(server.request())
-    await engine.sleep(BOTH)
-    await engine.wake(BOTH)
-    (older, *_), _ = chunks_of(server, version - 1)
-    await refused(engine.load_chunk(older), "cannot be loaded after")
-    others, wrong = chunks_of(server, version, scale=3.0)
-    for chunk in others:
-        await load(engine, chunk)
-    await refused(engine.commit(version, wrong, "abort"))
-    await push(engine, server, version)
-    assert (await engine.generate_segment(server.request())).token_ids == before.token_ids

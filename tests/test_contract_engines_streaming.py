@@ -5,18 +5,15 @@ not streamed.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from contract_servers import LONG, SLOTS, Server
-from engine_contract import BOTH, be_awake, check_whole, contract, prepare, push, until, versions_of
+from engine_contract import check_whole, contract, prepare, until, versions_of
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import GenerateChunk, GenerateResponse
 from asyncrl.messages.frames import spans_from, spans_of
-from asyncrl.messages.records import SamplingRequest
 
 pytest_plugins = ["engine_under_test"]
 
@@ -87,45 +84,3 @@ async def _answers_over_a_commit(
     await until(engine, lambda _: all(came))
     await engine.commit(old + 1, digest, interrupt)
     return [joined(chunks, await task) for task, chunks in zip(tasks, came, strict=True)]
-
-
-@pytest.mark.parametrize("how", ["abort", "keep", "sleep"])
-@contract
-async def test_a_pools_request_tells_each_token_once(server: Server, engine: EngineClient, how: Any) -> None:
-    """It goes on over publishes and over whole turns of sleep and wake."""
-    for _ in range(5):  # a server may be done before a process that gets no core asks for the next commit
-        old = await be_awake(engine, server)
-        if await _sampled_at(server, engine, how, old) == [old, old + 1, old + 2]:
-            return
-    pytest.fail("its request was done before the second publish, each time")
-
-
-async def _sampled_at(server: Server, engine: EngineClient, how: Any, old: int) -> list[int]:
-    """The versions that sampled a request over two publishes; all that was told of it is checked."""
-    pool = EnginePool([engine], slots=SLOTS)
-    settings = {"temperature": 1.0 if server.traits.resumes_draws else 0.0, "seed": 3}
-    request = SamplingRequest(f"{how}/{old}", (1, 2, 3), server.traits.waited, **settings)  # type: ignore[arg-type]
-    told: list[int] = []
-    running = asyncio.create_task(pool.generate(request, on_tokens=told.extend))
-    for version in (old + 1, old + 2):
-        # its answer comes after all that was sampled before: what is told from here on is of these weights
-        await engine.generate_segment(server.request(max_tokens=1))
-        num_told = len(told)
-        await until(engine, lambda _, n=num_told: len(told) > n or running.done())  # type: ignore[misc]
-        if how != "sleep":
-            await engine.commit(version, await prepare(engine, server, version), how)
-            continue
-        freed = await engine.sleep(BOTH)
-        taken = (await engine.wake(["weights"])).num_bytes
-        await push(engine, server, version)
-        taken += (await engine.wake(["kv"])).num_bytes
-        assert taken <= freed.num_bytes
-        assert (taken > 0) == server.traits.frees_memory
-    completion = await running
-    assert tuple(told) == completion.token_ids
-    assert len(told) == pool.gauges()["tokens/generated"] == server.traits.waited
-    whole = await engine.generate_segment(server.request(max_tokens=server.traits.waited, **settings))
-    assert completion.token_ids == tuple(whole.token_ids), "the same weights under each version"
-    versions = [span.version for span in completion.version_spans]
-    assert versions == sorted(set(versions))
-    return versions

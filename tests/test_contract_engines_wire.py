@@ -21,7 +21,7 @@ from asyncrl.messages.base import find_fatal
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_a_server_answers_to_the_secret_alone_and_ends_with_its_parent(kind: str, tmp_path: Path) -> None:
+def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: Path) -> None:
     """And what ran for a client whose connection breaks makes way."""
     with engine_process(kind, spec_of(kind, tmp_path), tmp_path) as child:
         server = server_of(kind, child, tmp_path)

@@ -4,11 +4,8 @@ are recorded and played again on the CPU. That the same holds on CUDA has not be
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,80 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from asyncrl.messages.calls import CommitRequest, GenerateResponse, SleepRequest, WakeRequest
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
-from asyncrl_servers.embedded.decoder import CudaCaptures, LoadedModel
-from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import MOST_GRAPHS, DecodeGraphs, Runner
-
-HERE, THERE = torch.device("cpu"), torch.device("meta")
-LOOKS = {"item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique"}
-
-
-class There(Tensor):
-    """A tensor of a device, as far as the product can tell; its values stand on the CPU."""
-
-    @staticmethod
-    def __new__(cls, here: Tensor) -> There:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            here.shape,
-            strides=here.stride(),
-            storage_offset=here.storage_offset(),
-            dtype=here.dtype,
-            device=THERE,
-        )
-        made.here = here
-        return made  # type: ignore[no-any-return]
-
-    here: Tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} outside Device")
-
-
-class Device(TorchDispatchMode):
-    """Counts where the host waits for a device: a look at a value, or a transfer that is not from pinned
-    memory to there. Operands on two devices are refused.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[str] = []
-        self._pinned: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
-        if name.endswith("pin_memory"):
-            self._pinned.append(args[0].clone())
-            return self._pinned[-1]
-        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        sides = [isinstance(one, There) for one in operands]
-        goes_there = any(sides) if kwargs.get("device") is None else kwargs["device"] == THERE
-        is_move = name == "copy_" or (kwargs.get("device") is not None and operands)
-        if is_move:
-            source, is_from, is_to = operands[-1], sides[-1], sides[0] if name == "copy_" else goes_there
-            is_asked = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
-            is_free = is_asked and any(source is one for one in self._pinned)
-            if is_from != is_to and not (is_to and is_free):
-                self.waits.append(str(func))
-        else:
-            sizes = {side for one, side in zip(operands, sides, strict=True) if side or one.dim()}
-            assert len(sizes) <= 1, f"{func} has operands on two devices"
-            is_masked = name.startswith("index") and any(one.dtype == torch.bool for one in operands[1:])
-            if any(sides) and (name in LOOKS or is_masked):
-                self.waits.append(str(func))
-        known = {id(one.here): one for one in operands if isinstance(one, There)}
-
-        def to_here(one: Any) -> Any:
-            is_device = isinstance(one, torch.device)
-            return one.here if isinstance(one, There) else HERE if is_device and one == THERE else one
-
-        def as_found(one: Any) -> Any:
-            if not isinstance(one, Tensor) or not goes_there:
-                return one
-            return known[id(one)] if id(one) in known else There(one)
-
-        return tree_map(as_found, func(*tree_map(to_here, args), **tree_map(to_here, kwargs)))
+from asyncrl_servers.embedded.runner import MOST_GRAPHS
 
 
 @pytest.fixture(scope="module")
@@ -107,66 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("device") / "other", seed=1, num_hidden_layers=2)
-
-
-def put_there(loaded: LoadedModel) -> None:
-    loaded.device, moved = THERE, dict[int, torch.nn.Parameter]()
-    for module in loaded.model.modules():
-        for name, one in module._parameters.items():
-            if one is not None:
-                moved.setdefault(id(one), torch.nn.Parameter(There(one.data), requires_grad=False))
-                module._parameters[name] = moved[id(one)]
-        for name, one in module._buffers.items():
-            module._buffers[name] = There(one)
-
-
-ASKED: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 0.0},
-    {"top_logprobs": 3},
-]
-
-
-class Again:
-    """Captures that compute once more."""
-
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        return function
-
-
-@pytest.mark.parametrize("has_graphs", [False, True], ids=["plain", "graphs"])
-@pytest.mark.parametrize("num", [1, 4, 12])
-def test_a_step_waits_for_its_device_once_whatever_runs_in_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, num: int, has_graphs: bool
-) -> None:
-    """Prompts that are read and tokens that are drawn, in any way: what was drawn comes in one transfer."""
-    monkeypatch.setattr(DecodeGraphs, "_drop_moved", lambda _: None)  # these tensors have no addresses
-    spec = make_spec(folder, slots=12, deterministic=False)
-    requests = [
-        make_request(f"r{seed}", prompt_ids=(5, seed), seed=seed, max_tokens=6, **ASKED[seed % 4])
-        for seed in range(num)
-    ]
-    expected = ask(engine := build_engine(spec), requests)
-    while engine.num_queued or not expected[-1].done():
-        engine.turn()
-    for owner, name in ((Engine, "turn"), (DecodeGraphs, "check"), (DecodeGraphs, "_take_logits")):
-        # Inference mode has no tensors like There.
-        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
-    with torch.no_grad(), Device() as device:
-        loaded = LoadedModel(spec)
-        put_there(loaded)
-        runner = Runner(loaded, spec.slots, spec.max_length, is_exact=False)
-        if has_graphs:
-            runner.take_graphs(spec.slots, Again)
-        futures = ask(engine := Engine(spec, runner, Weights(loaded, spec)), requests)
-        for _ in range(6):
-            device.waits.clear()
-            engine.turn()
-            assert len(device.waits) == 1, device.waits
-    assert runner.graphs is None or runner.graphs.state == "on"
-    found = [future.result(timeout=0) for future in futures]
-    assert [one.token_ids for one in found] == [one.result(timeout=0).token_ids for one in expected]
 
 
 class Recorded:
@@ -251,7 +115,7 @@ def test_replayed_steps_draw_what_computed_ones_do_across_a_publish(
     assert recorded.num_captured - again <= MOST_GRAPHS
 
 
-def test_a_sleep_frees_the_graphs_and_steps_after_it_are_captured_again(folder: Path, tmp_path: Path) -> None:
+def test_sleep_frees_graphs_and_later_steps_capture_them(folder: Path, tmp_path: Path) -> None:
     made: list[Recorded] = []
 
     def make() -> Recorded:
@@ -319,62 +183,6 @@ def test_an_engine_that_promises_the_bits_of_a_step_has_no_graphs(folder: Path) 
     engine = build_engine(make_spec(folder))
     engine.runner.take_graphs(4, Recorded)
     assert engine.runner.graphs is None
-
-
-class Stream:
-    """Stands for the CUDA streams: which of them is current, and what was done in which."""
-
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self.told = name, told
-
-    def wait_stream(self, other: Stream) -> None:
-        self.told.append(f"{self.name} waits for {other.name}")
-
-
-def fake_cuda(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> list[Stream]:
-    """The calls of torch.cuda that a capture makes; returns a list whose last one is the current stream."""
-    current, real_graph = [Stream("main", told)], inspect.signature(torch.cuda.graph)
-
-    @contextmanager
-    def stream(one: Stream) -> Iterator[None]:
-        current.append(one)
-        yield
-        current.pop()
-
-    @contextmanager
-    def graph(*args: Any, **kwargs: Any) -> Iterator[None]:
-        asked = real_graph.bind(*args, **kwargs).arguments
-        current.append(asked["stream"])
-        told.append(f"capture in {asked['pool']}, {asked['capture_error_mode']}")
-        yield
-        current.pop()  # not where it fails: torch leaves its stream in place, too
-
-    fakes = {"Stream": lambda: Stream("side", told), "graph_pool_handle": lambda: "pool", "graph": graph}
-    fakes |= {"current_stream": lambda: current[-1], "stream": stream, "set_stream": current.append}
-    for name, fake in {**fakes, "CUDAGraph": lambda: SimpleNamespace(replay="replay")}.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return current
-
-
-def test_a_capture_follows_a_first_run_beside_and_leaves_its_stream_even_when_it_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told = list[str]()
-    current = fake_cuda(monkeypatch, told)
-    captures: Any = CudaCaptures()
-    assert captures.capture(lambda: told.append(f"runs in {current[-1].name}")) == "replay"
-    waits = ["side waits for main", "runs in side", "main waits for side"]
-    assert told == [*waits, "capture in pool, thread_local", "runs in side"]
-    assert current[-1].name == "main"
-    told.clear()
-
-    def fail_in_a_capture() -> None:
-        if told[-1].startswith("capture"):
-            raise RuntimeError("not permitted")
-
-    with pytest.raises(RuntimeError, match="not permitted"):
-        captures.capture(fail_in_a_capture)
-    assert current[-1].name == "main"
 
 
 @pytest.mark.gpu

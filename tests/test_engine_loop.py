@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,8 +14,6 @@ from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
 from asyncrl.messages.calls import CommitRequest
-from asyncrl.messages.frames import Asked
-from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.sequence import moves_after_removal
 
@@ -32,42 +28,8 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("loop") / "other", seed=1, num_hidden_layers=2)
 
 
-def test_a_prompt_in_a_slot_is_not_prefilled_again(folder: Path, other_folder: Path, tmp_path: Path) -> None:
-    """Until the weights change."""
-    engine, prefilled = build_engine(make_spec(folder, slots=3)), list[int]()
-    step = engine.runner.step
-
-    def watched(last_ids: Any, lengths: Any, jobs: Any, shares: Any) -> Any:
-        prefilled.extend([len(jobs)] * bool(jobs))
-        return step(last_ids, lengths, jobs, shares)
-
-    engine.runner.step = watched  # type: ignore[method-assign]
-    lengths = [5, 60, 20, 30, 30, 30, 30, 30]
-    futures = ask(
-        engine,
-        [
-            make_request(f"r{seed}", prompt_ids=(4, 5, 6), seed=seed, max_tokens=length)
-            for seed, length in enumerate(lengths)
-        ],
-    )
-    while not futures[3].done():
-        engine.turn()
-    assert prefilled == [1], "by then two came later than the others"
-    staged = engine.weights.prepare(stage_file(other_folder, 1, tmp_path))
-    commit = engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep_kv"))
-    while not futures[-1].done():
-        engine.turn()
-    assert commit.result(timeout=0).num_interrupted > 0
-    assert prefilled == [1, 1], "what the old weights have read is of no use"
-    answers = [future.result(timeout=0) for future in futures]
-    with running_engine(other_folder) as fresh:
-        expected = answered(fresh, prompt_ids=(4, 5, 6), seed=7, max_tokens=30)
-    assert drawn(answers[-1]) == drawn(expected)
-    assert len({tuple(answer.token_ids) for answer in answers}) == 8, "each seed draws tokens of its own"
-
-
 @pytest.mark.parametrize("interrupt", ["keep", "keep_kv"])
-def test_a_kept_request_goes_on_over_its_tokens_read_anew_or_over_the_old_cache(
+def test_kept_request_rereads_its_tokens_or_keeps_its_cache(
     folder: Path, other_folder: Path, tmp_path: Path, interrupt: str
 ) -> None:
     engine, at = build_engine(make_spec(folder)), 30
@@ -103,7 +65,7 @@ def test_an_end_of_sequence_token_ends_the_answer_and_belongs_to_it(tmp_path: Pa
         assert not eos_ids & set(answer.token_ids[:-1])
 
 
-def test_a_stop_string_ends_the_answer_also_over_the_joint_of_a_resumed_one(tiny_model_dir: Path) -> None:
+def test_stop_string_ends_a_resumed_answer_too(tiny_model_dir: Path) -> None:
     with running_engine(tiny_model_dir) as engine:
         tokenizer = engine.runner.loaded.tokenizer
         assert tokenizer is not None
@@ -132,37 +94,6 @@ def test_weights_that_are_not_finite_end_the_engine_under_their_version(folder: 
     assert isinstance(crashes[0], FloatingPointError)
     assert "policy_version 1" in str(crashes[0])
     assert not future.done(), "the process ends with on_crash: nothing is answered from broken weights"
-
-
-def test_no_commit_hashes_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the first: decoding would stand still meanwhile."""
-    engine = build_engine(make_spec(folder))
-    staged = engine.weights.prepare(stage_file(folder, 1, tmp_path))
-    monkeypatch.delattr("asyncrl_servers.embedded.loaded_weights.digest_tensors")
-    committed = engine.commit(CommitRequest(version=1, digest=staged.digest))
-    engine.turn()
-    assert committed.result(timeout=0).version == 1
-
-
-def test_all_that_runs_is_told_to_its_listener_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a turn; streamed or not, the tokens are the same."""
-    monkeypatch.setattr(decode_loop, "STREAM_S", 0.0)
-    engine, listener = build_engine(make_spec(folder)), Mock()
-    streamed = [
-        engine.run(Asked(seed, make_request(max_tokens=30, seed=seed), is_streamed=True), listener)
-        for seed in range(3)
-    ]
-    engine.submit(streamed)
-    plain = ask(engine, [make_request(max_tokens=30, seed=seed) for seed in range(3)])
-    while not plain[-1].done():
-        engine.turn()
-    told = [call.args[0] for call in listener.sampled.call_args_list]
-    assert [sorted(row.number for row in rows) for rows in told] == [[0, 1, 2]] * 30
-    for seed, answer in enumerate(plain):
-        own = [row for rows in told for row in rows if row.number == seed]
-        tokens = [token for row in own for token in row.token_ids.tolist()]
-        logprobs = [logprob for row in own for logprob in row.logprobs.tolist()]
-        assert (tokens, logprobs) == drawn(answer.result(timeout=0))
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=70), st.integers(0, 69))

@@ -100,9 +100,7 @@ def spans_of(reply: Reply) -> list[tuple[int, int, int]]:
     ("between", "version"),
     [("commit", 1), ("commit, commit", 2), ("sleep", 0), ("commit, sleep", 1), ("sleep, commit", 1)],
 )
-def test_what_is_interrupted_keeps_its_slot_and_goes_on_with_the_bits_of_a_fresh_request(
-    weights: Weights, between: str, version: int
-) -> None:
+def test_interrupted_request_keeps_its_slot_and_bits(weights: Weights, between: str, version: int) -> None:
     """However often it was before it is resumed; what is queued does not overtake it."""
     engine = weights.engine()
     requests = [make_request(f"r{seed}", (1, 2, seed), max_tokens=40 + seed, seed=seed) for seed in range(6)]
@@ -132,7 +130,7 @@ def test_what_is_interrupted_keeps_its_slot_and_goes_on_with_the_bits_of_a_fresh
         weights.check(request, reply.result())
 
 
-def test_a_turn_reads_only_what_is_new_until_the_weights_change(weights: Weights, tmp_path: Path) -> None:
+def test_turn_reads_only_new_tokens_until_weights_change(weights: Weights, tmp_path: Path) -> None:
     """By a commit, or by chunks that come while the cache is awake."""
     engine = weights.engine(keeps_turns=True)
     text, num_read = list(range(40)), list[int]()
@@ -210,20 +208,3 @@ def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, An
         turn_until(engine, *(reply for _, reply in asked))
         for request, reply in asked:
             weights.check(request, reply.result())
-
-
-def test_a_turn_over_a_cache_of_two_versions_is_not_kept(weights: Weights) -> None:
-    """keep_kv goes on over the old keys and values; what comes after it reads all anew."""
-    engine, first = (
-        weights.engine(keeps_turns=True),
-        make_request(prompt_ids=tuple(range(1, 41)), max_tokens=12),
-    )
-    (reply,) = ask(engine, [first])
-    for _ in range(5):
-        engine.turn()
-    commit(engine, weights, "keep_kv")
-    turn_until(engine, reply)
-    following = replace(first, prompt_ids=[*first.prompt_ids, *reply.result().token_ids, 7], max_tokens=8)
-    (after,) = ask(engine, [following])
-    turn_until(engine, after)
-    weights.check(following, after.result())

@@ -59,7 +59,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_renormalises() -> None:
         assert np.allclose(np.exp(logprobs), expected, atol=1e-6)
 
 
-def test_temperature_zero_is_the_largest_logit_with_the_logprob_of_temperature_one() -> None:
+def test_temperature_zero_takes_the_largest_logit() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     tokens, logprobs = drawn(logits, temperature=0.0, top_p=0.1)
     assert tokens[0] == 1

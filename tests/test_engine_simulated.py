@@ -15,7 +15,6 @@ from engine_replies import ask
 from rollout_cases import virtual
 
 from asyncrl.messages.calls import CommitRequest, PrepareRequest
-from asyncrl.serving import Refused
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged
 
@@ -53,7 +52,7 @@ async def test_requests_take_the_time_of_their_steps(
 
 
 @virtual
-async def test_a_commit_takes_its_time_out_of_decoding_and_marks_the_tokens_after_it() -> None:
+async def test_commit_pauses_decoding_and_marks_later_tokens() -> None:
     engine = make_engine()
     (answer,) = ask(engine, [make_request(max_tokens=100)])
     await asyncio.sleep(0.205)
@@ -74,12 +73,6 @@ def test_lengths_are_lognormal_with_the_mean_of_the_spec() -> None:
     lengths = [spec.completion_length(seed) for seed in range(20_000)]
     assert abs(statistics.mean(lengths) - 64) < 3
     assert abs(statistics.median(lengths) - 64 / 2.718281828**0.5) < 1.5
-
-
-def test_what_needs_a_model_is_refused() -> None:
-    for fields in ({"grammar": 'start: "a"'}, {"top_logprobs": 1}):
-        with pytest.raises(Refused, match="has a grammar or top_logprobs"):
-            ask(make_engine(), [make_request(**fields)])
 
 
 def test_the_simulated_server_needs_no_torch() -> None:

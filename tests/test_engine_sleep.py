@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import shutil
 from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
@@ -77,7 +75,7 @@ def sampled(engine: Engine) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
+def test_sleep_frees_process_memory(tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 10_000}
     folder = make_qwen3(tmp_path / "model", **sizes)
     spec = make_spec(folder, slots=16, max_length=2048).model_dump()
@@ -96,23 +94,7 @@ def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
     assert left > 0.8 * freed
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_what_slept_since_the_start_serves_again_once_version_0_is_pushed(
-    folder: Path, tmp_path: Path, stays: bool
-) -> None:
-    """As version 0, and with the bits that it began with. The folder is not read a second time."""
-    started = shutil.copytree(folder, tmp_path / "model")
-    with running_engine(started, stays=stays) as engine:
-        expected = sampled(engine)
-        shutil.rmtree(started)
-        sleep(engine)
-        wake(engine, ["weights"])
-        push(engine, weights_of(folder), 0, tmp_path)
-        wake(engine, ["kv"])
-        assert sampled(engine) == expected
-
-
-def test_weights_under_adapters_cannot_sleep_but_the_cache_can(folder: Path, tmp_path: Path) -> None:
+def test_weights_under_adapters_cannot_sleep(folder: Path, tmp_path: Path) -> None:
     small = adapters(folder, ("model.layers.1.self_attn.q_proj",))
     with running_engine(folder, has_adapters=True) as engine, running_engine(folder) as late:
         late.weights.prepare(request := lora_request(small, 1, tmp_path))
@@ -126,30 +108,6 @@ def test_weights_under_adapters_cannot_sleep_but_the_cache_can(folder: Path, tmp
             assert sleep(refusing, ["kv"]).num_bytes > 0
             wake(refusing, ["kv"])
             assert sampled(refusing) == expected
-
-
-def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_requests_queue(
-    folder: Path, tmp_path: Path
-) -> None:
-    engine, turns = build_engine(make_spec(folder)), itertools.count()
-    turn = engine.turn
-    engine.turn = lambda: (next(turns), turn())[1]  # type: ignore[method-assign]
-    engine.start()
-    sleep(engine)
-    slots, engine.runner.slots = engine.runner.slots, 10**9
-    with pytest.raises(Refused, match=r"kv and weights cannot wake: \d+ bytes are needed, \d+ are free"):
-        wake(engine)
-    assert engine.health().asleep == BOTH
-    (waiting,) = ask(engine, [make_request(max_tokens=5)])
-    for _ in range(20):
-        sleep(engine)
-    assert next(turns) <= 30, "a turn a message: one that spins makes thousands"
-    assert not waiting.done()
-    engine.runner.slots = slots
-    wake(engine)
-    push(engine, weights_of(folder), 0, tmp_path)
-    assert len(waiting.result(timeout=60).token_ids) == 5
-    engine.stop()
 
 
 class SleepHistories(RuleBasedStateMachine):
@@ -242,7 +200,7 @@ class SleepHistories(RuleBasedStateMachine):
             assert weights.version == (0 if self.is_start else self.version - 1)
 
 
-def test_random_histories_never_serve_weights_that_no_digest_vouches_for(tmp_path: Path) -> None:
+def test_random_histories_never_serve_unverified_weights(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
     model = make_qwen3(tmp_path / "model", **sizes)
     weights = weights_of(model)

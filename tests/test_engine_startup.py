@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.messages.base import ErrorBody, find_fatal
 from asyncrl.placement.fit import start_words
 from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, make_plan
-from asyncrl.serving import Refused
 from asyncrl_servers.embedded import build_engine as build
 from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
@@ -121,8 +119,8 @@ def test_a_model_of_other_attention_is_refused(tmp_path: Path, capfd: pytest.Cap
     assert "s_aux" in refusal_of(capfd, build_engine, make_spec(tmp_path / "model")).error
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "granite", "olmo2", "gemma"])
-def test_other_common_models_are_served_and_pass_the_checks_at_start(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llama", "granite", "gemma"])
+def test_other_common_models_pass_the_checks_at_start(tmp_path: Path, kind: str) -> None:
     save_model(tmp_path / "model", kind, hidden_size=48, num_attention_heads=6, head_dim=8)
     engine = build_engine(make_spec(tmp_path / "model", slots=20))
     build_engine(make_spec(tmp_path / "model", dtype="bfloat16", deterministic=False))
@@ -151,11 +149,3 @@ def test_a_model_with_experts_starts_at_the_defaults(
     assert engine_kind(config).spec(folder, "engine-0", "cpu")["deterministic"] == "auto"
     words = start_words(make_plan(config, machine(0)), config)
     assert words[0].startswith("rollout.deterministic: auto is false")
-
-
-def test_stop_strings_need_a_tokenizer(tmp_path: Path, tiny_model_dir: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, folder, ignore=shutil.ignore_patterns("tokenizer*"))
-    engine = build_engine(make_spec(folder))
-    with pytest.raises(Refused, match="no tokenizer"):
-        answered(engine, stop=("a",))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
@@ -20,13 +20,11 @@ from hypothesis import strategies as st
 from rollout_cases import virtual
 
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import EngineLost
 from asyncrl.http import Caller, CallLost
 from asyncrl.messages import frames
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.testing.virtual_time import all_blocked
 from asyncrl_servers import engine_routes
-from asyncrl_servers.served_engine import Run
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 SECRET = "a secret for tests"
@@ -53,9 +51,7 @@ SPANS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), max_size=3)
 
 
 @given(st.lists(ASKED, min_size=1, max_size=6), st.booleans())
-def test_what_is_asked_arrives_as_it_was_and_a_prompt_in_common_once(
-    asked: list[Any], is_group: bool
-) -> None:
+def test_requests_arrive_unchanged_and_a_shared_prompt_once(asked: list[Any], is_group: bool) -> None:
     if is_group:
         prompt = asked[0].request.prompt_ids
         fields = [{name: getattr(one.request, name) for name in one.request.__slots__} for one in asked]
@@ -81,7 +77,7 @@ ROWS = st.tuples(
 
 
 @given(st.lists(ROWS, min_size=1), st.lists(st.booleans(), min_size=1))
-def test_what_is_sampled_arrives_as_it_was(given_rows: list[Any], has_top: list[bool]) -> None:
+def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool]) -> None:
     rows = [
         frames.Sampled(
             number,
@@ -157,7 +153,7 @@ async def link_ended_by(data: bytes, url: str) -> None:
         await socket.close()
 
 
-def test_bytes_of_any_kind_are_a_frame_or_a_value_error_and_end_the_link_that_they_came_on() -> None:
+def test_bad_bytes_end_only_their_link() -> None:
     """That one alone: what runs for another client goes on."""
 
     async def story(sent: list[bytes]) -> None:
@@ -189,7 +185,7 @@ def test_bytes_of_any_kind_are_a_frame_or_a_value_error_and_end_the_link_that_th
     asyncio.run(story(refused[:: max(1, len(refused) // 40)]))
 
 
-def test_a_queue_that_is_full_refuses_and_a_number_that_is_taken_ends_the_link(
+def test_full_queue_refuses_and_a_taken_number_ends_the_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_routes, "MAX_QUEUED", 1)
@@ -211,7 +207,7 @@ def test_a_queue_that_is_full_refuses_and_a_number_that_is_taken_ends_the_link(
 
 
 @virtual
-async def test_what_is_asked_in_one_turn_goes_in_one_frame_and_who_leaves_is_aborted() -> None:
+async def test_requests_share_frames_and_cancelled_ones_are_aborted() -> None:
     fake, sent = FakeEngineServer(slots=2, decode_s=0.01), list[frames.Frame]()
     take = fake.take
     fake.take = lambda link, frame: (sent.append(frame), take(link, frame))[1]  # type: ignore[method-assign]
@@ -227,83 +223,3 @@ async def test_what_is_asked_in_one_turn_goes_in_one_frame_and_who_leaves_is_abo
     assert [(frame.kind, len(frame.numbers)) for frame in sent[2:]] == [("abort", 298)]
     assert fake.health().num_queued == 0
     assert [len((await task).token_ids) for task in tasks[:2]] == [5, 6]
-
-
-@virtual
-async def test_a_link_that_breaks_ends_all_that_is_open_as_lost_and_the_next_request_opens_another() -> None:
-    fake = FakeEngineServer(slots=2, decode_s=0.01)
-    server = EngineServer(fake)
-    tasks = [
-        asyncio.create_task(server.generate_segment(GenerateRequest(f"r{n}", [1], 99))) for n in range(4)
-    ]
-    await all_blocked()
-    fake.die()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(one) for one in results] == [EngineLost] * 4
-    fake.restart()
-    assert len((await server.generate_segment(GenerateRequest("r", [1], 3))).token_ids) == 3
-
-
-@virtual
-async def test_a_server_that_is_given_up_ends_what_is_open_and_takes_nothing_until_it_is_renewed() -> None:
-    server = EngineServer(FakeEngineServer(slots=2, decode_s=0.01))
-    request = GenerateRequest("r", [1], 99)
-    task = asyncio.create_task(server.generate_segment(request))
-    await all_blocked()
-    server.cut_nowait()
-    for ending in (task, server.generate_segment(request)):
-        with pytest.raises(EngineLost, match="was given up") as caught:
-            await ending
-        assert caught.value.is_told
-    server.renew_nowait()
-    assert len((await server.generate_segment(request)).token_ids) == 99
-
-
-class TellingEngine:
-    """Holds requests, and samples nothing by itself."""
-
-    num_queued = 0
-
-    def __init__(self) -> None:
-        self.submitted = asyncio.Future[Run]()
-
-    def run(self, asked: frames.Asked, listener: Any) -> Run:
-        return Run(asked, listener)
-
-    def submit(self, runs: Sequence[Run]) -> None:
-        self.submitted.set_result(runs[0])
-
-    def abort(self, runs: Sequence[Run]) -> None: ...
-
-
-def test_what_a_client_does_not_read_yet_comes_whole_and_in_order_from_a_thread_that_does_not_wait() -> None:
-    num_rows, size = 60, 2**16  # more than two sockets hold
-
-    async def story() -> list[frames.Sampled]:
-        engine: Any = TellingEngine()
-        read = list[frames.Sampled]()
-        ids, logprobs = np.arange(size, dtype=np.int32), np.zeros(size, np.float32)
-
-        def tell(listener: Any, first: int) -> None:
-            for at in range(first, first + num_rows):
-                listener.sampled([frames.Sampled(7, ids + at, logprobs, [(0, size, at)], "more")])
-
-        app = engine_routes.engine_routes(engine, SECRET)
-        async with (
-            TestServer(app) as server,
-            aclosing(Caller("engine-0", str(server.make_url("")), SECRET)) as caller,
-        ):
-            socket = await caller.connect("/link")
-            await socket.send(frames.submit_frame([ONE]))
-            listener = (await engine.submitted).listener
-            for first in (0, num_rows):  # the second time the link has caught up
-                await asyncio.to_thread(tell, listener, first)
-                assert listener._is_behind, "or this shows nothing"
-                while len(read) < first + num_rows:
-                    read += frames.read_sampled(frames.read_frame(await socket.receive()))
-            await socket.close()
-        return read
-
-    rows = asyncio.run(story())
-    assert [list(row.spans[0]) for row in rows] == [[0, size, at] for at in range(2 * num_rows)]
-    assert all(row.token_ids[0] == at and len(row.token_ids) == size for at, row in enumerate(rows))

@@ -66,7 +66,7 @@ KINDS = ["die", "up", "all", "one", "abort", "keep", "keep_kv", "wait"]
     events=st.lists(st.tuples(st.integers(1, 45), st.integers(0, 1), st.sampled_from(KINDS)), max_size=8),
 )
 @virtual
-async def test_random_deaths_publishes_aborts_and_restarts_leave_the_completion_as_the_uninterrupted_one(
+async def test_interrupted_completion_is_the_uninterrupted_one(
     seed: int,
     max_tokens: int,
     end_fraction: float,
@@ -140,7 +140,7 @@ async def test_random_deaths_publishes_aborts_and_restarts_leave_the_completion_
 
 
 @virtual
-async def test_what_a_commit_interrupts_goes_on_in_its_slot_or_where_one_is_free() -> None:
+async def test_interrupted_requests_keep_their_slots() -> None:
     pool, fakes = make_pool(2, slots=2)
     requests = [make_request(f"r{index}", 30, seed=index) for index in range(5)]
     pool.down_nowait("engine-1")
@@ -161,7 +161,7 @@ async def test_what_a_commit_interrupts_goes_on_in_its_slot_or_where_one_is_free
 
 
 @virtual
-async def test_each_token_has_the_version_and_the_server_that_sampled_it_whichever_it_moves_to() -> None:
+async def test_every_token_has_its_version_and_server() -> None:
     pool, fakes = make_pool(2, leaves_lost=True)
     kept = PartialCompletion((97,), (-1.0,), (VersionSpan(0, 1, 0),))
     request = make_request(max_tokens=10)
@@ -183,7 +183,7 @@ async def test_each_token_has_the_version_and_the_server_that_sampled_it_whichev
 
 
 @virtual
-async def test_a_request_that_is_cancelled_or_whose_client_raises_frees_its_slot_at_once() -> None:
+async def test_cancelled_request_frees_its_slot() -> None:
     pool, (fake,) = make_pool(1, slots=1)
     cancelled = asyncio.create_task(pool.generate(make_request("slow", 1000)))
     waiting = asyncio.create_task(pool.generate(make_request("next", 3)))
@@ -199,69 +199,9 @@ async def test_a_request_that_is_cancelled_or_whose_client_raises_frees_its_slot
     assert (fake.num_running, pool.load) == (0, {"engine-0": 0})
 
 
-@virtual
-async def test_the_busy_seconds_of_a_server_are_those_of_its_requests_ended_or_not() -> None:
-    pool, _ = make_pool(2)
-    clock = asyncio.get_running_loop().time
-    async with asyncio.TaskGroup() as tasks:
-        began_s = clock()
-        for name, num in (("short", 10), ("long", 40), ("longer", 80)):
-            tasks.create_task(pool.generate(make_request(name, num)))
-            await all_blocked()
-        await asyncio.sleep(20 * DECODE_S)
-        now_s = clock()
-        busy_s = pool.busy_s(now_s)
-        in_hand_s = 2 * (now_s - began_s)
-        assert in_hand_s < sum(busy_s.values()) < in_hand_s + 15 * DECODE_S, "two go on, one has ended"
-    ended = pool.busy_s(clock())
-    assert sum(ended.values()) == pytest.approx(130 * DECODE_S, rel=0.2)
-    assert pool.busy_s(clock() + 100.0) == ended
-    for server in pool.servers:
-        server.cut_nowait()
-
-
-@virtual
-async def test_a_server_that_aborts_for_ever_is_an_error_but_publishes_may_interrupt_for_ever() -> None:
-    pool, (fake,) = make_pool(1, slots=1)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(pool.generate(make_request("long", 200)))
-        queued = tasks.create_task(pool.generate(make_request("queued", 2)))
-        for version in range(1, 101):
-            await asyncio.sleep(DECODE_S / 2)
-            await pool.servers[0].abort(["queued"])
-            await publish(pool.servers[0], version)
-    assert len(queued.result().token_ids) == 2
-    fake.mangle = lambda row: frames.Sampled(row.number, row.token_ids[:0], row.logprobs[:0], [], "abort")
-    with pytest.raises(EngineError, match="engine-0: aborted request r0 32 times .* without a token"):
-        await pool.generate(make_request(max_tokens=2))
-    fake.mangle = lambda row: row
-    held = asyncio.ensure_future(pool.generate(make_request("held", max_tokens=2)))
-    while not held.done():
-        await asyncio.sleep(DECODE_S / 4)
-        fake._interrupt()
-    assert "aborted request held 32 times" in str(held.exception()), "interrupted for no commit, and resumed"
-
-
-@virtual
-async def test_new_weights_empty_the_cache_that_a_conversation_had_and_the_least_loaded_engine_takes_it() -> (
-    None
-):
-    pool, _ = make_pool(2)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(pool.generate(make_request("busy", 100)))
-        await all_blocked()
-        turn = replace(make_request("turn"), after=VersionSpan(0, 1, version=0, engine=0))
-        assert (await pool.generate(turn)).version_spans[0].engine == 0, "its cache counts for more"
-        for server in pool.servers:
-            await publish(server, 1, "w1")
-        assert (await pool.generate(turn)).version_spans[0].engine == 1
-
-
 @pytest.mark.parametrize(("interrupt", "is_streamed"), [("keep", True), ("wait", False)])
 @virtual
-async def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs_there_stays(
-    interrupt: Interrupt, is_streamed: bool
-) -> None:
+async def test_queued_requests_move_to_a_returned_server(interrupt: Interrupt, is_streamed: bool) -> None:
     (pool, fakes), on_tokens = make_pool(3, slots=3, decode_s=0.1), (lambda _: None) if is_streamed else None
     requests = [make_request(f"r{index}", 100, seed=index, key=f"g{index // 4}") for index in range(8)]
     pool.down_nowait("engine-1")

@@ -77,12 +77,12 @@ def test_an_answer_that_can_be_passes() -> None:
         ([chunk(7), rest("length", 8)], "length after 2 tokens"),
     ],
 )
-def test_an_answer_that_cannot_be_is_an_engine_error_with_its_values(parts: list[Any], says: str) -> None:
+def test_impossible_answer_is_an_engine_error(parts: list[Any], says: str) -> None:
     with pytest.raises(EngineError, match=f"engine-0: answered request r0 .*{says}"):
         check(*parts)
 
 
-def test_all_there_is_is_told_after_each_interruption_and_not_at_the_end() -> None:
+def test_partial_tokens_are_told_after_each_interruption() -> None:
     told: list[PartialCompletion] = []
     join = SegmentJoin(make_request(8), PARTIAL, told.append)
     for segment in (rest("abort", 14, version=5), rest("abort"), rest("abort", 15, 16, version=6)):
@@ -107,7 +107,7 @@ def test_all_there_is_is_told_after_each_interruption_and_not_at_the_end() -> No
         (3, 4, "a-aa    +  ", [0, 1, 1, 2, 2, 1, 2, 0, 0]),  # -, +: server 0 goes down, and comes back
     ],
 )
-def test_requests_of_a_group_go_to_one_server_while_it_is_up_and_has_a_free_slot(
+def test_group_requests_share_a_server_with_free_slots(
     num_servers: int, slots: int, keys: str, expected: list[int]
 ) -> None:
     router, taken = Router(num_servers, slots), list[int]()
@@ -120,15 +120,6 @@ def test_requests_of_a_group_go_to_one_server_while_it_is_up_and_has_a_free_slot
             else:
                 taken.append(requests.enter_context(router.take(key.strip())).index)
     assert taken == expected
-
-
-def test_a_later_turn_says_itself_where_the_one_before_was() -> None:
-    router = Router(3, slots=2)
-    with ExitStack() as requests:
-        taken = [requests.enter_context(router.take(key, near=2)).index for key in ("a", "b", "c")]
-        router.up.discard(1)
-        taken.append(requests.enter_context(router.take("d", near=1)).index)
-    assert taken == [2, 2, 0, 0], "where the turn before was, until that server is full or down"
 
 
 STEPS = st.tuples(st.sampled_from(["take", "take", "leave", "down", "up"]), st.integers(0, 3))

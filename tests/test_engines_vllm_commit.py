@@ -8,19 +8,15 @@ from dataclasses import replace
 import pytest
 from fake_vllm import (
     DECODE_S,
-    DROPPED,
     MODES,
     PROMPT,
-    SLOTS,
     TRANSIT_S,
     FakeVllm,
-    check_all,
     check_logprobs,
     lost,
     manifest,
     publish,
     request,
-    some,
     versions,
     with_server,
 )
@@ -39,7 +35,7 @@ from asyncrl.testing.virtual_time import all_blocked
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("interrupt", MODES)
 @with_server
-async def test_a_request_that_reaches_vllm_after_the_pause_has_tokens_of_the_new_weights_alone(
+async def test_late_request_has_only_tokens_of_new_weights(
     fake: FakeVllm, server: VllmServer, interrupt: Interrupt, is_streamed: bool
 ) -> None:
     await server.generate_segment(request())  # its prompt is in the cache of version 0 from here on
@@ -61,33 +57,6 @@ async def test_a_request_that_reaches_vllm_after_the_pause_has_tokens_of_the_new
     check_logprobs(answer)
 
 
-@pytest.mark.parametrize("interrupt", MODES)
-@with_server
-async def test_a_commit_with_all_slots_taken_and_a_canary_that_fails_once_costs_no_token_and_repeats_the_load(
-    fake: FakeVllm, server: VllmServer, interrupt: Interrupt
-) -> None:
-    pool, max_tokens = EnginePool([server], slots=2 * SLOTS), 20 if interrupt == "wait" else 300
-    clock = asyncio.get_running_loop().time
-    async with asyncio.TaskGroup() as tasks:
-        running = some(tasks, pool, 2 * SLOTS, max_tokens)
-        await asyncio.sleep(10 * DECODE_S)
-        fake.wrong_loads, started = [33.0], clock()
-        commit = tasks.create_task(publish(server, 1, interrupt))
-        await all_blocked()
-        queued = tasks.create_task(server.generate_segment(request("q")))
-        await all_blocked()
-        assert (await server.health()).num_queued >= 1
-        assert (await commit).num_interrupted >= (0 if interrupt == "wait" else SLOTS)
-        assert clock() - started < 1.0, "the canary had a slot"
-    again = await server.commit(1, "d1", interrupt)
-    assert (again.num_interrupted, again.pause_s) == (0, 0.0), "the same again is no error"
-    assert versions(queued.result()) == [1]
-    (warning,) = fake.warnings
-    assert "has logprob -0.340000, the trainer says -0.020000; loading them again, 1 of 1" in warning
-    assert (server.policy_version, fake.label, fake.weights) == (1, "1#1", 1.0)
-    check_all(running, max_tokens)
-
-
 def chunk(version: int, index: int) -> ExportChunkResponse:
     """Of two."""
     whole = manifest(version).model_dump(include={"version", "path", "num_tensors", "num_bytes"})
@@ -107,9 +76,7 @@ async def turn(server: VllmServer, version: int) -> None:
 
 @pytest.mark.parametrize("stays", [False, True])
 @with_server
-async def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes(
-    fake: FakeVllm, server: VllmServer, stays: bool
-) -> None:
+async def test_chunked_push_is_checked_at_wake(fake: FakeVllm, server: VllmServer, stays: bool) -> None:
     server.facts = replace(server.facts, stays=stays)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(server.generate_segment(request(max_tokens=500)))
@@ -130,32 +97,6 @@ async def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes(
     await lost(server.generate_segment(request()))
 
 
-@with_server
-async def test_weights_that_sleep_are_dropped_and_pushed_again_however_they_came(
-    fake: FakeVllm, server: VllmServer
-) -> None:
-    for version in (0, 1, 2):
-        if version == 1:
-            await turn(server, version)
-        elif version == 2:
-            await publish(server, version, "abort")
-        await server.sleep(["kv"])
-        await server.wake(["kv"])
-        assert fake.weights == version, "weights that stay awake are kept"
-        fake.calls.clear()
-        await server.sleep(["kv", "weights"])
-        assert fake.weights == DROPPED
-        async with asyncio.TaskGroup() as tasks:
-            waits = tasks.create_task(server.generate_segment(request(f"w{version}")))
-            await server.wake(["weights", "kv"])
-            await all_blocked()
-            assert not waits.done(), "nothing is sampled from what is no version"
-            await turn(server, pushed := version + (version == 2))  # that one has the digest of its file
-        assert versions(waits.result()) == [pushed]
-        check_logprobs(waits.result())
-        assert {path for path in fake.calls if path.startswith("/sleep")} == {"/sleep?level=2&mode=abort"}
-
-
 PUBLISHES = st.tuples(st.sampled_from(["abort", "keep", "wait"]), st.integers(0, 30), st.booleans())
 STARTS = st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans())
 
@@ -168,7 +109,7 @@ STARTS = st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans())
     transit_s=st.sampled_from([0.0, 0.004, 0.03]),
 )
 @with_server
-async def test_whatever_happens_when_every_token_is_of_the_version_that_it_says(
+async def test_every_token_has_the_version_it_says(
     fake: FakeVllm,
     server: VllmServer,
     publishes: list[tuple[Interrupt, int, bool]],

@@ -125,7 +125,7 @@ class Apart(EngineRooms):
 live, fails = partial(play, Apart), partial(play_to_its_error, Apart)
 
 
-def test_the_next_push_waits_for_the_evaluation_and_the_trainer_only_for_its_bound() -> None:
+def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
     rooms = live(Apart.whole, last=4, max_staleness=1)
     assert rooms.evaluated.versions == [0, 2, 4]
     assert rooms.announced == [2, 4], "versions 1 and 3 were replaced by newer ones while a push was held"
@@ -139,31 +139,9 @@ def test_the_next_push_waits_for_the_evaluation_and_the_trainer_only_for_its_bou
     assert rooms.pool.gauges()["tokens/generated"] == 0, "its tokens are not trained on"
 
 
-def test_at_max_staleness_0_each_version_is_served_until_it_is_evaluated() -> None:
-    rooms = live(Apart.whole, every=1, last=3, max_staleness=0)
-    assert (rooms.evaluated.versions, rooms.announced) == ([0, 1, 2, 3], [1, 2, 3])
-
-
-def test_evaluations_that_are_due_at_one_version_follow_each_other_before_the_next_push() -> None:
-    rooms = live(Apart.whole, every={"often": 2, "seldom": 4}, last=4, max_staleness=1)
-    found = [(result.version, result.name) for result in rooms.results]
-    both = ("often", "seldom")
-    assert found == [*((0, name) for name in both), (2, "often"), *((4, name) for name in both)]
-    assert rooms.served_at[0] == pytest.approx(2 * ONCE_S + 0.2, abs=0.1)
-
-
-def test_an_evaluation_past_its_limit_is_abandoned_and_the_push_follows_at_once() -> None:
-    rooms = live(Apart.whole, last=2, timeout_s=2.0)
-    assert (rooms.results, rooms.evaluation.stats().abandoned) == ([], 2)
-    told = [trouble.partition(";")[0] for trouble in rooms.evaluated.troubles]
-    limit = "is given up: did not end within eval.timeout_s=2.0"
-    assert told == [f"the evaluation of policy_version {version} {limit}" for version in (0, 2)]
-    assert rooms.served_at[0] == pytest.approx(2.2, abs=0.1)
-
-
 @pytest.mark.parametrize("num_engines", [1, 2])
 @pytest.mark.parametrize("how", ["die", "drain"])
-def test_an_engine_that_is_lost_in_an_evaluation_costs_time_and_no_sample(how: str, num_engines: int) -> None:
+def test_lost_engine_costs_no_sample(how: str, num_engines: int) -> None:
     async def story(rooms: Apart) -> None:
         await asyncio.sleep(ONCE_S / 2)
         if how == "die":
@@ -181,16 +159,7 @@ def test_an_engine_that_is_lost_in_an_evaluation_costs_time_and_no_sample(how: s
     assert rooms.evaluated.troubles == []
 
 
-def test_an_engine_that_nothing_starts_again_ends_the_run_by_name() -> None:
-    async def story(rooms: Apart) -> None:
-        await asyncio.sleep(ONCE_S / 2)
-        rooms.fakes[0].die()
-        await asyncio.sleep(100.0)
-
-    assert "engine-0" in str(fails(story, max_restarts=0))
-
-
-def test_a_run_that_stops_gets_its_engines_back_at_once_and_evaluates_no_more() -> None:
+def test_stopped_run_gets_its_engines_back_at_once() -> None:
     async def story(rooms: Apart) -> None:
         await rooms.steps(1)
         rooms.evaluation.stop_nowait()
@@ -219,7 +188,7 @@ def test_a_version_that_is_not_the_served_one_ends_the_run() -> None:
     max_staleness=st.integers(0, 3),
 )
 @settings(max_examples=60)
-def test_whatever_dies_the_run_ends_and_each_evaluation_has_one_version(
+def test_deaths_leave_each_evaluation_with_one_version(
     decode_s: float,
     every: int,
     timeout_s: float,
@@ -272,7 +241,7 @@ def test_in_turns_the_engines_keep_theirs_until_the_evaluation_ends(stays: bool)
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_after_the_last_step_the_trainer_keeps_its_turn_until_the_evaluation_of_the_last_weights(
+def test_last_weights_are_evaluated_after_the_save(
     stays: bool,
 ) -> None:
     async def story(house: House, evaluated: Evaluated) -> None:
@@ -288,7 +257,7 @@ def test_after_the_last_step_the_trainer_keeps_its_turn_until_the_evaluation_of_
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_an_engine_that_dies_in_an_evaluation_in_turns_comes_back_with_its_version(stays: bool) -> None:
+def test_engine_death_in_turns_keeps_its_version(stays: bool) -> None:
     async def story(house: House, evaluated: Evaluated) -> None:
         await house.step()
         await house.step()

@@ -55,7 +55,7 @@ def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: An
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_the_eval_prompts_are_the_first_ones_in_order_and_not_those_of_training() -> None:
+def test_eval_prompts_are_the_first_of_the_task() -> None:
     config = eval_config()
     task, prompts = read_eval_task(config)
     assert [prompt.prompt_id for prompt in prompts] == [f"0/{number}" for number in range(5)]
@@ -65,7 +65,7 @@ def test_the_eval_prompts_are_the_first_ones_in_order_and_not_those_of_training(
 
 
 @pytest.mark.extras
-def test_more_prompts_than_the_task_has_are_refused_as_an_error_of_eval_with_the_number_to_write() -> None:
+def test_too_many_eval_prompts_are_refused() -> None:
     gym = eval_config(task={"reasoning_gym": "leg_counting", "size": 20}, num_prompts=21)
     for read, config in ((read_eval_task, eval_config(num_prompts=21)), (look_at_eval_task, gym)):
         with pytest.raises(ConfigError, match=r"the section eval, num_prompts=21 is above the 20") as caught:
@@ -73,7 +73,7 @@ def test_more_prompts_than_the_task_has_are_refused_as_an_error_of_eval_with_the
         assert "eval.num_prompts=20" in caught.value.way_out
 
 
-def test_check_reads_the_eval_task_and_its_engine_takes_no_thread_from_the_trainer(tmp_path: Path) -> None:
+def test_check_reads_the_eval_task(tmp_path: Path) -> None:
     threads = {"rollout": {"threads": "auto"}, "trainer": {"threads": "auto"}}
     plain = load_config(write_config(tmp_path, **threads))
     config = write_config(tmp_path, **threads, eval={"task": LETTERS, "num_prompts": 5, "slots": 8})

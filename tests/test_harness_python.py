@@ -6,7 +6,6 @@ import asyncio
 import copy
 import dataclasses
 import pickle
-import sys
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def run(name: str, **args: Any) -> Outcome:
     return as_outcome(asyncio.run(harness.run(TASK, SESSION)))
 
 
-def test_a_task_is_a_record_and_an_answer_that_is_not_given_is_missing() -> None:
+def test_task_without_an_answer_says_so() -> None:
     without: Any = AnyTask("p0", TASK.messages)
     for task in (TASK, without):
         assert task == copy.deepcopy(task) == pickle.loads(pickle.dumps(task))
@@ -37,7 +36,7 @@ def test_a_task_is_a_record_and_an_answer_that_is_not_given_is_missing() -> None
         _ = without.answer
 
 
-def test_a_number_an_outcome_or_nothing_is_taken_and_all_else_a_failure() -> None:
+def test_outcomes_are_taken_and_all_else_fails() -> None:
     taken = {"plain": Outcome(0.25), "says_nothing": Outcome(), "numpy_reward": Outcome(0.5)}
     taken["judge"] = Outcome(0.75)
     taken["whole_outcome"] = Outcome(None, {"ok": 1.0}, {"chatcmpl-0": 1.0, "chatcmpl-1": 0.0})
@@ -51,7 +50,7 @@ def test_a_number_an_outcome_or_nothing_is_taken_and_all_else_a_failure() -> Non
 
 
 @in_virtual_time
-async def test_a_function_that_swallows_its_cancellation_is_given_up_and_too_many_end_the_worker(
+async def test_endless_function_is_given_up_and_too_many_end_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.user_code.MAX_ABANDONED", 1)
@@ -75,7 +74,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_any_rollout() -> Non
 
 
 @in_loop
-async def test_the_openai_client_of_a_session_calls_with_its_key_and_shares_the_connections() -> None:
+async def test_openai_client_uses_the_session_key_and_shared_connections() -> None:
     client = make_http_client()
     async with open_gateway() as gateway:
         harness = build_harness(GeneratorConfig(python="harnesses_for_test:two_turns", args={"bonus": 0.5}))
@@ -86,9 +85,3 @@ async def test_the_openai_client_of_a_session_calls_with_its_key_and_shares_the_
     assert [key for key, _ in gateway.calls] == ["key-0", "key-0", "key-1", "key-1"]
     assert [len(body["messages"]) for _, body in gateway.calls] == [1, 3, 1, 3]
     await client.aclose()
-
-
-def test_without_openai_the_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[harness\]'"):
-        _ = Session("http://127.0.0.1:9/v1", "key", "policy").client

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from sandbox_cases import need_bubblewrap
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.command_processes import find_group
-from asyncrl.agents.sandbox import Forwarder, Sandbox, find_sandbox
+from asyncrl.agents.sandbox import find_sandbox
 from asyncrl.agents.worker import Worker
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
@@ -179,46 +178,3 @@ def test_settings_of_a_sandbox_need_a_sandbox() -> None:
             GeneratorConfig(command=["/bin/sh"], **settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is for command"):
         GeneratorConfig(python="a:b", sandbox="bubblewrap")
-
-
-def test_the_command_line_has_no_network(tmp_path: Path) -> None:
-    command = Sandbox(("/data",)).around(["agent", "--fast"], tmp_path, 7)
-    assert command[:2] == ["bwrap", "--unshare-all"]
-    assert " --ro-bind /data /data " in " ".join(command)
-    assert not {"--share-net", str(Path.home()), "/var"} & set(command)
-
-
-@in_loop
-async def test_the_forwarder_connects_to_one_address_until_closed() -> None:
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(await reader.readline())
-        writer.close()
-
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    forwarder = Forwarder(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
-    assert forwarder.inner_url == "http://127.0.0.1:8700/v1"
-    listener = socket.create_server(("127.0.0.1", 0))  # as the first program in a sandbox does
-    socket.send_fds(forwarder.their_end, [b"1"], [listener.fileno()])
-    port = listener.getsockname()[1]
-    listener.close()
-    await forwarder.wait_open()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"hello\n")
-    assert await reader.read() == b"hello\n"
-    idle, idle_writer = await asyncio.open_connection("127.0.0.1", port)
-    waiting = asyncio.ensure_future(idle.read())
-    await asyncio.sleep(0)
-    await forwarder.aclose()
-    await asyncio.wait([waiting])
-    with pytest.raises(OSError, match=r"."):
-        await asyncio.open_connection("127.0.0.1", port)
-    for each in (writer, idle_writer):
-        each.close()
-    server.close()
-
-
-@in_loop
-async def test_the_forwarder_does_not_wait_for_a_dead_sandbox() -> None:
-    forwarder = Forwarder("http://127.0.0.1:1/v1")
-    await forwarder.wait_open()
-    await forwarder.aclose()

@@ -67,7 +67,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         process.kill()
 
 
-def test_a_worker_that_is_blocked_or_killed_is_started_again_and_the_run_goes_on(agents: Path) -> None:
+def test_blocked_or_killed_worker_is_restarted(agents: Path) -> None:
     metrics = read_lines(agents / "metrics.jsonl")
     last = metrics[-1]
     assert len(metrics) == NUM_STEPS
@@ -86,7 +86,7 @@ def test_a_worker_that_is_blocked_or_killed_is_started_again_and_the_run_goes_on
     assert said["staleness_max"] <= said["max_staleness"] == 4
 
 
-def test_loss_is_on_what_the_model_sampled_and_never_on_what_the_tool_said(agents: Path) -> None:
+def test_loss_covers_only_sampled_tokens(agents: Path) -> None:
     tokenizer, journal, num_with_tool = HFChatTokenizer(agents / "model"), agents / "journal.sqlite", 0
     trained = {
         (line["version"], each["group_id"], each["sample_index"], each["branch"]): each
@@ -121,7 +121,7 @@ def inspected(run_dir: Path) -> dict[str, Any]:
     return said
 
 
-def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_run(tmp_path: Path) -> None:
+def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
     log, run_dir = tmp_path / "log", tmp_path / "run"
     config = write_config(
         tmp_path,
@@ -154,7 +154,7 @@ def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_ru
     assert inspected(run_dir)["bound_kept"] is True
 
 
-def test_a_run_waits_for_a_worker_and_a_second_one_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
+def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     """The first one plays two steps' rollouts, then holds all that it leases: it is killed with a lease,
     however fast the run is.
     """

@@ -4,7 +4,6 @@ end it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import signal
@@ -42,7 +41,7 @@ LONG = "trainer.num_steps=100000"
 PATIENCE_S = 240.0
 
 
-def test_a_run_goes_on_without_what_it_can_lose_and_ends_when_an_engine_is_lost_too_often(
+def test_run_survives_losses_until_restarts_are_used_up(
     tmp_path: Path,
 ) -> None:
     """One after the other: the eval engine is killed, the trainer is killed, an engine is frozen, and killed
@@ -97,7 +96,7 @@ def test_a_run_goes_on_without_what_it_can_lose_and_ends_when_an_engine_is_lost_
     assert staging_of(process.pid) == []
 
 
-def test_a_frozen_trainer_is_named_by_status_and_ends_the_run_with_stacks_in_the_logs(tmp_path: Path) -> None:
+def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(
         tmp_path,
@@ -133,27 +132,6 @@ def test_a_frozen_trainer_is_named_by_status_and_ends_the_run_with_stacks_in_the
     assert all_gone(children)
 
 
-def test_a_frozen_engine_is_started_again_by_the_watchdog_and_the_run_goes_on(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    config = write_config(
-        tmp_path,
-        observe={"heartbeat_s": 300},  # nothing but the watchdog may notice
-        supervision={"watchdog_s": 15, "on_stuck": "restart", "backoff_s": 0.1},
-    )
-    process = start(config, run_dir, LONG)
-    wait_for_steps(run_dir, 2, process)
-    (frozen,) = children_of(process, "specs/engine-0.json")
-    frozen.suspend()
-    wait_until(lambda: ("engine up", "engine-0") in engine_events(run_dir), process)
-    assert all_gone([frozen])
-    wait_for_more_steps(run_dir, 2, process)
-    stdout, stderr = interrupt(process)
-    assert process.returncode == 130, stderr
-    assert "engine-0: the run has stopped moving" in stdout
-    seen, *_ = [detail for what, detail in events(run_dir) if what == "stuck"]
-    assert seen["on_stuck"] == "restart"
-
-
 def plain(text: str) -> str:
     """The words of a panel, on one line."""
     return " ".join(text.replace("│", " ").split())
@@ -170,7 +148,7 @@ def test_an_interrupt_during_start_up_leaves_nothing_running(tmp_path: Path) -> 
     assert all_gone(children)
 
 
-def test_a_full_disk_is_told_without_a_traceback_and_with_the_way_out(tmp_path: Path) -> None:
+def test_full_disk_is_reported_with_the_way_out(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "trained.jsonl").symlink_to("/dev/full")  # the trainer's record, in the middle of the run
@@ -182,24 +160,7 @@ def test_a_full_disk_is_told_without_a_traceback_and_with_the_way_out(tmp_path: 
     assert "Traceback" not in answer.stderr.replace("the traceback", "")
 
 
-def test_a_run_on_simulated_engines_whose_output_is_not_read_goes_to_its_end(tmp_path: Path) -> None:
-    simulated = {"engine": "simulated", "simulated": {"mean_tokens": 7, "sigma": 0}}
-    process = start(write_config(tmp_path, rollout=simulated), tmp_path / "run", "trainer.num_steps=60")
-    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # type: ignore[arg-type]
-    assert process.wait(timeout=PATIENCE_S) == 0
-    stdout, _ = process.communicate()
-    assert len(stdout) <= 4096
-    log = (tmp_path / "run" / "logs" / "controller.log").read_text()
-    assert "standard output is not read" in log
-    assert "rollout.engine=simulated: tokens are drawn at random" in log
-    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [step["sample/length_mean"] for step in steps] == [7.0] * 60
-    assert not [name for step in steps for name in step if "logprob_gap" in name]
-
-
-def test_a_run_that_sends_its_weights_trains_on_the_same_whoever_is_killed(
-    on_policy: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_broadcast_run_trains_the_same_through_kills(on_policy: Path, whole: Path, tmp_path: Path) -> None:
     """By broadcast to engines of ours, where the run that nothing befell went by files."""
     sent = {"weight_sync": {"transport": "nccl"}, "supervision": {"backoff_s": 0.1}}
     config = variant(on_policy, tmp_path, rollout={"num_engines": 2}, **sent)
@@ -225,7 +186,7 @@ def logits(model: Any) -> torch.Tensor:
         return torch.log_softmax(model(input_ids=torch.arange(3, 19)[None]).logits.float(), dim=-1)
 
 
-def test_a_run_publishes_adapters_while_rollouts_go_on_and_leaves_merged_weights_and_the_adapters(
+def test_adapter_run_leaves_merged_weights_and_adapters(
     tmp_path: Path,
 ) -> None:
     config = write_config(

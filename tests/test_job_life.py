@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import signal
@@ -20,19 +19,16 @@ from journal_cases import RUN_ID, admit, with_journal
 from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config, run_config_yaml
-from asyncrl.errors import ConfigError, EngineError, RoomError
+from asyncrl.errors import ConfigError, RoomError
 from asyncrl.job import loop as job
 from asyncrl.job.colocate import SideBySide
-from asyncrl.job.life import close_within
 from asyncrl.job.loop import Job
 from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumePoint
-from asyncrl.job.start import end_server
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import all_blocked
-from asyncrl.trainer.model_folder import MODEL_PIN
 
 REPORTED = ("start", "status_server", "close_console", "training_starts", "status", "step", "evaluated")
 
@@ -172,7 +168,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
 
 
 @virtual
-async def test_a_trainer_that_dies_while_it_saves_ends_the_run_once_it_is_given_up(house: House) -> None:
+async def test_trainer_death_in_save_ends_the_run(house: House) -> None:
     house.trainer.policy_version = 3
     await house.begin()
     assert len(house.trainer.saved) == 1
@@ -198,22 +194,7 @@ async def test_a_run_that_is_done_makes_a_checkpoint_then_saves_its_weights(hous
 
 
 @virtual
-async def test_an_interrupt_during_the_last_evaluation_ends_the_run_with_all_saved(house: House) -> None:
-    house.trainer.policy_version = 3
-    house.rooms.evaluation = house.rooms.producers
-    house.rooms.eval_server = SimpleNamespace(name="engine-eval", child=SimpleNamespace(watch=ignore))
-    house.trainer.may_save.set()
-    await house.begin()
-    assert (len(house.trainer.saved), house.last) == (1, [3]), "safe before the last evaluation"
-    assert house.names >= {"publisher", "evaluation"}, "it needs both"
-    assert "producers" not in house.names
-    house.interrupt()
-    with pytest.raises(asyncio.CancelledError):
-        await house.living
-
-
-@virtual
-async def test_a_signal_lets_the_step_in_hand_end_and_makes_a_checkpoint_not_final(house: House) -> None:
+async def test_signal_ends_after_the_step_with_a_checkpoint(house: House) -> None:
     await house.begin(num_batches=2)
     house.interrupt()
     await all_blocked()
@@ -226,9 +207,7 @@ async def test_a_signal_lets_the_step_in_hand_end_and_makes_a_checkpoint_not_fin
 
 @pytest.mark.parametrize("num_batches", [0, 1])
 @virtual
-async def test_a_signal_ends_the_wait_for_a_batch_and_loses_none_that_comes_with_it(
-    house: House, num_batches: int
-) -> None:
+async def test_signal_during_a_wait_loses_no_batch(house: House, num_batches: int) -> None:
     house.trainer.may_step.set()
     await house.begin()
     house.give_batches(num_batches)
@@ -236,17 +215,6 @@ async def test_a_signal_ends_the_wait_for_a_batch_and_loses_none_that_comes_with
     await house.living
     assert len(house.trainer.trained) + house.batches.qsize() == num_batches
     assert (house.last, house.trainer.saved) == ([len(house.trainer.trained)], [])
-
-
-@virtual
-async def test_a_signal_before_training_ends_the_run_at_once(house: House) -> None:
-    house.trainer.policy_version = 1
-    house.publisher.wait_announced = for_ever  # a resumed run brings its weights to the engines first
-    await house.begin()
-    house.interrupt()
-    with pytest.raises(asyncio.CancelledError):
-        await house.living
-    assert house.last == []
 
 
 @pytest.mark.parametrize(
@@ -257,7 +225,7 @@ async def test_a_signal_before_training_ends_the_run_at_once(house: House) -> No
         (None, ""),
     ],
 )
-def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_written(
+def test_failed_resume_leaves_the_run_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
 ) -> None:
     make_reporter(tmp_path, num_steps=9)._recorder.close()
@@ -284,60 +252,10 @@ def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_writte
 # ---- what is closed, and what blocks
 
 
-@virtual
-async def test_closing_goes_on_to_its_end_when_the_run_is_cancelled_meanwhile() -> None:
-    closed = []
-
-    async def close() -> None:
-        await asyncio.sleep(3)
-        closed.append("engine-0")
-
-    closing = asyncio.create_task(close_within(5, "engine-0", close))
-    await all_blocked()
-    closing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
-    assert closed == ["engine-0"]
-
-
-def test_a_process_that_does_not_die_at_the_end_of_the_run_is_shown() -> None:
-    told: list[str] = []
-    for left in ("", "process 7 of engine-0 is still there"):
-        server: Any = SimpleNamespace(aclose=nothing, child=SimpleNamespace(left=left))
-        asyncio.run(end_server(server, told.append))
-    assert told == ["process 7 of engine-0 is still there"]
-
-
 # ---- what is said and written
 
 
-@pytest.mark.parametrize("state", ["done", "interrupted"])
-def test_a_run_says_at_its_end_where_its_weights_are_or_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str
-) -> None:
-    (tmp_path / "final").mkdir()
-    make_reporter(tmp_path, num_steps=3, console="plain").finish(state, "a signal")
-    said = capsys.readouterr().out
-    goes_on = f"go on with: asyncrl run {tmp_path / 'config.yaml'} --run-dir {tmp_path}"
-    assert (f"weights: {tmp_path / 'final'}" in said, goes_on in said) == (state == "done", state != "done")
-    assert json.loads((tmp_path / "summary.json").read_text())["why"] == "a signal"
-
-
-def test_a_run_that_was_refused_does_not_say_how_to_go_on_and_a_broken_one_names_what_it_lacked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(error: Exception) -> str:
-        return make_job(tmp_path, observe={"console": "plain"})._fail(error).way_out
-
-    fail(ConfigError("model.path=x: there is no such folder"))
-    assert "go on with" not in capsys.readouterr().out
-    fail(EngineError("engine-0", "died"))
-    assert "go on with: asyncrl run" in capsys.readouterr().out
-    assert "raise the limit (ulimit -n)" in fail(OSError(errno.EMFILE, "Too many open files"))
-    assert "free space on its disk" in fail(OSError(errno.ENOSPC, "No space left on device"))
-
-
-def test_a_resumed_run_goes_on_with_the_steps_before_and_tells_which_are_lost(tmp_path: Path) -> None:
+def test_resumed_run_keeps_earlier_steps_and_names_lost_ones(tmp_path: Path) -> None:
     reporter = make_reporter(tmp_path, num_steps=400)
     reporter.resumes(300, {})
     assert reporter._last == {"step": 300, "time_s": 30_000.0, "reward/mean": 0.5}, "and keeps no other"
@@ -369,7 +287,7 @@ def begun_run(tmp_path: Path, config: RunConfig) -> Path:
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
+def test_failed_start_restores_earlier_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
     config = make_config(tmp_path)
@@ -386,22 +304,3 @@ def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
         job.run_job(config, run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
     assert [*run_dir.glob(".final*"), *run_dir.glob(".adapter*"), *run_dir.glob(".model*")] == []
-
-
-def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_made_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, left, said = make_config(tmp_path), ("model", MODEL_PIN), list[str]()
-    begun, failed, foreign = begun_run(tmp_path, config), tmp_path / "failed", tmp_path / "foreign"
-    monkeypatch.setattr(job, "Job", lambda *_, **__: SimpleNamespace(run=nothing, say=said.append))
-    for folder, allowed, stays in ((begun, [], 1), (begun, ["model"], 1), (foreign, [], 1), (failed, [], 0)):
-        (folder / "model").mkdir(parents=True, exist_ok=True)
-        for name in left[1:]:
-            (folder / name).write_text("{}")
-        if folder == failed:
-            (folder / "run.id").write_text(RUN_ID)
-        job.run_job(config, folder, name="test", allow_change=allowed)
-        assert [(folder / name).exists() for name in left] == [bool(stays)] * len(left)
-    logs = [(folder / "logs" / "controller.log").read_text() for folder in (begun, foreign, failed)]
-    assert sum(log.count("rollout.deterministic: auto is true: ") for log in logs) == 4
-    assert said == [], "the choices of auto stay in the log"

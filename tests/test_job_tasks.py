@@ -52,7 +52,7 @@ def groups_of(run_dir: Path) -> list[tuple[Any, ...]]:
     return [(one.group_id, one.prompt_id, one.state, one.version) for one in read_evidence(run_dir).groups]
 
 
-def test_prompts_are_drawn_by_share_metrics_are_by_task_and_evaluations_by_name(whole: Path) -> None:
+def test_tasks_have_their_share_metrics_and_evaluations(whole: Path) -> None:
     drawn = [task_of(prompt_id) for _, prompt_id, _, _ in groups_of(whole)]
     for end in range(1, len(drawn) + 1):
         assert abs(drawn[:end].count("letters") - 0.6 * end) < 1
@@ -80,9 +80,7 @@ def test_prompts_are_drawn_by_share_metrics_are_by_task_and_evaluations_by_name(
     assert told == len(epochs) > 2, "each epoch is in the journal"
 
 
-def test_killed_and_resumed_it_draws_and_computes_the_same_and_refuses_data_that_have_changed(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_resumed_run_computes_the_same_and_refuses_changed_data(whole: Path, tmp_path: Path) -> None:
     config, run_dir = whole.parent / "config-for-test.yaml", tmp_path / "run"
     killed_on_the_way(
         lambda: start(config, run_dir), lambda: len(read_lines(run_dir / "metrics.jsonl")) >= 6, run_dir

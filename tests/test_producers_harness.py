@@ -17,7 +17,7 @@ from asyncrl.errors import RolloutFailure, RolloutTimeout
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Work
 from asyncrl.messages.work import RolloutSession
 from asyncrl.rollouts.generators import HarnessGenerator
-from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
+from asyncrl.rollouts.rollout import RolloutRunner, Slots
 from asyncrl.testing.virtual_time import run_virtual
 
 PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
@@ -113,7 +113,7 @@ def run(host: FakeHost, queue: FakeQueue, *, retries: int = 0, **options: Any) -
     return run_virtual(story())
 
 
-def test_the_work_carries_the_session_of_this_attempt_which_ends_before_the_task_scores_its_text() -> None:
+def test_session_ends_before_the_task_scores() -> None:
     host, queue = FakeHost(), FakeQueue(Outcome(metrics={"turns": 2.0}))
     (trajectory,) = run(host, queue)
     assert (trajectory.sample_index, trajectory.reward, trajectory.metrics) == (2, 0.25, {"turns": 2.0})
@@ -134,20 +134,14 @@ def test_the_work_carries_the_session_of_this_attempt_which_ends_before_the_task
         (Outcome(0.0), 0.0),
     ],
 )
-def test_a_reward_of_the_harness_stands_and_without_one_the_mean_of_its_parts(
-    outcome: Outcome, reward: float
-) -> None:
+def test_harness_reward_stands_or_the_mean_of_its_parts(outcome: Outcome, reward: float) -> None:
     host = FakeHost()
     (trajectory,) = run(host, FakeQueue(outcome))
     assert trajectory.reward == reward
     assert not any(line.startswith("scored") for line in host.log)
 
 
-def test_a_rollout_of_nothing_is_a_failure() -> None:
-    assert isinstance(run(FakeHost(text=None), FakeQueue(Outcome(1.0))), FailedRollout)
-
-
-def test_a_failure_of_the_worker_ends_the_session_and_each_attempt_has_its_own() -> None:
+def test_each_attempt_has_its_own_session() -> None:
     host, queue = FakeHost(), FakeQueue(RolloutFailure("worker w is gone"))
     failed = run(host, queue, retries=1)
     assert (failed.num_attempts, str(failed.failure)) == (2, "worker w is gone.")
@@ -164,9 +158,7 @@ FULL = "This prompt has 9 tokens"
     ("outcome", "has_score", "reward"),
     [(FAILED, True, 0.25), (FAILED, False, 0.0), (Outcome(0.5), True, 0.5), (Outcome(), True, 0.25)],
 )
-def test_a_rollout_that_has_met_a_limit_is_kept_with_the_reward_that_there_is_or_fails_if_so_configured(
-    outcome: Any, has_score: bool, reward: float
-) -> None:
+def test_rollout_at_a_limit_is_kept_or_fails_by_config(outcome: Any, has_score: bool, reward: float) -> None:
     host = FakeHost(overflow=FULL)
     host.has_score = has_score
     (trajectory,) = run(host, FakeQueue(outcome))
@@ -177,7 +169,7 @@ def test_a_rollout_that_has_met_a_limit_is_kept_with_the_reward_that_there_is_or
     assert "exit code 1" in str(nothing.failure), "there is nothing to keep"
 
 
-def test_time_in_the_queue_does_not_count_and_time_with_a_worker_does() -> None:
+def test_queue_time_does_not_count() -> None:
     (trajectory,) = run(FakeHost(), FakeQueue(Outcome(1.0), queued_s=1000.0, run_s=9.0))
     assert trajectory.reward == 1.0
     host = FakeHost()

@@ -50,9 +50,7 @@ def go_on(unfinished: UnfinishedGroup, check: Callable[[House, FakeEngine], None
 
 
 @pytest.mark.parametrize(("retries", "num_tries"), [(3, 2), (1, 1)], ids=["as before", "lowered"])
-def test_a_rollout_goes_on_from_its_tokens_in_the_very_attempt_that_it_was_in(
-    retries: int, num_tries: int
-) -> None:
+def test_rollout_resumes_from_its_tokens_and_attempt(retries: int, num_tries: int) -> None:
     def check(house: House, engine: FakeEngine) -> None:
         assert [request.request_id for request in engine.requests][:1] == ["g7/r1/t0/a2"]
         assert engine.requests[0].seed == derive_seed(0, "0/7", 1, 0, attempt=2)
@@ -64,19 +62,8 @@ def test_a_rollout_goes_on_from_its_tokens_in_the_very_attempt_that_it_was_in(
     go_on(unfinished, check, scorer=FakeScorer(lambda *_: "no"), retries=retries)
 
 
-def test_rollouts_beyond_a_lowered_group_size_stay_and_no_more_are_sampled_than_it_asks_for() -> None:
-    def check(house: House, engine: FakeEngine) -> None:
-        assert [request.request_id[3:5] for request in engine.requests] == ["r1", "r2", "r3"]
-        (group,) = house.sink.finished
-        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3, 5, 6]
-        assert house.producers.prompts_out() == []
-
-    first = {index: done(index) for index in (0, 5, 6)}
-    go_on(UnfinishedGroup(TICKET, PROMPT, first, {7: (3, "no")}, {4: (0, PARTIAL)}), check)
-
-
 @virtual
-async def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts() -> None:
+async def test_resumed_groups_get_slots_first() -> None:
     async with House(num_tickets=5, group_size=4, capacity=2, engine=engine_at(2)) as house:
         house.sink.start_version = 2
         house.journal.admitted_nowait(TICKET, PROMPT)
@@ -93,9 +80,7 @@ async def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts
     states=st.lists(st.sampled_from(["done", "failed", "partial", "new"]), min_size=4, max_size=4),
     attempt=st.integers(0, 1),
 )
-def test_what_is_finished_is_not_sampled_again_and_all_else_with_the_seeds_that_it_had(
-    states: list[str], attempt: int
-) -> None:
+def test_resume_samples_only_the_rest_with_its_seeds(states: list[str], attempt: int) -> None:
     def known(name: str, value: Any = None) -> dict[int, Any]:
         return {index: value for index, state in enumerate(states) if state == name}
 

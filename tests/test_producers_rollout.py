@@ -15,7 +15,7 @@ from journal_cases import admit, make_partial, make_prompt, with_journal
 from rollout_cases import single_turn, virtual
 
 from asyncrl.config import TaskConfig
-from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
+from asyncrl.errors import EngineError, RequestRefused, RewardFailure
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Completion,
@@ -30,7 +30,6 @@ from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.testing.virtual_time import all_blocked
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
@@ -75,7 +74,7 @@ async def run(runner: RolloutRunner) -> Rollout | FailedRollout:
 
 
 @virtual
-async def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
+async def test_single_turn_records_every_token() -> None:
     engine = FakeEngine(tokens=lambda _: 3)
     scorer = FakeScorer(lambda _, text: 0.5 if text == "zzz" else 0.0, latency_s=5.0)
     engine.policy_version = 9
@@ -94,69 +93,17 @@ async def test_single_turn_records_every_token_of_prompt_and_completion() -> Non
     assert request.seed == derive_seed(3, "p7", 1, 0)
 
 
-@virtual
-async def test_a_retry_waits_for_a_worker_off_the_clock_too() -> None:
-    left_s: list[float | None] = []
-
-    class QueuedThenFails:
-        async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-            await asyncio.sleep(1.0)
-            attempt.clock.hold()
-            left_s.append(attempt.clock.left_s)
-            await asyncio.sleep(1000.0)
-            attempt.clock.resume()
-            attempt.clock.resume()  # its worker lost it on its way, and another one took it
-            await asyncio.sleep(3.0)
-            raise RolloutFailure("bad")
-
-    outcome = await run(RolloutRunner(QueuedThenFails(), timeout_s=10.0, retries=5))
-    assert isinstance(outcome, FailedRollout)
-    assert isinstance(outcome.failure, RolloutTimeout)
-    assert "is not finished after rollout.timeout_s=10.0 s, in attempt 3" in str(outcome.failure)
-    assert left_s == [9.0, 5.0, 1.0], "what a worker is given"
-    assert asyncio.get_running_loop().time() == 3010.0
-
-
 @pytest.mark.parametrize(
     "error",
     [RewardFailure("no number"), RequestRefused("too long"), KeyError("turn"), TimeoutError("a tool's own")],
 )
 @virtual
-async def test_whatever_goes_wrong_in_a_rollout_is_data_after_the_last_retry(error: Exception) -> None:
+async def test_rollout_errors_are_data_after_the_last_retry(error: Exception) -> None:
     runner = RolloutRunner(Scripted(*[failing(error)] * 3), timeout_s=10.0, retries=2)
     outcome = await run(runner)
     assert isinstance(outcome, FailedRollout)
     assert (outcome.sample_index, outcome.num_attempts, runner.num_retried) == (1, 3, 2)
     assert str(error) in str(outcome.failure)
-
-
-class CutShort(FakeEngine):
-    """Says after an interruption what it has, and never ends."""
-
-    async def generate(self, request: SamplingRequest, **options: Any) -> Completion:
-        options["on_segment"](PartialCompletion((98, 99), (-1.0, -1.0), (VersionSpan(0, 2, 5),), 1))
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-
-@pytest.mark.parametrize(
-    ("engine", "reward", "sampled"),
-    [
-        (FakeEngine(tokens=lambda _: 3), "no number", "zzz"),
-        (CutShort(), "not asked for", "bc"),
-        (FakeEngine(latency_s=lambda _: 1000.0), "not asked for", None),
-    ],
-    ids=["it cannot be scored", "too late, after an interruption", "too late"],
-)
-@virtual
-async def test_a_failed_rollout_tells_what_is_known_of_its_tokens(
-    engine: FakeEngine, reward: str, sampled: str | None
-) -> None:
-    generator = single_turn(engine, FakeScorer(lambda *_: reward))
-    failed = await run(RolloutRunner(generator, timeout_s=10.0, retries=1))
-    assert isinstance(failed, FailedRollout)
-    texts = ["".join(map(chr, branch.token_ids)) for branch in failed.seen.rollout()]
-    assert texts == ([] if sampled is None else [f"hello{sampled}"])
 
 
 class Spends(FakeEngine):
@@ -259,36 +206,6 @@ def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
     one = derive_seed(0, "p1", 0, 0, attempt=0)
     assert one == derive_seed(0, "p1", 0, 0) == 4802785385995688842, "a run repeats on another machine"
-
-
-@virtual
-async def test_places_that_are_taken_away_are_not_given_out_again_and_new_ones_go_to_who_waits() -> None:
-    slots = Slots(2)
-    for order, name in enumerate("abcd"):
-        slots.ask_nowait(name, (order,))
-    slots.resize_nowait(1)
-    assert slots.num_held == 2, "what is held stays"
-    slots.give_back_nowait("a")
-    spare = asyncio.create_task(slots.wait_spare())
-    await all_blocked()
-    assert (slots.num_held, spare.done()) == (1, False)
-    slots.resize_nowait(4)
-    await asyncio.gather(spare, *map(slots.wait, "bcd"))
-    assert slots.num_held == 3
-
-
-@virtual
-async def test_a_rollout_that_is_cancelled_while_it_waits_keeps_no_place() -> None:
-    slots = Slots(1)
-    slots.ask_nowait("a", (0,))
-    slots.ask_nowait("b", (1,))
-    waiting = asyncio.create_task(slots.wait("b"), name="b")
-    await all_blocked()
-    waiting.cancel()
-    slots.give_back_nowait("a")  # before the cancelled one has ended, which gives back what it was given
-    assert slots.num_held == 1
-    slots.give_back_nowait("b")
-    assert slots.num_held == 0
 
 
 @pytest.mark.parametrize(("special_tokens", "said"), [("visible", "a<unk>b<|user|>"), ("stripped", "ab")])

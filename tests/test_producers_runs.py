@@ -45,13 +45,13 @@ def filtered_run(max_staleness: int, latency_seed: int) -> list[list[str]]:
     return [[group.prompt.prompt_id for group in batch.groups] for batch in played.batches]
 
 
-def test_at_max_staleness_0_the_batches_are_the_first_prompts_that_teach_whatever_finishes_first() -> None:
+def test_on_policy_batches_are_the_first_teaching_prompts() -> None:
     expected = [[f"p{3 * (3 * batch + place)}" for place in range(3)] for batch in range(BATCHES)]
     for latency_seed in range(5):
         assert filtered_run(0, latency_seed) == expected
 
 
-def test_with_staleness_every_batch_is_full_of_prompts_that_teach_and_none_is_trained_on_twice() -> None:
+def test_late_batches_are_full_of_teaching_prompts() -> None:
     for latency_seed in range(3):
         prompts = sum(filtered_run(4, latency_seed), [])
         assert len(set(prompts)) == len(prompts) == 3 * BATCHES
@@ -71,9 +71,7 @@ def run_with_hung(prefix: str, **config: Any) -> PlayedRun:
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("on_overdue", ["wait", "mask"])
 @pytest.mark.parametrize("group_id", [2, 2 * BATCHES - 1], ids=["amid", "in the last batch"])
-def test_a_hung_rollout_costs_a_run_one_timeout_at_most_and_its_siblings_are_trained_on(
-    max_staleness: int, on_overdue: str, group_id: int
-) -> None:
+def test_hung_rollout_costs_one_timeout_at_most(max_staleness: int, on_overdue: str, group_id: int) -> None:
     undisturbed = run_with_hung("none", max_staleness=max_staleness, on_overdue=on_overdue)
     hung = run_with_hung(f"g{group_id}/r0/", max_staleness=max_staleness, on_overdue=on_overdue)
     assert hung.at_s[-1] <= undisturbed.at_s[-1] + TIMEOUT_S

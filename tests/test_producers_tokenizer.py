@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from text_tokenizers import SPECIAL, byte_fallback, byte_level, save
+from text_tokenizers import SPECIAL, byte_level, save
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -50,7 +50,7 @@ def bos_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
     return save(byte_level(), tmp_path_factory.mktemp("tokenizer") / "bos")
 
 
-def test_a_chat_that_is_rendered_and_encoded_gives_the_ids_that_transformers_gives_with_one_first_token(
+def test_chat_ids_are_those_of_transformers(
     bos_tokenizer: HFChatTokenizer,
 ) -> None:
     from transformers import AutoTokenizer
@@ -89,7 +89,7 @@ def test_any_text_gives_the_ids_that_transformers_gives(bos_tokenizer: HFChatTok
         ("{{ messages.__class__.__mro__ }}", CHAT, "safe"),  # templates run in a sandbox
     ],
 )
-def test_what_a_template_refuses_is_a_value_error_with_its_own_words(
+def test_template_refusal_is_a_value_error(
     tiny_model_dir: Path, tmp_path: Path, text: str, messages: list[dict[str, Any]], said: str
 ) -> None:
     template = tmp_path / "chat.jinja"
@@ -98,9 +98,7 @@ def test_what_a_template_refuses_is_a_value_error_with_its_own_words(
         HFChatTokenizer(tiny_model_dir, chat_template=template).render(messages)
 
 
-def test_arguments_of_tool_calls_reach_a_template_in_the_form_that_it_reads(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     said = '{"b": 1.50,"a": "x"}'
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": said}}
@@ -148,15 +146,3 @@ def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read generation_config\.json"):
         HFChatTokenizer(folder)
-
-
-def test_it_tells_text_from_special_tokens_and_which_are_bytes_of_a_run(
-    bos_tokenizer: HFChatTokenizer, tmp_path: Path
-) -> None:
-    special = {bos_tokenizer.encode(token)[0] for token in SPECIAL}
-    assert not special & bos_tokenizer.text_ids
-    assert set(bos_tokenizer.encode("the fox \u20ac")) <= bos_tokenizer.text_ids
-    assert bos_tokenizer.byte_ids == frozenset()
-    falling_back = save(byte_fallback(), tmp_path / "fallback", markers=("<tool_call>",))
-    assert len(falling_back.byte_ids) == 256
-    assert falling_back.encode("<tool_call>")[0] in falling_back.text_ids, "added, but not special"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import stat
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -29,7 +27,7 @@ from asyncrl.job.serve import serve_gateway
         (0o755, "thesis.txt", 0o700, 0o755),
     ],
 )
-def test_a_run_directory_gets_the_mode_of_its_config_and_one_of_foreign_things_keeps_its_own(
+def test_run_directory_gets_the_mode_of_its_config(
     before: int | None, holds: str, wanted: int, then: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runs" / "new"
@@ -42,17 +40,6 @@ def test_a_run_directory_gets_the_mode_of_its_config_and_one_of_foreign_things_k
     modes = {"owner": 0o700, "group": 0o750, "all": 0o755}
     assert {who: ObserveConfig.model_validate({"readable_by": who}).dir_mode for who in modes} == modes
     assert ObserveConfig().dir_mode == 0o700
-
-
-def test_a_writable_directory_of_another_user_is_taken_and_its_open_mode_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tmp_path.chmod(0o777)
-    monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError(errno.EPERM, "not permitted")))
-    make_run_dir(tmp_path, 0o750)
-    assert (tmp_path / "logs").is_dir()
-    said = f"WARNING: {tmp_path} is another user's and stays at mode 0777, for 0750"
-    assert said in capsys.readouterr().err
 
 
 def test_a_secret_is_printed_and_never_logged(

@@ -116,9 +116,7 @@ async def tell(journal: Journal, told: MemoryJournal) -> None:
 
 
 @pytest.mark.parametrize("killed_s", [0.5, 2.4, 4.5, 8.5])
-def test_batches_of_a_killed_run_with_failures_are_those_of_one_that_was_never_killed(
-    tmp_path: Path, killed_s: float
-) -> None:
+def test_killed_run_with_failures_has_the_same_batches(tmp_path: Path, killed_s: float) -> None:
     told = MemoryJournal()
     run_virtual(Life(1, told).play(until_s=killed_s))
     second = Life(2, told)

@@ -155,9 +155,7 @@ async def leave_something_of_everything(life: Life) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 4])
-def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_was_however_often(
-    tmp_path: Path, version: int
-) -> None:
+def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path, version: int) -> None:
     async def resumed(life: Life) -> None:
         if version == 4:  # no checkpoint can be ahead of the journal: its batch was trained
             life.journal.trained_nowait(3, {})
@@ -181,7 +179,7 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
     lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed, resumed)
 
 
-def test_a_prompt_that_the_task_makes_otherwise_now_starts_anew_and_comes_first(tmp_path: Path) -> None:
+def test_prompt_that_the_task_changed_starts_over_first(tmp_path: Path) -> None:
     async def first(life: Life) -> None:
         life.feed.next_nowait()
         prompt = Prompt("0/0", ({"role": "user", "content": "another question"},))
@@ -200,7 +198,7 @@ def test_a_prompt_that_the_task_makes_otherwise_now_starts_anew_and_comes_first(
     lives(tmp_path / "journal.sqlite", first, second, third)
 
 
-def test_groups_too_old_for_changed_settings_are_given_up_their_prompts_come_first(tmp_path: Path) -> None:
+def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
     """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of version 0, and g6 is
     ready, of version 2.
     """
@@ -235,9 +233,7 @@ def test_groups_too_old_for_changed_settings_are_given_up_their_prompts_come_fir
 
 
 @pytest.mark.parametrize("refusal", ["order", "task", "state", "tokens"])
-def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_it_was(
-    tmp_path: Path, refusal: str
-) -> None:
+def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
     """What the killed run had reported (metrics.jsonl) is cut by the reporter, and the journal then knows of
     another start.
     """
@@ -272,7 +268,7 @@ def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_
 # ---- without the journal
 
 
-def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twice(tmp_path: Path) -> None:
+def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) -> None:
     controller: dict[str, Any] = {}
     whole = Whole(3, tmp_path / "step_3", controller)
 
@@ -307,9 +303,7 @@ def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twic
 
 
 @pytest.mark.parametrize("out", [None, {"0/5": 0}])  # not there; never drawn
-def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused_with_a_way_out(
-    tmp_path: Path, out: Any
-) -> None:
+def test_checkpoint_without_its_place_is_refused(tmp_path: Path, out: Any) -> None:
     whole = Whole(3, tmp_path / "step_3", {"feed": make_feed().state(), "out": out, "next_group_id": 0})
 
     async def resumed(life: Life) -> None:
@@ -331,9 +325,7 @@ def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:
 
 
 @pytest.mark.parametrize("saved", [(), (1, 2)])
-def test_a_new_trainer_gets_the_newest_checkpoint_and_the_batches_up_to_the_version_that_was_answered(
-    tmp_path: Path, saved: tuple[int, ...]
-) -> None:
+def test_new_trainer_gets_its_checkpoint_and_answered_batches(tmp_path: Path, saved: tuple[int, ...]) -> None:
     async def story(life: Life) -> None:
         await life.run_steps(3)
         life.finish(life.admit(), life.admit())

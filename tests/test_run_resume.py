@@ -7,13 +7,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from job_runs import write_config
 from journal_cases import make_batch, tell_ready
 from test_run_restore import save_checkpoint
@@ -22,7 +20,6 @@ from typer.testing import CliRunner
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
-from asyncrl.config.load import all_keys
 from asyncrl.errors import ConfigError
 from asyncrl.job import loop, resume
 from asyncrl.job.resume import ResumePoint, changed_keys, find_resume
@@ -58,9 +55,7 @@ def found(run_dir: Path, config: RunConfig, mode: Any = "auto", *allowed: str) -
     return point
 
 
-def test_a_start_that_failed_before_the_first_group_may_be_made_again_with_other_settings(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_failed_start_may_change_settings(run_dir: Path, tmp_path: Path) -> None:
     (run_dir / "journal.sqlite").unlink()
     (run_dir / "run.id").write_text("r")
     asyncio.run(open_journal(run_dir, num_groups=0))
@@ -71,7 +66,7 @@ def test_a_start_that_failed_before_the_first_group_may_be_made_again_with_other
         find_resume(run_dir, corrected, "auto")
 
 
-def test_what_a_directory_holds_is_gone_on_with_or_refused(run_dir: Path, tmp_path: Path) -> None:
+def test_run_directory_is_resumed_or_refused(run_dir: Path, tmp_path: Path) -> None:
     config, new = make_config(tmp_path / "now"), tmp_path / "new"
     assert find_resume(new, config, "auto") is find_resume(new, config, "never") is None
     assert found(run_dir, config) == found(run_dir, config, "must") == ResumePoint(None)
@@ -93,7 +88,7 @@ def test_what_a_directory_holds_is_gone_on_with_or_refused(run_dir: Path, tmp_pa
             find_resume(run_dir, config, resume.as_resume_mode(mode))
 
 
-def test_the_newest_whole_checkpoint_is_taken_a_damaged_one_is_named(run_dir: Path, tmp_path: Path) -> None:
+def test_newest_whole_checkpoint_is_taken_and_damage_named(run_dir: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path / "now", trainer={"num_steps": 200, "schedule": "constant"})
     (run_dir / "config.yaml").write_text(run_config_yaml(config))
     for version in (50, 100):
@@ -128,7 +123,7 @@ def test_fewer_steps_than_were_trained_are_refused(run_dir: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_a_run_that_is_done_is_gone_on_with_by_the_command_that_it_says(
+def test_done_run_continues_by_the_command_it_prints(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     config = make_config(tmp_path / "now", trainer={"schedule": schedule})
@@ -161,7 +156,7 @@ def test_a_run_that_is_done_is_gone_on_with_by_the_command_that_it_says(
 # ---- what may change
 
 
-def test_all_that_was_changed_is_listed_and_accepted_by_key_or_section(run_dir: Path, tmp_path: Path) -> None:
+def test_changed_settings_are_listed_and_accepted(run_dir: Path, tmp_path: Path) -> None:
     changed = {"trainer": {"learning_rate": 0.1}, "rollout": {"max_tokens": 20}}
     config = make_config(tmp_path / "now", **changed, weight_sync={"canary_limit": None, "transport": "nccl"})
     with pytest.raises(ConfigError) as caught:
@@ -194,14 +189,16 @@ def test_all_that_was_changed_is_listed_and_accepted_by_key_or_section(run_dir: 
         ("eval", {"task": {"python": "a:B"}}),
     ],
 )
-def test_what_alters_what_is_computed_may_not(run_dir: Path, tmp_path: Path, section: str, keys: Any) -> None:
+def test_settings_of_the_computation_may_not_change(
+    run_dir: Path, tmp_path: Path, section: str, keys: Any
+) -> None:
     config = make_config(tmp_path / "now", **{section: keys})
     with pytest.raises(ConfigError, match=f"{section}.{next(iter(keys))}: "):
         find_resume(run_dir, config, "auto")
     found(run_dir, config, "auto", section)
 
 
-def test_model_path_is_a_place_only_while_it_is_known_what_lay_there(run_dir: Path, tmp_path: Path) -> None:
+def test_model_path_may_change_with_a_pin(run_dir: Path, tmp_path: Path) -> None:
     models = ({"path": f"some/{name}", "scratch": None} for name in ("before", "now"))
     before, now = (make_config(tmp_path, model=model) for model in models)
     (run_dir / "config.yaml").write_text(run_config_yaml(before))
@@ -211,51 +208,12 @@ def test_model_path_is_a_place_only_while_it_is_known_what_lay_there(run_dir: Pa
     found(run_dir, now)
 
 
-def test_every_key_that_may_change_is_a_key() -> None:
-    free = {f"{section}.{key}" for section, keys in resume.FREE_KEYS.items() for key in keys.split()}
-    assert free <= {*all_keys()}
-    assert set(resume.FREE_SECTIONS) <= set(RunConfig.model_fields)
-
-
-def test_of_several_tasks_a_changed_key_is_named_with_its_task_and_may_change_as_in_one(
-    tmp_path: Path,
-) -> None:
-    begun, run_dir = make_config(tmp_path), tmp_path / "run"
-    letters = {"python": "asyncrl.tasks.letters:Letters", "size": 20}
-
-    def two(**changed: Any) -> RunConfig:
-        return type(begun).model_validate(
-            begun.model_dump() | {"task": [letters | {"name": "a"}, letters | {"name": "b"} | changed]}
-        )
-
-    assert changed_keys(two(), two(size=30, reward_workers=8)) == {
-        "task.b.reward_workers": (4, 8),
-        "task.b.size": (20, 30),
-    }
-    assert all(resume._is_free(key, two(), run_dir) for key in ("task.b.reward_workers", "task.b.digest"))
-    assert not resume._is_free("task.b.size", two(), run_dir)
-    assert resume._is_free("launcher", two(), run_dir), "another host is the head of the cluster now"
-    assert not resume._is_free("seed", two(), run_dir)
-    assert resume._is_named("task.b.size", ["task"])
-
-
 @pytest.mark.parametrize(
     ("then", "now"),
     [({1: 0.5}, {"1": 0.5}), (1, True), (1, 1.0), (math.inf, None), ({"a.b": 1}, {"a": {"b": 1}})],
 )
-def test_settings_that_only_look_alike_have_changed_and_equal_ones_have_not(
-    tmp_path: Path, then: Any, now: Any
-) -> None:
+def test_lookalike_settings_have_changed(tmp_path: Path, then: Any, now: Any) -> None:
     before, after = (make_config(tmp_path, task={"args": {"x": value}}) for value in (then, now))
     assert changed_keys(before, after), "the task would be given something else"
     for config in (before, after):
         assert changed_keys(config, config.model_copy(deep=True)) == {}
-
-
-def test_the_settings_of_the_page_are_the_defaults() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "resume.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
-    shown = yaml.safe_load(block.replace(": none", ": null"))
-    for name, section in shown.items():
-        defaults = RunConfig.model_fields[name].default.model_dump()
-        assert section.items() <= defaults.items()

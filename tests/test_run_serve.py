@@ -5,7 +5,6 @@ go to another engine; and where the key of the workers is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from gateway_cases import ScriptedEngine, World, gateway_world, until
+from gateway_cases import ScriptedEngine, World, gateway_world
 from rollout_cases import make_branch, make_prompt, virtual
 
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
@@ -73,7 +72,7 @@ def sampled_in(branch: Any) -> int:
     return sum(branch["loss_mask"])
 
 
-def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_path: Path) -> None:
+def test_outcome_ends_a_rollout_and_the_key_stays(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         status, told = await desk.outcome(reward=1.0)
         assert (status, "not one sampled token" in told) == (400, True)
@@ -104,85 +103,6 @@ def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_pa
     assert sum(end - start for start, end, _ in branch["version_spans"]) == sampled_in(branch)
 
 
-@pytest.mark.parametrize(
-    ("limit", "most"), [({"max_calls": 1}, 16), ({"max_rollout_tokens": 50}, 22), ({}, 60)]
-)
-def test_a_persons_key_without_outcomes_keeps_its_newest_conversations_and_what_it_forgets_is_recorded(
-    tmp_path: Path, limit: dict[str, int], most: int
-) -> None:
-    async def story(desk: Desk) -> None:
-        session: Any = desk.world.gateway._sessions.find(desk.people.key)
-        _, answer = await desk.ask("a long talk")
-        text = answer["choices"][0]["message"]["content"]
-        for number in range(59):
-            assert (await desk.ask(f"Hi {number}"))[0] == 200
-            num_kept.append(session.num_completions)
-            assert len(session.calls) <= session.limits.max_calls
-        assert max(num_kept) == most
-        assert (await desk.ask("a long talk", text, "and?"))[0] == 200, "forgotten or not"
-        assert (await desk.outcome(reward=1.0))[0] == 200
-
-    num_kept: list[int] = []
-    records = at_desk(story, tmp_path / "r.jsonl", **limit)
-    num_tokens = [sum(map(sampled_in, record["branches"])) for record in records]
-    assert [record["reward"] for record in records] == [None] * (len(records) - 1) + [1.0]
-    assert sum(num_tokens) == 61 * 13, "each token is recorded once"
-    assert len(records) == 1 or most < 60
-
-
-def test_a_call_in_flight_whose_conversation_is_forgotten_is_recorded_with_all_of_its_context(
-    tmp_path: Path,
-) -> None:
-    gate = asyncio.Event()
-    engine = ScriptedEngine(gate=gate)
-
-    async def story(desk: Desk) -> None:
-        session: Any = desk.world.gateway._sessions.find(desk.people.key)
-        gate.set()
-        _, answer = await desk.ask("a long talk")
-        gate.clear()
-        going_on = asyncio.ensure_future(
-            desk.ask("a long talk", answer["choices"][0]["message"]["content"], "and?")
-        )
-        await until(lambda: len(engine.requests) == 2)
-        assert len(session.capture.forget_oldest(0, 0.0)) == 1
-        assert (session.num_completions, session.capture.num_branch_tokens) == (0, 0)
-        gate.set()
-        assert (await going_on)[0] == 200
-        assert (await desk.outcome(reward=1.0))[0] == 200
-
-    (record,) = at_desk(story, tmp_path / "r.jsonl", engine=engine)
-    (branch,) = record["branches"]
-    prompt_ids = list(engine.requests[1].prompt_ids)
-    assert (branch["token_ids"][: len(prompt_ids)], sampled_in(branch)) == (prompt_ids, 13)
-
-
-def test_an_outcome_of_calls_that_set_their_temperature_is_taken_and_not_recorded(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.5}
-        assert (await desk.world.post(body, headers=desk.headers))[0] == 200
-        assert (await desk.outcome(reward=1.0))[0] == 200
-        assert (await desk.ask("Hi"))[1]["id"] == "chatcmpl-0", "the next rollout"
-        assert (await desk.outcome(reward=1.0))[0] == 200
-
-    (record,) = at_desk(story, tmp_path / "r.jsonl", on_sampling_override="honour")
-    assert (record["reward"], sampled_in(record["branches"][0])) == (1.0, 13)
-
-
-def test_a_persons_key_samples_four_times_the_answers_of_a_rollout_at_once() -> None:
-    gate = asyncio.Event()
-    engine = ScriptedEngine(gate=gate)
-
-    async def story(desk: Desk) -> None:
-        asking = [asyncio.ensure_future(desk.ask(f"Hi {number}")) for number in range(70)]
-        session: Any = desk.world.gateway._sessions.find(desk.people.key)
-        await until(lambda: len(engine.requests) == 64 and session.room.num_waiting == 6)
-        gate.set()
-        assert {(await each)[0] for each in asking} == {200}
-
-    at_desk(story, engine=engine)
-
-
 def test_a_call_under_way_when_the_outcome_comes_is_in_no_rollout(tmp_path: Path) -> None:
     gate = asyncio.Event()
     engine = ScriptedEngine(gate=gate)
@@ -201,27 +121,6 @@ def test_a_call_under_way_when_the_outcome_comes_is_in_no_rollout(tmp_path: Path
 
     (record,) = at_desk(story, tmp_path / "r.jsonl", engine)
     assert record["messages"] == [{"role": "user", "content": "Hi"}]
-
-
-def test_a_recording_that_cannot_be_written_ends_the_command(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.ask("Hi")
-        desk.recorder.close()
-        desk.recorder._file = Path("/dev/full").open("w")  # noqa: SIM115, ASYNC230
-        status, told = await desk.outcome(reward=1.0)
-        assert (status, "cannot be recorded" in told) == (400, True)
-        assert "No space left on device" in str(desk.broken[0])
-        with contextlib.suppress(OSError):
-            desk.recorder.close()
-        desk.recorder._file = None
-
-    at_desk(story, tmp_path / "r.jsonl")
-
-
-def test_of_a_range_of_engines_those_are_served_that_a_run_would_begin_with(tmp_path: Path) -> None:
-    scaled = ["rollout.num_engines={min: 1, max: 3, start: 2}", "rollout.ports=[8001, 8002, 8003]"]
-    with open_folder(tmp_path / "served", "x", load_config(QUICKSTART, scaled)) as (_, config, _):
-        assert (config.rollout.num_engines, config.rollout.ports) == (2, [8001, 8002])
 
 
 def test_a_directory_that_holds_something_else_is_not_served_from(tmp_path: Path) -> None:
@@ -252,7 +151,7 @@ class Agent:
 
 
 @virtual
-async def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_recorded_in_order(
+async def test_try_rollouts_runs_groups_and_records_them_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     agent, said, recorded = Agent(), list[str](), list[tuple[str, int]]()
@@ -281,7 +180,7 @@ async def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_recorded_in
 
 
 @pytest.mark.asyncio
-async def test_calls_of_an_evaluation_go_to_its_own_engine_and_count_for_no_other() -> None:
+async def test_evaluation_calls_use_their_own_engine() -> None:
     other, broken = ScriptedEngine(lambda _: "other"), list[RoomError]()
     async with gateway_world(on_sampling_override="refuse") as world:
         values: Any = {"seed_of": lambda *_: 7, "on_broken": broken.append}
@@ -302,7 +201,7 @@ async def test_calls_of_an_evaluation_go_to_its_own_engine_and_count_for_no_othe
 
 
 @virtual
-async def test_an_evaluation_of_an_agent_takes_the_tokens_of_all_turns_and_no_failure_of_its_engine() -> None:
+async def test_agent_evaluation_counts_all_turns_and_no_engine_failure() -> None:
     broken = list[RoomError]()
 
     async def run_attempt(attempt: RolloutAttempt) -> Rollout:
@@ -326,9 +225,7 @@ async def test_an_evaluation_of_an_agent_takes_the_tokens_of_all_turns_and_no_fa
 # ---- the key of the workers
 
 
-def test_the_worker_key_of_a_local_run_stands_in_no_file_and_that_of_a_remote_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(**generator: Any) -> str:
         """As a start of the run makes it; nothing is started."""
         task = {"files": ["x.jsonl"], "reward": "math"}

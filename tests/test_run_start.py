@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-import torch
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
 from placement_cases import make_python
@@ -22,11 +20,9 @@ from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
-from asyncrl.job import build
 from asyncrl.job import start as startup
-from asyncrl.job.build import Parts
 from asyncrl.job.colocate import SideBySide
-from asyncrl.job.engine_kinds import KINDS, engine_kind
+from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers import server_maker
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server
@@ -39,9 +35,6 @@ from asyncrl.placement.machine import CudaDevice, Machine
 from asyncrl.placement.nodes import Needs, Node, Order, look, with_addresses
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.sync.publisher import Publisher
-from asyncrl.weights.ipc import limit_memory
-from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.simulated import SimulatedSpec
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -67,23 +60,7 @@ def have_cuda(monkeypatch: pytest.MonkeyPatch, *devices: CudaDevice) -> None:
 # ---- what it is told
 
 
-@pytest.mark.parametrize(
-    ("kind", "spec"), [("embedded", EmbeddedSpec), ("simulated", SimulatedSpec), ("vllm", VllmSpec)]
-)
-def test_every_kind_of_server_takes_the_spec_that_it_is_given(tmp_path: Path, kind: str, spec: Any) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 31}')
-    of_kind = ["rollout.simulated.swap_s=0.5"] * (kind == "simulated")
-    made = engine_kind(load(f"rollout.engine={kind}", "rollout.slots=3", *of_kind)).spec(tmp_path, "engine-0")
-    told = spec.model_validate(made)
-    assert (told.name, told.slots, told.max_length) == ("engine-0", 3, 56)
-    if kind == "simulated":
-        assert (told.vocab_size, told.swap_s, told.mean_tokens) == (31, 0.5, 64)
-    else:
-        assert (told.model_path, told.dtype) == (str(tmp_path), "float32")
-    assert set(KINDS) == {"embedded", "simulated", "vllm"}
-
-
-def test_a_vllm_is_told_of_adapters_turns_and_its_part_of_the_devices() -> None:
+def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     def spec(*overrides: str, name: str = "engine-0", takes_turns: bool = False) -> VllmSpec:
         kind = engine_kind(load(VLLM, *overrides))
         return VllmSpec.model_validate(kind.spec(Path("/model"), name, "cuda:0", takes_turns=takes_turns))
@@ -109,9 +86,7 @@ def test_a_vllm_is_told_of_adapters_turns_and_its_part_of_the_devices() -> None:
         (f"{VLLM} rollout.max_tokens=1 rollout.max_prompt_tokens=1", 2),
     ],
 )
-def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_it_is_compared(
-    tmp_path: Path, overrides: str, num: int
-) -> None:
+def test_the_trainer_takes_a_canary_that_fits(tmp_path: Path, overrides: str, num: int) -> None:
     disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path}", "model.chat_template=own.jinja"]
     told = maker(tmp_path, *overrides.split(), *disk).trainer_spec(0, tmp_path / "asyncrl-1")
     assert (told.canary_tokens, told.transport) == (num, "disk")
@@ -119,7 +94,7 @@ def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_it_is_compar
     assert told.chat_template == Path.cwd() / "own.jinja", "another node has another working folder"
 
 
-def test_vllm_runs_under_its_own_python_and_sees_our_two_packages_alone(tmp_path: Path) -> None:
+def test_vllm_runs_under_its_own_python(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 0\n")
     python.chmod(0o755)
@@ -135,7 +110,7 @@ def test_vllm_runs_under_its_own_python_and_sees_our_two_packages_alone(tmp_path
 
 
 @pytest.mark.parametrize("num_cuda", [0, 3])
-def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
+def test_process_sees_only_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
 ) -> None:
     devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
@@ -151,7 +126,7 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("kind", ["embedded", "vllm"])
-def test_each_process_on_a_shared_device_is_told_its_part_of_it(
+def test_processes_share_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, staleness: int
 ) -> None:
     have_cuda(monkeypatch, CudaDevice("0", None, 80 * 2**30))
@@ -169,50 +144,6 @@ def test_each_process_on_a_shared_device_is_told_its_part_of_it(
         else:
             assert spec["share"] == pytest.approx(0.2 - own)
             assert spec.get("stays", False) == spec.get("takes_turns", False) == (staleness == 0)
-
-
-@pytest.mark.parametrize(
-    ("shared", "stays", "order", "num_slept"),
-    [
-        (False, False, [["trainer", "engine", "eval"]], 0),
-        (True, False, [["engine", "eval"], ["trainer"]], 1),
-        (True, True, [["engine", "eval"], ["trainer"]], 0),
-    ],
-)
-def test_on_a_shared_device_engines_start_first_and_sleep_unless_they_stay(
-    monkeypatch: pytest.MonkeyPatch, shared: bool, stays: bool, order: list[list[str]], num_slept: int
-) -> None:
-    started, sleep = list[list[str]](), AsyncMock()
-
-    async def start_all(servers: Any) -> None:
-        started.append([server.name for server in servers])
-
-    monkeypatch.setattr(startup, "start_all", start_all)
-    made: Any = [
-        SimpleNamespace(name=name, engine=None, start_s=300.0) for name in ("trainer", "engine", "eval")
-    ]
-    made[1].engine = SimpleNamespace(sleep=sleep)
-    asyncio.run(startup.bring_up(*([one] for one in made), is_shared=shared, stays=stays))
-    assert (started, sleep.await_count) == (order, num_slept)
-
-
-def test_torch_is_held_to_its_part_of_a_cuda_device() -> None:
-    asked = list[float]()
-    cuda = SimpleNamespace(set_per_process_memory_fraction=asked.append)
-    for kind, share in (("cuda", 0.4), ("cuda", None), ("cpu", 0.4)):
-        limit_memory(torch.device(kind), share, cuda)
-    assert asked == [0.4]
-
-
-def test_what_loads_a_large_model_may_take_longer_to_start(tmp_path: Path) -> None:
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(50 * 10**9)  # without a block on the disk
-    for overrides, start_s in (((), 300.0), (("supervision.start_timeout_s=700",), 700.0)):
-        launch = replace(maker(tmp_path, *overrides), model_path=tmp_path)
-        servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
-        assert [server.start_s for server in servers] == [start_s + 1000.0] * 2
-        # a rank says who is missing before it is itself taken for hung
-        assert launch.trainer_spec(0, tmp_path).meet_s == pytest.approx(0.8 * start_s)
 
 
 class Holding:
@@ -240,7 +171,7 @@ TWO_NODES = (
 )
 
 
-def test_what_each_process_takes_is_held_on_its_node_and_ranks_are_told_where_they_meet(
+def test_nodes_hold_parts_and_ranks_know_their_store(
     tmp_path: Path,
 ) -> None:
     machine = Machine((), 8, 2**34, has_bfloat16=False)
@@ -268,30 +199,6 @@ def test_what_each_process_takes_is_held_on_its_node_and_ranks_are_told_where_th
     assert [engine.node for engine in engines] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("transport", "rollout", "store"),
-    [
-        ("nccl", "{nodes: 1, gpus: 0}", "10.0.0.0:4000"),
-        ("nccl", "cpu", ""),
-        ("stream", "{nodes: 1, gpus: 0}", ""),
-    ],
-)
-def test_engines_of_other_nodes_meet_the_trainer_for_a_broadcast_at_the_address_of_its_node(
-    tmp_path: Path, transport: str, rollout: str, store: str
-) -> None:
-    machine = Machine((), 8, 2**34, has_bfloat16=False)
-    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
-    how = [f"weight_sync.transport={transport}", "rollout.engine=vllm", "trainer.world_size=2"]
-    config = load("launcher=ray", *how, f"placement={{trainer: cpu, rollout: {rollout}}}")
-    launcher: Any = Holding()
-    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
-    found = asyncio.run(made.find_weights_store())
-    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", "", found)]
-    specs = [json.loads(with_addresses(rank.order.spec, nodes)) for rank in ranks]
-    assert {(spec["weights_store"], spec["store"]) for spec in specs} == {(store, "")}
-    assert {spec["address"] for spec in specs} == {"10.0.0.0" if store else "127.0.0.1"}
-
-
 # ---- whether it is ready
 
 
@@ -313,7 +220,7 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
 
 
 @virtual
-async def test_it_is_ready_when_its_client_says_so_and_its_heartbeat_goes_through_it() -> None:
+async def test_server_is_ready_when_its_client_answers() -> None:
     well = server()
     await well.come_up()
     assert (well.health, asyncio.get_running_loop().time()) == (HEALTH, 30.0)
@@ -331,7 +238,7 @@ async def test_it_is_ready_when_its_client_says_so_and_its_heartbeat_goes_throug
     ],
 )
 @virtual
-async def test_one_that_never_gets_ready_is_named_with_its_death_its_log_or_what_it_lacks(
+async def test_failed_start_names_its_reason(
     error: Exception, dies_s: float, kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
@@ -368,9 +275,7 @@ class Mortal:
     ],
 )
 @virtual
-async def test_a_start_whose_process_is_killed_is_made_again(
-    codes: list[int | None], max_restarts: int, num_warned: int
-) -> None:
+async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: int, num_warned: int) -> None:
     killed: Any = Mortal(*codes)
     other: Any = Mortal(*[None] * len(codes))
     warned, prepared = list[str](), list[None]()
@@ -397,7 +302,7 @@ async def test_a_start_whose_process_is_killed_is_made_again(
 
 
 @virtual
-async def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_process(
+async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, "their key")
@@ -414,7 +319,7 @@ async def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_pro
 
 @pytest.mark.parametrize("are_ours", [True, False])
 @virtual
-async def test_weights_that_are_not_known_are_replaced_before_anything_is_sampled(
+async def test_unknown_weights_are_replaced_before_sampling(
     are_ours: bool,
 ) -> None:
     fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
@@ -435,54 +340,7 @@ async def test_weights_that_are_not_known_are_replaced_before_anything_is_sample
 # ---- when the model is checked
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_the_model_of_a_new_run_is_hashed_beside_its_start_and_that_of_a_resumed_one_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
-) -> None:
-    started, hashed = threading.Event(), threading.Event()
-
-    def read(_: Path) -> None:
-        assert not is_new or started.wait(60.0), "it would hold the start up"
-        hashed.set()
-
-    async def bring_up(*_: object, **__: object) -> None:
-        assert is_new or hashed.is_set()
-        started.set()
-
-    monkeypatch.setattr(build, "bring_up", bring_up)
-    job: Any = SimpleNamespace(config=load(), run_dir=tmp_path, tell=print, warn=print)
-    parts = Parts(job, place(job.config, 0), 1)
-    parts.pin, parts._ranks, parts._engine_servers = SimpleNamespace(read=read), [], []  # type: ignore[assignment]
-    parts.scale = SimpleNamespace(wanted=1)  # type: ignore[assignment]
-    asyncio.run(parts.start_processes(tmp_path, is_new=is_new))
-    assert hashed.is_set()
-
-
-def test_each_node_must_have_what_its_own_parts_read_or_run_under_and_no_more(tmp_path: Path) -> None:
-    machine = Machine((), 8, 2**34, has_bfloat16=False)
-    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(3))
-    for name in ("config.json", "run.id", "template.jinja"):
-        (tmp_path / name).write_text(name)
-    placement = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 1, gpus: 0}}"
-    disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path}"]
-    vllm = ["rollout.engine=vllm", f"model.chat_template={tmp_path / 'template.jinja'}"]
-    config, holding = load("launcher=ray", placement, "trainer.world_size=2", *disk, *vllm), Holding()
-    launcher: Any = holding
-    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
-    asyncio.run(made.hold(tmp_path / "staging"))
-    read = {name: str(tmp_path / name) for name in ("config.json", "run.id", "template.jinja")}
-    lock = str(tmp_path / "staging" / "lock")
-    of_rank = {*read.values(), lock}
-    assert {node: ({*needs.files}, needs.package is not None) for node, needs in holding.needs.items()} == {
-        0: (of_rank, False),
-        1: (of_rank, False),
-        2: ({read["config.json"], lock}, True),
-    }
-    asyncio.run(made.hold())
-    assert {node: {*needs.files} for node, needs in holding.needs.items()} == {2: {read["config.json"]}}
-
-
-def test_a_file_that_is_not_there_or_holds_something_else_is_not_seen(tmp_path: Path) -> None:
+def test_missing_or_other_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.id"
     path.write_bytes(b"t0ken \xff")
     (tmp_path / "python").write_bytes(b"\x7fELF\xff")

@@ -106,7 +106,7 @@ def fails(story: Story, *swaps_s: float, **knobs: Any) -> str:
 
 
 @pytest.mark.parametrize("is_rolling", [True, False])
-def test_all_are_prepared_at_once_swap_at_once_or_in_turn_and_the_version_is_announced_after_all(
+def test_version_is_announced_after_every_swap(
     is_rolling: bool,
 ) -> None:
     async def story(house: House) -> None:
@@ -127,7 +127,7 @@ def test_all_are_prepared_at_once_swap_at_once_or_in_turn_and_the_version_is_ann
     assert (report.publish_s, report.pause_s) == (3 + commit_s, 3.0), "no pause is longer than one swap"
 
 
-def test_a_digest_that_differs_is_an_error_with_both_and_nothing_is_announced_or_swapped() -> None:
+def test_other_digest_is_an_error_before_any_swap() -> None:
     async def story(house: House) -> None:
         house.fakes[1].corrupt_digest = True
 
@@ -136,7 +136,7 @@ def test_a_digest_that_differs_is_an_error_with_both_and_nothing_is_announced_or
     assert f"{says} (policy_version served: engine-0: 0, engine-1: 0)" in error
 
 
-def test_weights_that_differ_after_a_swap_stop_the_publish_before_the_next_engine_has_them() -> None:
+def test_other_weights_after_a_swap_stop_the_publish() -> None:
     async def story(house: House) -> None:
         stale = CommitResponse(version=1, digest="stale", pause_s=0.0, num_interrupted=0)
         house.targets[1].commit = AsyncMock(return_value=stale)  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ def test_weights_that_differ_after_a_swap_stop_the_publish_before_the_next_engin
         (3.5, "freeze", "commit", "engine-0: 1, engine-1: 0 or 1, it gave no answer, engine-2: 1"),
     ],
 )
-def test_an_engine_that_dies_or_is_silent_is_named_with_the_versions_that_each_one_has(
+def test_dead_or_silent_engine_is_named_with_all_versions(
     at_s: float, how: str, phase: str, versions: str
 ) -> None:
     async def story(house: House) -> None:
@@ -168,9 +168,7 @@ def test_an_engine_that_dies_or_is_silent_is_named_with_the_versions_that_each_o
     assert how == "die" or "within 60 s" in error
 
 
-def test_each_engine_reads_what_lies_on_its_node_and_a_node_that_gets_nothing_loses_its_engines_alone() -> (
-    None
-):
+def test_engines_read_weights_of_their_own_node() -> None:
     asked = list[str]()
 
     async def locate(engine: str, sent: Any) -> Any:
@@ -207,26 +205,8 @@ def test_each_engine_reads_what_lies_on_its_node_and_a_node_that_gets_nothing_lo
     assert asked == [*names, "engine-1"]
 
 
-def test_a_file_beside_weights_that_the_trainer_sends_itself_is_brought_to_no_engine() -> None:
-    async def locate(engine: str, sent: Any) -> Any:
-        raise AssertionError(f"{engine} reads no file")
-
-    async def story(house: House) -> None:
-        export = house.trainer.export
-
-        async def held() -> ExportResponse:
-            return (await export()).model_copy(update={"is_held": True, "path": "for evaluation"})
-
-        house.trainer.export = held  # type: ignore[method-assign]
-        house.trainer.step()
-        await house.publisher.wait_announced(1)
-        assert house.versions() == [1, 1]
-
-    live(story, 0.5, 0.5, locate=locate)
-
-
 @pytest.mark.parametrize("num_losses", [1, 2])
-def test_weights_that_are_lost_with_the_trainers_node_are_exported_anew_once_for_each_start_of_it(
+def test_lost_weights_are_exported_again_once(
     num_losses: int,
 ) -> None:
     gone = WeightsLost("engine-0", "no node has them")
@@ -250,7 +230,7 @@ def test_weights_that_are_lost_with_the_trainers_node_are_exported_anew_once_for
     assert caught.value.exceptions == (gone,)
 
 
-def test_an_export_has_a_limit_in_which_the_time_of_a_restart_does_not_count() -> None:
+def test_export_limit_leaves_out_restarts() -> None:
     async def story(house: House) -> None:
         house.trainer.is_up = False
         house.trainer.step()
@@ -275,7 +255,7 @@ def test_an_export_has_a_limit_in_which_the_time_of_a_restart_does_not_count() -
 
 
 @pytest.mark.parametrize("is_rolling", [True, False])
-def test_an_engine_that_came_back_before_its_commit_is_left_to_its_bring_up(is_rolling: bool) -> None:
+def test_engine_back_before_its_commit_is_left_alone(is_rolling: bool) -> None:
     async def story(house: House) -> None:
         if not is_rolling:
             house.fakes[0].prepare_s = 30.0  # engine-1 is prepared long before it
@@ -290,27 +270,6 @@ def test_an_engine_that_came_back_before_its_commit_is_left_to_its_bring_up(is_r
     live(story, 2.0, 1.0, is_rolling=is_rolling)
 
 
-@pytest.mark.parametrize("is_one_kept", [True, False])
-def test_no_export_takes_the_place_of_the_announced_one_while_an_engine_is_brought_up_with_it(
-    is_one_kept: bool,
-) -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
-        await house.publisher.wait_announced(1)
-        back, started = house.start_again(1), asyncio.get_running_loop().time()
-        await asyncio.sleep(0.5)
-        house.trainer.step()
-        await house.publisher.wait_exported_or_busy(2)
-        assert asyncio.get_running_loop().time() < started + PREPARE_S, "the trainer is not held"
-        await asyncio.sleep(0.25)
-        assert house.trainer.exported == ([1] if is_one_kept else [1, 2])
-        await back
-        await house.publisher.wait_announced(2)
-        assert (house.trainer.exported, house.versions()) == ([1, 2], [2, 2])
-
-    live(story, 0.0, 0.0, is_one_kept=is_one_kept, export_s=0.0)
-
-
 @given(
     swaps_s=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=4),
     gaps_s=st.lists(st.floats(0.0, 8.0), min_size=1, max_size=8),
@@ -318,7 +277,7 @@ def test_no_export_takes_the_place_of_the_announced_one_while_an_engine_is_broug
     deaths=st.dictionaries(st.integers(0, 3), st.tuples(st.floats(0.0, 40.0), st.booleans()), max_size=3),
     is_rolling=st.booleans(),
 )
-def test_every_engine_that_lives_serves_the_newest_version_in_the_end_and_training_never_waits_for_a_push(
+def test_living_engines_serve_the_newest_version_and_training_never_waits(
     swaps_s: list[float],
     gaps_s: list[float],
     export_s: float,
