@@ -135,46 +135,6 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-ON_POLICY, AT_TEMPERATURE = ("GRPO", "DAPO"), "DAPO"
-"""Of these pairs: before the first step; with the logprobs of both at a temperature."""
-CASES = {
-    "grpo_onpolicy": "GRPO on policy",
-    "grpo": "GRPO",
-    "dapo_onpolicy": "DAPO on policy",
-    "dapo": "DAPO",
-    "bnpo": "PPO-clip",
-    "clip_higher": "DAPO",
-    "dr_grpo": "Dr. GRPO",
-    "cispo (1)": "CISPO",
-    "cispo (2)": "CISPO around proximal",
-    "gspo (1)": "GSPO",
-    "gspo (2)": "GSPO over tokens",
-    "sapo": "SAPO",
-    "grpo_scale_none": "GRPO unscaled",
-    "dapo_scale_batch": "DAPO scaled by the batch",
-    "dapo_kl": "DAPO with KL",
-    "dapo_kl_plain": "DAPO with plain KL",
-    "tis_token (1)": "decoupled PPO",
-    "tis_token (2)": "OPSM beside TIS",
-    "mis_token": "MIS",
-    "icepop": "IcePop",
-    "tis_seq": "TIS by sequence",
-    "mis_seq": "MIS by sequence",
-    "grpo_tis": "GRPO with TIS",
-    "cispo_tis": "CISPO with TIS",
-    "two_sided_delta": "two-sided clip",
-    "opsm": "OPSM",
-    "top20_entropy": "top fifth of entropy",
-    "luspo": "LUSPO",
-    "vespo": "VESPO",
-    "vespo_tis": "VESPO with TIS",
-    "dapo_temperature_0.7": "DAPO at temperature 0.7",
-}
-"""TRL's reference cases of its loss, and the pair that is compared for each. SAPO is a function of the user
-here; clips are higher above than below in all of them.
-"""
-
-
 @dataclass(frozen=True)
 class Sampled:
     """Completions of the given lengths, one after another, [M]; groups of GROUP_SIZE; rewards [B]."""
@@ -306,7 +266,7 @@ def gradient(loss: Tensor, sampled: Sampled) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_loss_and_gradient_are_those_of_trl(name: str) -> None:
+def test_loss_and_gradient_match_trl(name: str) -> None:
     (ours_says, theirs_says), sampled = SAME[name], sample(1)
     ours, stats, _ = our_loss(sampled, **ours_says)
     old_M = sampled.behaviour_M if name in AROUND_BEHAVIOUR else sampled.proximal_M
@@ -324,8 +284,8 @@ def test_loss_and_gradient_are_those_of_trl(name: str) -> None:
             assert clip_fraction == pytest.approx(metrics["clip_ratio/region_mean"])
 
 
-@pytest.mark.parametrize("name", ON_POLICY)
-def test_loss_and_gradient_before_the_first_step_are_those_of_trl(name: str) -> None:
+@pytest.mark.parametrize("name", ["GRPO", "DAPO"])
+def test_loss_before_the_first_step_matches_trl(name: str) -> None:
     (ours_says, theirs_says), sampled = SAME[name], sample(2)
     current_M = sampled.proximal_M.clone().requires_grad_()
     sampled = replace(sampled, current_M=current_M, behaviour_M=sampled.proximal_M)
@@ -336,12 +296,10 @@ def test_loss_and_gradient_before_the_first_step_are_those_of_trl(name: str) -> 
     assert_close(gradient(ours, sampled), gradient(theirs, sampled))
 
 
-@pytest.mark.parametrize("temperature", [0.7])
-def test_loss_and_gradient_at_a_temperature_are_those_of_trl(
-    tiny_model_dir: Path, temperature: float
-) -> None:
+def test_loss_at_a_temperature_matches_trl(tiny_model_dir: Path) -> None:
     """Of the head's weights, from which TRL's own head and ours make logprobs and entropies."""
-    (ours_says, theirs_says), sampled = SAME[AT_TEMPERATURE], sample(3)
+    temperature = 0.7
+    (ours_says, theirs_says), sampled = SAME["DAPO"], sample(3)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     weight_VD = model.get_output_embeddings().weight
     token_ids = torch.randint(0, len(weight_VD), (1, 1 + len(sampled.current_M)))
@@ -369,13 +327,7 @@ def test_loss_and_gradient_at_a_temperature_are_those_of_trl(
     assert_close(ours_VD, theirs_VD, 1e-4)
 
 
-def test_each_reference_case_of_trl_has_a_pair() -> None:
-    compared = {*SAME, *(f"{name} on policy" for name in ON_POLICY), f"{AT_TEMPERATURE} at temperature 0.7"}
-    assert len(CASES) == 31
-    assert {*CASES.values()} <= compared
-
-
-def test_before_the_first_step_reinforce_with_weights_has_the_gradient_of_trl() -> None:
+def test_reinforce_before_the_first_step_matches_trl() -> None:
     sampled = sample(4)
     sampled = replace(sampled, current_M=sampled.proximal_M.clone().requires_grad_())
     ours, _, _ = our_loss(sampled, loss="tis")
@@ -383,7 +335,7 @@ def test_before_the_first_step_reinforce_with_weights_has_the_gradient_of_trl() 
     assert_close(gradient(ours, sampled), gradient(theirs, sampled))
 
 
-def test_advantages_are_those_of_trl() -> None:
+def test_advantages_match_trl() -> None:
     sampled = sample(0)
     for ours, theirs in (
         ({}, {}),
@@ -401,7 +353,7 @@ def test_advantages_are_those_of_trl() -> None:
     assert_close(ratio_B, torch.full_like(ratio_B, ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5), 1e-3)
 
 
-def test_the_length_penalty_is_that_of_trl() -> None:
+def test_length_penalty_matches_trl() -> None:
     lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 500]
     for overlong_tokens in (1, 20):
         theirs = get_soft_overlong_punishment(100, overlong_tokens)([[0] * length for length in lengths])

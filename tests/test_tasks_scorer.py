@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import multiprocessing
 import os
 import signal
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,20 +75,14 @@ RAISES: list[tuple[Any, str]] = [
     (awaits_what_another_cancels, "CancelledError"),
     (raiser(UnspeakableError()), "UnspeakableError: its __str__ raised GeneratorExit"),
     *((made(Stop("enough")), "Stop: enough") for made in (raiser, async_raiser)),
-    *((made(KeyboardInterrupt()), "KeyboardInterrupt") for made in (raiser, async_raiser)),
-    (raiser(GeneratorExit()), "GeneratorExit"),
-]
-IN_THREADS: list[tuple[Any, str]] = [
-    (lambda *_: asyncio.run(awaits_what_another_cancels()), "CancelledError"),
+    (async_raiser(KeyboardInterrupt()), "KeyboardInterrupt"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("pool", "function", "words"),
-    [*(("inline", *case) for case in RAISES), *(("thread", *case) for case in RAISES + IN_THREADS)],
-)
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+@pytest.mark.parametrize(("function", "words"), RAISES)
 @pytest.mark.asyncio
-async def test_what_rewards_raise_is_a_failure(pool: str, function: Any, words: str) -> None:
+async def test_raised_error_of_a_reward_is_a_failure(pool: str, function: Any, words: str) -> None:
     async with scorer_of(function, pool, reward_workers=1) as scorer:
         for _ in range(2):
             said = rf"the reward of prompt 0/7 raised {words}(.|\n)*'an answer'"
@@ -106,13 +98,13 @@ def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [None, "1.0", float("nan"), float("inf"), -1e19, 1j, [1.0], np.array([1.0, 2.0]), {}]
 )
-def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
+def test_value_that_is_no_finite_number_is_a_failure(value: Any) -> None:
     with pytest.raises(UserCodeFailed, match="^returned "):
         as_reward(value)
 
 
 @virtual
-async def test_async_rewards_are_awaited_beside_each_other_within_the_limit() -> None:
+async def test_async_rewards_run_together_within_the_limit() -> None:
     async def waits(*_: Any) -> float:
         await asyncio.sleep(5.0)
         return 0.5
@@ -126,7 +118,7 @@ async def test_async_rewards_are_awaited_beside_each_other_within_the_limit() ->
 
 
 @pytest.mark.asyncio
-async def test_threads_run_at_most_reward_workers_at_once_and_the_loop_goes_on() -> None:
+async def test_threads_run_at_most_reward_workers_at_once() -> None:
     free, full, gate = threading.Semaphore(3), threading.Barrier(3), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -143,7 +135,7 @@ async def test_threads_run_at_most_reward_workers_at_once_and_the_loop_goes_on()
 
 
 @pytest.mark.asyncio
-async def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> None:
+async def test_hung_thread_costs_its_own_rollout_alone() -> None:
     gate = threading.Event()
 
     def hangs_on_x(prompt: Prompt, completion: str) -> float:
@@ -157,27 +149,7 @@ async def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> N
 
 
 @pytest.mark.asyncio
-async def test_calls_without_a_waiter_log_nothing_as_they_raise(caplog: pytest.LogCaptureFixture) -> None:
-    gate = threading.Event()
-
-    def raises_late(*_: Any) -> float:
-        gate.wait(30.0)
-        raise Stop("enough")
-
-    async with scorer_of(raises_late, "thread", reward_workers=1) as scorer:
-        scoring = asyncio.ensure_future(scorer.score(PROMPT, ""))
-        await asyncio.sleep(0)
-        scoring.cancel()
-        await asyncio.wait({scoring})
-        gate.set()
-        with pytest.raises(RewardFailure):  # the only worker is free again
-            await scorer.score(PROMPT, "")
-    gc.collect()
-    assert "never retrieved" not in caplog.text
-
-
-@pytest.mark.asyncio
-async def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() -> None:
+async def test_callers_learn_that_every_thread_hangs() -> None:
     gate = threading.Event()
 
     settings = {"reward_workers": 2, "reward_timeout_s": 0.1}
@@ -193,7 +165,6 @@ async def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() ->
 
 REWARDS = """
     import asyncio, os, time
-    class Stop(BaseException): pass
     def plain(prompt, completion, answer): return float(completion == answer)
     def moody(prompt, completion, answer):
         if completion == "hang":
@@ -201,7 +172,6 @@ REWARDS = """
         if completion == "die": os._exit(7)
         if completion == "raise": raise KeyError("no")
         if completion == "none": return None
-        if completion == "stop": raise Stop("enough")
         if completion == "interrupt": raise KeyboardInterrupt
         if completion == "torch":
             import sys; return "torch" in sys.modules
@@ -230,14 +200,13 @@ MOODS = {
     "die": "ended its process .exit code 7.",
     "raise": "raised KeyError",
     "none": "returned None",
-    "stop": "raised Stop: enough",
     "interrupt": "raised KeyboardInterrupt",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_processes_survive_whatever_the_reward_function_does(rewards: Path) -> None:
+async def test_processes_survive_whatever_the_reward_does(rewards: Path) -> None:
     async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=60.0) as scorer:
         assert await scorer.score(PROMPT, "fine") == 1.0
         assert await scorer.score(PROMPT, "torch") == 0.0, "torch was loaded into a reward process"
@@ -259,27 +228,6 @@ async def test_processes_survive_whatever_the_reward_function_does(rewards: Path
     assert multiprocessing.active_children() == []
 
 
-def kill_reward_processes() -> None:
-    """Kill the processes once they idle: one that has just answered may hold pebble's lock."""
-    for process in multiprocessing.active_children():
-        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
-            time.sleep(0.01)
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-
-
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_idle_processes_that_the_kernel_kills_are_replaced(rewards: Path) -> None:
-    async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=60.0) as scorer:
-        for _ in range(2):
-            assert await scorer.score(PROMPT, "fine") == 1.0
-            kill_reward_processes()
-        calls = (scorer.score(PROMPT, "fine") for _ in range(4))
-        assert await asyncio.gather(*calls) == [1.0] * 4
-    assert multiprocessing.active_children() == []
-
-
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
@@ -289,9 +237,7 @@ async def test_idle_processes_that_the_kernel_kills_are_replaced(rewards: Path) 
         ("import os; os._exit(9)", "died outside of any call, twice"),
     ],
 )
-async def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(
-    rewards: Path, module: str, words: str
-) -> None:
+async def test_score_that_no_process_can_build_ends_the_run(rewards: Path, module: str, words: str) -> None:
     async with process_scorer("rewards_here:plain", reward_workers=1) as scorer:
         (rewards / "rewards_here.py").write_text(module)
         with pytest.raises(TaskError, match=words):
@@ -322,7 +268,7 @@ def run_moody(
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=folder)
 
 
-def test_a_hung_thread_does_not_keep_the_interpreter_alive(rewards: Path) -> None:
+def test_hung_thread_does_not_keep_the_interpreter_alive(rewards: Path) -> None:
     done = run_moody(rewards, "thread", "hang", 0.1)
     assert done.returncode == 1
     assert "RewardFailure" in done.stderr
