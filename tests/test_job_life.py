@@ -403,5 +403,5 @@ def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_m
         job.run_job(config, folder, name="test", allow_change=allowed)
         assert [(folder / name).exists() for name in left] == [bool(stays)] * len(left)
     logs = [(folder / "logs" / "controller.log").read_text() for folder in (begun, foreign, failed)]
-    assert sum(log.count("rollout.deterministic: auto is true: ") for log in logs) == 4
+    assert sum(log.count("rollout.deterministic: auto is true") for log in logs) == 4
     assert said == [], "the choices of auto stay in the log"
