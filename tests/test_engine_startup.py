@@ -77,7 +77,6 @@ def test_slots_that_cannot_fit_are_refused_with_those_that_fit(capfd: pytest.Cap
     [
         ("quickstart", [], "engine-0"),
         ("quickstart", TURNS, "engine-0"),
-        ("quickstart", ["trainer.lora={rank: 2}", "weight_sync.transport=lora"], "engine-0"),
         ("quickstart", [*TURNS, EVAL], EVAL_ENGINE),
         ("quickstart", TAUGHT, TEACHER),
         ("agent", [], "engine-0"),
@@ -101,7 +100,7 @@ def test_the_plan_counts_what_the_server_then_asks_for(
     scoring = {"slots": 1, "score_slots": 16} if name == TEACHER else {}
     build_engine(EmbeddedSpec(**{**spec, **scoring}))
     counted = next(process.memory for process in plan.processes if process.name == name)
-    assert counted.kv < asked[0] <= counted.kv + counted.activations
+    assert counted.kv < asked[0] <= counted.kv + counted.micro_batch
     assert counted.copies == pytest.approx(asked[1], rel=0.01)
 
 

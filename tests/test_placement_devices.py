@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def test_every_form_is_read_and_written_back_as_it_was(
     assert device_numbers(config.placement.trainer) == numbers
 
 
-NO_FORMS = "gpu true none -1 3-1 0,1 [] [0,0] [0,cpu] rollout node0.1 0:1 [0.1,0.2] host@0".split()
+NO_FORMS = "gpu cuda true none -1 3-1 0,1 [] [0,0] [0,cpu] rollout node0.1 0:1 [0.1,0.2] host@0".split()
 TOO_MANY = "all cuda 0-1 [0,1]".split()
 
 
@@ -74,7 +73,7 @@ def cuda(*numbers: int) -> tuple[str, ...]:
         (8, ["trainer.world_size=4", "rollout.num_engines=4"], cuda(0, 1, 2, 3), cuda(4, 5, 6, 7), "apart"),
         (3, ["placement.trainer=1"], cuda(1), cuda(0), "apart"),
         (3, ["placement.rollout=0"], cuda(1), cuda(0), "apart"),
-        (1, ["placement.trainer=cpu", "placement.rollout=cuda"], ("cpu",), cuda(0), "apart"),
+        (1, ["placement.trainer=cpu"], ("cpu",), cuda(0), "apart"),
         (1, ["placement.rollout=cpu"], cuda(0), ("cpu",), "apart"),
         (1, [ZERO], cuda(0), cuda(0), "colocated"),
         (1, [ZERO, "placement.trainer=all", "placement.rollout=0"], cuda(0), cuda(0), "colocated"),
@@ -104,43 +103,42 @@ def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cuda", "overrides", "words"),
+    ("num_cuda", "overrides", "setting"),
     [
-        (1, [], "set buffer.max_staleness=0, or give placement.rollout"),
-        (1, ["placement.trainer=all", "placement.rollout=0"], "could never be used"),
-        (2, ["placement.trainer=0-1", "placement.rollout=[1, 0]", TWO_RANKS], "set buffer.max_staleness=0"),
-        (0, ["placement.rollout=trainer"], "set buffer.max_staleness=0"),
-        (2, [ZERO, TWO_RANKS, "placement.trainer=all", "placement.rollout=0"], "share [0]"),
-        (4, ["placement.trainer=0-3", "placement.rollout=cpu"], "set trainer.world_size=4, or name 1"),
-        (3, ["placement.trainer=0", "placement.rollout=1-2"], "set rollout.num_engines=2, or name 1"),
-        (2, ["placement.trainer=all", *TURNS, TWO_RANKS], "set rollout.num_engines=2"),
-        (2, ["placement.trainer=2"], "names cuda:2"),
-        (0, ["placement.trainer=cuda"], "set placement.trainer=cpu (or auto"),
-        (4, [*SPLIT, "placement.rollout=[1, 2, 3]"], "set rollout.tensor_parallel=1"),
+        (1, [], "buffer.max_staleness=0"),
+        (1, ["placement.trainer=all", "placement.rollout=0"], "placement.share=0.4"),
+        (2, ["placement.trainer=0-1", "placement.rollout=[1, 0]", TWO_RANKS], "buffer.max_staleness=0"),
+        (0, ["placement.rollout=trainer"], "buffer.max_staleness=0"),
+        (2, [ZERO, TWO_RANKS, "placement.trainer=all", "placement.rollout=0"], "placement.rollout=trainer"),
+        (4, ["placement.trainer=0-3", "placement.rollout=cpu"], "trainer.world_size=4"),
+        (3, ["placement.trainer=0", "placement.rollout=1-2"], "rollout.num_engines=2"),
+        (2, ["placement.trainer=all", *TURNS, TWO_RANKS], "rollout.num_engines=2"),
+        (2, ["placement.trainer=2"], "placement.trainer=auto"),
+        (0, ["placement.trainer=all"], "placement.trainer=auto"),
+        (4, [*SPLIT, "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
         (0, [VLLM, *TURNS], "rollout.engine=embedded"),
         (0, ["trainer.lora={rank: 2}", "weight_sync.transport=lora", *TURNS], "weight_sync.transport=shm"),
         (1, [VLLM, "weight_sync.transport=nccl", "placement.rollout=cpu"], "weight_sync.transport=shm"),
         (1, [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
-        (2, [VLLM, "weight_sync.transport=ipc"], "weight_sync.transport=ipc"),
         (2, ["rollout.num_engines=2", "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
-        (1, [EVAL, OWN, *TURNS], "set eval.engine=rollout, or placement.eval=cpu"),
-        (2, [EVAL, "placement.eval=0"], "set eval.engine=rollout, or placement.eval=cpu"),
-        (1, [*TAUGHT, *TURNS], "set placement.teacher=cpu"),
-        (1, [], "placement.share=0.4 has both work there at once"),
-        (0, [SHARE], "set placement.share=auto"),
-        (0, [SHARE, *TURNS], "set placement.share=auto"),
-        (2, [SHARE], "set placement.share=auto"),
-        (1, [SHARE, *URLS], "set placement.share=auto"),
-        (1, [SHARE, VLLM, SIZED], "remove rollout.vllm.gpu-memory-utilization"),
-        (1, [SHARE, VLLM, "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
-        (1, [SHARE, EVAL, OWN], "set eval.engine=rollout, or placement.eval=cpu"),
+        (1, [EVAL, OWN, *TURNS], "placement.eval=cpu"),
+        (2, [EVAL, "placement.eval=0"], "eval.engine=rollout"),
+        (1, [*TAUGHT, *TURNS], "placement.teacher=cpu"),
+        (0, [SHARE], "placement.share=auto"),
+        (0, [SHARE, *TURNS], "placement.share=auto"),
+        (2, [SHARE], "placement.share=auto"),
+        (1, [SHARE, *URLS], "placement.share=auto"),
+        (1, [SHARE, VLLM, SIZED], "rollout.vllm.gpu-memory-utilization"),
+        (1, [SHARE, EVAL, OWN], "placement.eval=cpu"),
+        (1, ["rollout.num_engines={min: 1, max: 2}", ZERO], "rollout.num_engines=2"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_write(
-    num_cuda: int, overrides: list[str], words: str
+def test_a_refused_placement_names_a_setting_that_helps(
+    num_cuda: int, overrides: list[str], setting: str
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError) as caught:
         placed(num_cuda, *overrides)
+    assert setting in caught.value.way_out
 
 
 @pytest.mark.parametrize(
@@ -198,7 +196,7 @@ def test_the_teacher_takes_a_device_beside_trainer_engines_and_evaluation_if_the
 
 def test_whatever_is_not_refused_keeps_the_rules() -> None:
     base, num_placed = load(), 0
-    forms = ("auto", "cpu", "cuda", "all", 0, 1, "0-1", "trainer")
+    forms = ("auto", "cpu", "all", 0, 1, "0-1", "trainer")
     choices = (0, 1, 2, 4), forms[:-1], forms, (1, 2), (1, 2), (0, 2)
     for num_cuda, trainer, rollout, size, engines, bound in itertools.product(*choices):
         changes = {
@@ -217,7 +215,7 @@ def test_whatever_is_not_refused_keeps_the_rules() -> None:
         assert len(ranks) in (0, size), "two ranks share a device"
         assert all(int(device.removeprefix("cuda:")) < num_cuda for device in ranks | on_cuda)
         assert not ranks & on_cuda if placement.mode == "apart" else (bound, ranks) == (0, on_cuda)
-    assert num_placed > 200
+    assert num_placed > 150
 
 
 # ---- which devices there are

@@ -18,12 +18,11 @@ from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.config.operation import NodesConfig
 from asyncrl.errors import ConfigError
 from asyncrl.job.engine_kinds import engine_kind
-from asyncrl.placement.choice import NodeDevice
+from asyncrl.placement.choice import NO_DEVICE, NodeDevice
 from asyncrl.placement.devices import Placement, chunk_devices, place
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.nodes import Node, described_nodes
-from asyncrl.placement.plan import make_plan
-from asyncrl.placement.plan_text import plan_text
+from asyncrl.placement.plan import make_plan, plan_text
 
 RAY, ZERO = "launcher=ray", "buffer.max_staleness=0"
 
@@ -77,7 +76,7 @@ ALL, EIGHTS = "{nodes: all, gpus: all}", "0: 01234567, 1: 01234567"
         ((8, 3, 3), "0-7", "auto", sizes(8, 2, split=2), "0: 01234567", "1: 01, 2: 01"),
         ((8, 4, 4), "auto", "{nodes: 1, gpus: 8}", sizes(8, 8), "1: 0123, 2: 0123", "0: 01234567"),
         ((2, 2), "auto", "{nodes: 1, gpus: 2}", sizes(2, 4), "1: 01", "0: 0101"),
-        ((2, 2), "0-1", "cuda", sizes(2, 3), "0: 01", "1: 010"),
+        ((2, 2), "0-1", "auto", sizes(2, 3), "0: 01", "1: 010"),
         ((4, 4), "{nodes: 1, gpus: 4}", "cpu", sizes(4, 2), "1: 0123", "0: cc"),
         # in turns
         ((8, 8), ALL, "trainer", [*sizes(16, 16), ZERO], EIGHTS, EIGHTS),
@@ -110,39 +109,26 @@ def test_each_side_gets_nodes_of_its_own_where_they_suffice_else_devices_else_tu
 @pytest.mark.parametrize(
     ("num_cuda", "trainer", "rollout", "more", "words"),
     [
-        ((8, 8), "{nodes: 3, gpus: 8}", "auto",
-         sizes(8), "2 of 2 nodes .* set placement.trainer={nodes: 2, gpus: 8}"),
-        ((8, 4), "{nodes: 2, gpus: 8}", "auto",
-         sizes(8), "n0 has 8, n1 has 4.* placement.trainer={nodes: 1, gpus: 8}"),
-        ((8, 4), "{nodes: all, gpus: 8}", "auto",
-         sizes(8), "1 of 2 nodes are there with 8 CUDA devices each"),
-        ((4, 4), "{nodes: 2, gpus: 4}", "{nodes: 1, gpus: 4}",
-         sizes(8, 4), "leaves .*: n0 0 of 4, n1 0 of 4.*=auto"),
-        ((4, 4), "{nodes: 1, gpus: 4}", ALL,
-         sizes(4, 8), "leaves .*: n0 0 of 4, n1 4 of 4.*placement.rollout=auto"),
+        ((8, 8), "{nodes: 3, gpus: 8}", "auto", sizes(8), "n0 8 of 8, n1 8 of 8"),
+        ((8, 4), "{nodes: 2, gpus: 8}", "auto", sizes(8), "n0 8 of 8, n1 4 of 4"),
+        ((4, 4), "{nodes: 2, gpus: 4}", "{nodes: 1, gpus: 4}", sizes(8, 4), "n0 0 of 4, n1 0 of 4"),
+        ((4, 4), "{nodes: 1, gpus: 4}", ALL, sizes(4, 8), "n0 0 of 4, n1 4 of 4"),
         ((4, 4), "{nodes: 2, gpus: 4}", "trainer", sizes(8, 8), "set buffer.max_staleness=0"),
-        ((4, 4), "{nodes: 2, gpus: 4}", "cpu",
-         sizes(4), "is 8 CUDA devices for trainer.world_size=4.*world_size=8"),
-        ((0, 0), "{nodes: 2}", "auto",
-         sizes(3), "CPUs of 2 nodes for trainer.world_size=3 .* set trainer.world_size=4"),
-        ((0, 0), "cpu", "{nodes: 2}",
-         sizes(1), "CPUs of 2 nodes for rollout.num_engines=1.*rollout.num_engines=2"),
-        ((0, 0), "cpu", "{nodes: 3}", sizes(1), "2 of 2 nodes .* set placement.rollout={nodes: 2}"),
-        ((0, 0), "{nodes: 2, gpus: 4}", "cpu",
-         sizes(8), "no CUDA device .* set placement.trainer={nodes: 2, gpus: 0}"),
-        ((0, 2), "0-1", "auto", sizes(2), "shows 0 CUDA devices.*{nodes: 1, gpus: 2}, for any node"),
-        ((8, 6, 6), "0-7", "{nodes: 2, gpus: 6}",
-         sizes(8, 3, split=4), "6 CUDA devices of n1 .*over two nodes.*=2,"),
+        ((4, 4), "{nodes: 2, gpus: 4}", "cpu", sizes(4), "set trainer.world_size=8"),
+        ((0, 0), "{nodes: 2}", "auto", sizes(3), "2 devices for trainer.world_size=3"),
+        ((0, 0), "cpu", "{nodes: 2}", sizes(1), "set rollout.num_engines=2"),
+        ((0, 0), "cpu", "{nodes: 3}", sizes(1), "n0 1 of 1, n1 1 of 1"),
+        ((0, 0), "{nodes: 2, gpus: 4}", "cpu", sizes(8), "no CUDA device"),
+        ((0, 2), "0-1", "auto", sizes(2), "n0, which has 0 CUDA devices.*set placement.trainer=auto"),
+        ((8, 6, 6), "0-7", "{nodes: 2, gpus: 6}", sizes(8, 3, split=4), "6 . 6 devices.*tensor_parallel=6"),
         ((1, 1), "{nodes: 1}", "{nodes: 1}",
          [*sizes(1), VLLM, "weight_sync.transport=ipc"], "weight_sync.transport"),
-        ((0, 4), "auto", "auto",
-         [*sizes(2), EVAL, "placement.eval=0"], "names cuda:0.*set placement.eval=auto"),
+        ((0, 4), "auto", "auto", [*sizes(2), EVAL, "placement.eval=0"], "set placement.eval=auto"),
         ((2, 2), "0", "1", [*sizes(1), EVAL, "weight_sync.transport=shm"], "the run is on 2 nodes"),
-        ((2, 2), ALL, "trainer",
-         [*sizes(4, 4), ZERO, EVAL, OWN], "puts the eval engine on n0/cuda:1.*placement.eval=cpu"),
+        ((2, 2), ALL, "trainer", [*sizes(4, 4), ZERO, EVAL, OWN], "n0/cuda:.*placement.eval=cpu"),
     ],
 )  # fmt: skip
-def test_what_nodes_do_not_have_is_refused_with_their_numbers_and_what_to_write(
+def test_what_nodes_do_not_have_is_refused_with_their_numbers(
     num_cuda: tuple[int, ...], trainer: str, rollout: str, more: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -215,7 +201,7 @@ def test_eval_engine_and_teacher_are_on_the_controllers_node_where_it_has_a_devi
 def forms(draw: st.DrawFn) -> str:
     counts = draw(st.sampled_from(["", ", gpus: 0", ", gpus: 1", ", gpus: 2", ", gpus: all"]))
     mapping = f"{{nodes: {draw(st.sampled_from([1, 2, 3, 'all']))}{counts}}}"
-    return draw(st.sampled_from(["auto", "cpu", "cuda", "all", "0", "[1, 0]", mapping, mapping, mapping]))
+    return draw(st.sampled_from(["auto", "cpu", "all", "0", "[1, 0]", mapping, mapping, mapping]))
 
 
 BASE = {split: load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT) for split in (1, 2)}
@@ -264,7 +250,7 @@ def test_whatever_is_not_refused_keeps_the_rules(
     }
     assert not beside & on_cuda
     plan = make_plan(config, there)
-    assert {process.device for process in plan.processes} <= {*plan.free_bytes}
+    assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}
     assert {process.name for process in plan.processes} >= {f"engine-{at}" for at in range(engines)}
     assert plan_text(plan, config) == plan_text(make_plan(config, there), config)
 
@@ -287,41 +273,28 @@ def test_cores_and_memory_are_counted_on_each_node() -> None:
     apart = planned(load(RAY, *threads, *sizes(2, 4), written), 0, 0, 0)
     assert apart["trainer-0"] == apart["trainer-1"] == [(0, 4)], "eight cores, and no engine is there"
     assert [apart[f"engine-{at}"] for at in range(4)] == [[(1, 2)], [(2, 2)], [(1, 2)], [(2, 2)]]
-    assert [node for node, _ in apart["staging"]] == [0], "what the trainer writes"
-    assert {name: rows for name, rows in apart.items() if name.startswith("fetched")} == {
-        f"fetched-{at}": [(at, 0)] for at in (1, 2)
-    }
-    assert [node for node, _ in apart["checkpoint"]] == [0]
-    spread = load(RAY, *sizes(4, 2), "placement={trainer: {nodes: 2}, rollout: {nodes: 2}}")
-    spread_plan = make_plan(settle(spread, nodes(0, 0))[0], nodes(0, 0))
-    alone = make_plan(load(*sizes(4, 2), "placement={trainer: cpu, rollout: cpu}"), nodes(0))
-    halves = [spread_plan.peak_bytes(f"n{at}/cpu")["generation"] for at in (0, 1)]
-    staged = next(one.memory.total for one in alone.processes if one.name == "staging")
-    assert halves[1] - halves[0] == staged, (
-        "a node keeps two versions, the trainer's node has the file itself"
+    spread = make_plan(
+        load(RAY, *sizes(4, 2), "placement={trainer: {nodes: 2}, rollout: {nodes: 2}}"), nodes(0, 0)
     )
-    assert sum(halves) == alone.peak_bytes("cpu")["generation"] + 2 * staged
+    alone = make_plan(load(*sizes(4, 2), "placement={trainer: cpu, rollout: cpu}"), nodes(0))
+    assert sum(spread.needed_bytes(f"n{at}/cpu") for at in (0, 1)) == alone.needed_bytes("cpu")
 
 
 def test_what_does_not_fit_a_node_is_refused_with_its_name() -> None:
     config = load(RAY, "placement={trainer: {nodes: 1}, rollout: {nodes: 1}}", "rollout.slots=1000000")
-    plan = make_plan(config, nodes(0, 0))
-    with pytest.raises(ConfigError, match=r"of memory on n1/cpu \(engine-0 .*\), and 64.00 GiB are free"):
-        refuse_what_cannot_fit(plan, config)
+    with pytest.raises(ConfigError, match="n1/cpu needs .* has 64.00 GiB free"):
+        refuse_what_cannot_fit(make_plan(config, nodes(0, 0)), config)
 
 
-def test_in_turns_over_nodes_each_device_has_its_chunk_and_one_share_is_for_all() -> None:
+def test_the_share_of_a_device_is_divided_by_its_engines() -> None:
     config = load(RAY, *TURNS, *sizes(4, 4), "placement.trainer={nodes: all, gpus: all}")
-    plan, words = settle_share(make_plan(config, nodes(2, 2)), config)
+    plan, _ = settle_share(make_plan(config, nodes(2, 2)), config)
     assert chunk_devices(config, plan.placement) == plan.placement.ranks
     assert (plan.placement.stays, plan.placement.share_of(3)) == (True, plan.placement.share)
-    assert "both sides stay on n0/cuda:0-1, n1/cuda:0-1, the engines with 0." in words
     twice = place(
         load(RAY, *TURNS, *sizes(2, 4), "placement.trainer=all", "placement.share=0.4"), nodes(1, 1)
     )
-    assert [twice.share_of(engine) for engine in range(4)] == [0.2] * 4, (
-        "equal names on two nodes are two devices"
-    )
+    assert [twice.share_of(engine) for engine in range(4)] == [0.2] * 4
 
 
 @pytest.mark.parametrize(
@@ -342,42 +315,19 @@ def test_weights_go_as_a_stream_once_anything_is_off_the_controllers_node(
     assert config.weight_sync.settled == transport, words
 
 
-def test_the_plan_is_printed_node_by_node() -> None:
+def test_the_table_names_nodes() -> None:
     config = load(RAY, *sizes(2, 1), "placement={trainer: {nodes: 1, gpus: 2}, rollout: {nodes: 1, gpus: 1}}")
     text = plan_text(make_plan(config, nodes(2, 1, 4)), config)
-    first, second = (text.index(f"n{at} at 10.0.0.{at}: 8 cores") for at in (0, 1))
-    rows = re.finditer(r"^(trainer-\d|engine-\d|controller) +(\S+)", text, re.MULTILINE)
-    found = {row[1]: (row[2], first < row.start() < second) for row in rows}
-    trainer = {"trainer-0": ("cuda:0", True), "trainer-1": ("cuda:1", True)}
-    assert found == {"controller": ("cpu", True), **trainer, "engine-0": ("cuda:0", False)}
-    assert "not used: n2" in text
-    assert "apart (trainer on n0/cuda:0-1, engines on n1/cuda:0)" in text
+    found = dict(re.findall(r"^(trainer-\d|engine-\d|controller) +(\S+)", text, re.MULTILINE))
+    trainer = {"trainer-0": "n0/cuda:0", "trainer-1": "n0/cuda:1"}
+    assert found == {"controller": "n0/cpu", **trainer, "engine-0": "n1/cuda:0"}
+    assert re.search("n2/cpu, n2/cuda:0, .*: not used", text)
 
 
 def test_colocated_cpu_nodes_fetch_chunks_as_files() -> None:
     both = [RAY, *TURNS, *sizes(2, 2), "placement.trainer={nodes: 2}"]
     config, _ = settle(load(*both), nodes(0, 0))
-    plan = make_plan(config, nodes(0, 0))
-    assert chunk_devices(config, plan.placement) == ()
-    kept = {one.name: (one.node, one.memory.total) for one in plan.processes if one.side == "staging"}
-    size = kept["staging"][1]
-    assert kept == {"staging": (0, size), "fetched-1": (1, 2 * size)}
-    assert "weights go as files in shared memory" in plan_text(plan, config)
-
-
-def test_a_broadcast_fetches_only_the_evaluated_file() -> None:
-    apart = "placement={trainer: {nodes: 1, gpus: 2}, rollout: {nodes: 1, gpus: 1}}"
-    how = [RAY, VLLM, "weight_sync.transport=nccl", *sizes(2, 1), apart]
-    kept = {
-        evaluates: {
-            one.name: one.node
-            for one in make_plan(load(*how, *more), nodes(2, 2)).processes
-            if one.side == "staging"
-        }
-        for evaluates, more in ((False, [EVAL, "eval.engine=rollout"]), (True, [EVAL]))
-    }
-    assert kept[False] == {"held": 0}
-    assert kept[True] == {"held": 0, "staging": 0, "fetched-1": 1}
+    assert chunk_devices(config, place(config, nodes(0, 0))) == ()
 
 
 def test_an_engine_has_a_quarter_of_the_cores_of_its_own_node() -> None:

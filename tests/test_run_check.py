@@ -152,7 +152,7 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
         *((machine, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "ask_nvidia_smi")),
         *((machine, name) for name in ("num_cores", "available_memory")),
         *((plan, name) for name in ("num_cores", "this_machine")),
-        *((fit, name) for name in ("needed_python", "refuse_too_many_connections")),
+        (fit, "find_python"),
         (psutil, "virtual_memory"),
     ):
         monkeypatch.setattr(owner, name, asked)

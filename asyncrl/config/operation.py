@@ -26,11 +26,11 @@ class NodesConfig(FrozenConfig):
         return f"{{nodes: {self.nodes}{gpus}}}"
 
 
-Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
-"""auto, cpu, cuda, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes. Real
+Devices = Literal["auto", "cpu", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
+"""auto, cpu, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes. Real
 devices are counted later."""
 
-DEVICE_WORDS = ("auto", "cpu", "cuda", "all")
+DEVICE_WORDS = ("auto", "cpu", "all")
 
 
 def device_numbers(devices: Any) -> list[int] | None:
@@ -65,11 +65,11 @@ class PlacementConfig(FrozenConfig):
 
     trainer: Devices = "auto"
     """Devices of the trainer's processes: cpu, a CUDA device number, a list [0, 1], a range 0-3, all, or
-    {nodes: 2, gpus: 8} (devices per node). cuda = one device per process (trainer.world_size); auto = cuda,
-    or cpu without CUDA devices."""
+    {nodes: 2, gpus: 8} (devices per node). auto = one CUDA device per process (trainer.world_size), or cpu
+    without CUDA devices."""
     rollout: Devices = "auto"
     """Devices of the engines, in the forms of placement.trainer, or `trainer` (colocated on the same
-    devices). auto and cuda = the devices that the trainer does not use; if it uses all, colocated at
+    devices). auto = the devices that the trainer does not use; if it uses all, colocated at
     buffer.max_staleness=0, else refused."""
     eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of an eval engine (eval.engine): cpu or the number of one CUDA device. auto = a CUDA device that

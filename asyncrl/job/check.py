@@ -33,11 +33,10 @@ from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers.tracker_names import check_trackers
-from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
+from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.nodes import Node
-from asyncrl.placement.plan import make_plan, nodes_of
-from asyncrl.placement.plan_text import plan_text
+from asyncrl.placement.plan import make_plan, nodes_of, plan_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.feed import Feed
@@ -84,6 +83,7 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     yield plan_text(plan, config)
     if share_words:
         yield share_words
+    yield from start_words(plan, config)
     refuse_what_cannot_fit(plan, config)
 
 

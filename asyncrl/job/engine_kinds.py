@@ -20,7 +20,7 @@ from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.placement.devices import NO_DEVICE
+from asyncrl.placement.choice import NO_DEVICE
 from asyncrl.placement.fit import find_python, find_version
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads

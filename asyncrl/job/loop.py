@@ -118,8 +118,7 @@ def run_job(
                 )
                 job.interrupts = interrupts
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
-                    is_warning = words.startswith("model.dtype=")  # a slow choice of the user
-                    job.say(words) if is_warning else logger.info("%s", words)
+                    logger.info("%s", words)
                 return asyncio.run(end_what_is_left(job.run()))
         finally:
             lock.release()

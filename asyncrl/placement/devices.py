@@ -1,39 +1,36 @@
-"""Which device of which node each trainer rank and each engine gets, whether the two sides take turns, and
-where chunks of weights lie. Imports no torch. How `placement` is read stands in choice.py.
+"""Assign a device to each trainer rank, engine, eval engine and teacher, and refuse placements that cannot
+work. Imports no torch. choice.py reads the forms of `placement`.
 
-Turns need buffer.max_staleness=0; above it both sides use the same devices at once where placement.share is a
-number. A rank has a CUDA device of its own; engines are dealt over theirs in turn, so two may share one, and
-none is split over two nodes. Both sides on cpu run side by side, unless rollout is `trainer`.
+Both sides on the same CUDA devices time-share them (colocated, buffer.max_staleness=0), or work at once where
+placement.share is a number. Each rank has a CUDA device of its own; engines are dealt over theirs, so two may
+share one, and no engine spans two nodes. Both sides on the CPU work at once, unless rollout is `trainer`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config import RunConfig
-from asyncrl.config.operation import Devices
 from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.errors import ConfigError
-from asyncrl.placement.choice import Hosts, NodeDevice, Side, choose, named, takes_no_device
+from asyncrl.placement.choice import NO_DEVICE, Hosts, NodeDevice, Side, choose, named, takes_no_device
 from asyncrl.placement.machine import CudaDevice
 from asyncrl.placement.nodes import Node
 
 Mode = Literal["apart", "colocated"]
 SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
-"""Arguments of vLLM that say how much of a device it takes, whatever the plan counts."""
-NO_DEVICE = "none"
-"""Where a simulated engine runs, and one that the run did not start."""
+"""Options of vLLM that set its part of a device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices by name (cpu, cuda:0, ...): of each trainer rank, all of each engine, and those of the eval
-    engine and the teacher (None: there is none). Without an eval engine the rollout engines evaluate.
+    """Device names (cpu, cuda:0, ...): one per trainer rank, all of each engine, and those of the eval engine
+    and the teacher (None: there is none). Without an eval engine the rollout engines evaluate.
     """
 
     trainer: tuple[str, ...]
@@ -42,28 +39,28 @@ class Placement:
     mode: Mode
     teacher: str | None = None
     share: float | None = None
-    """Fraction of each device that both sides use for the engines there; None: nothing limits them."""
+    """Fraction of each shared device for the engines; None: no limit."""
     stays: bool = False
-    """In turns: both sides stay in memory, and only whose turn it is changes."""
+    """Colocated: both sides stay in memory during the other's turn."""
     nodes: tuple[Node, ...] = ()
-    """The controller's own machine first; none: it is the only one."""
+    """The controller's machine first; empty: it is the only one."""
     rank_nodes: tuple[int, ...] = ()
-    """Number of the node of each rank; none: all are on the first."""
+    """Node of each rank; empty: all are on the first."""
     engine_nodes: tuple[int, ...] = ()
     beside_node: int = 0
-    """Of the eval engine and the teacher."""
+    """Node of the eval engine and the teacher."""
 
     @property
     def moves(self) -> bool:
-        """Whether each side gives its memory away for the other's turn."""
+        """Whether each side frees its memory for the other's turn."""
         return self.mode == "colocated" and not self.stays
 
     def rank_node(self, rank: int) -> int:
-        """Number of the node of this rank."""
+        """Return the node of this rank."""
         return self.rank_nodes[rank] if self.rank_nodes else 0
 
     def engine_node(self, engine: int) -> int:
-        """Number of the node of this engine."""
+        """Return the node of this engine."""
         return self.engine_nodes[engine] if self.engine_nodes else 0
 
     @property
@@ -73,7 +70,7 @@ class Placement:
 
     @property
     def engine_devices(self) -> Side:
-        """Devices of all engines, each once."""
+        """The devices of all engines, each once."""
         each = [(self.engine_node(index), names) for index, names in enumerate(self.engines)]
         return tuple(dict.fromkeys(NodeDevice(node, name) for node, names in each for name in names))
 
@@ -84,31 +81,21 @@ class Placement:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes weights go to, with the controller's own."""
-        engines = (device for device in self.engine_devices if device.name != NO_DEVICE)
-        beside = {self.beside_node} if self.evaluation not in (None, NO_DEVICE) else set[int]()
-        return len({0, *beside, *(device.node for device in (*self.ranks, *engines))})
-
-    @property
-    def trainer_labels(self) -> list[str]:
-        """Devices of the trainer for people, each once."""
-        return self.hosts.labels(self.ranks)
-
-    @property
-    def engine_labels(self) -> list[str]:
-        """Devices of the engines for people, each once."""
-        return self.hosts.labels(self.engine_devices)
+        """Number of nodes that receive weights, with the controller's own."""
+        engines = [device for device in self.engine_devices if device.name != NO_DEVICE]
+        beside = [NodeDevice(self.beside_node, "")] if self.evaluation not in (None, NO_DEVICE) else []
+        return len({0, *(device.node for device in (*self.ranks, *engines, *beside))})
 
     def share_of(self, engine: int) -> float | None:
-        """The part of `share` of this engine, of which other engines may use the first device too."""
+        """Return this engine's part of `share`, which the engines on its first device divide."""
         first, node = self.engines[engine][0], self.engine_node(engine)
         each = enumerate(self.engines)
         num = sum(self.engine_node(other) == node and first in devices for other, devices in each)
         return None if self.share is None else self.share / num
 
     def parts(self, *, has_engines: bool, serves_only: bool = False) -> dict[int, list[str]]:
-        """What is on each node, the first one always: a device for each process, of an engine all of its own.
-        `has_engines`: the run starts them; `serves_only`: and nothing else.
+        """Return the devices of each node, one entry per process and all of a split engine. `has_engines`:
+        the run starts engines; `serves_only`: it starts nothing else.
         """
         parts = defaultdict[int, list[str]](list, {0: []})
         for number, devices in enumerate(self.engines if has_engines else ()):
@@ -126,276 +113,202 @@ class Placement:
 
     @property
     def is_on_cuda(self) -> bool:
-        """Whether the trainer is on CUDA devices; when colocated, the engines too."""
+        """Whether the trainer is on CUDA devices."""
         return self.trainer[0] != "cpu"
 
 
 def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
-    """The placement on these nodes, the controller's own first; a number: on this machine alone, with so many
-    CUDA devices. Raises ConfigError.
+    """Place a run on these nodes, the controller's first; a number: on this machine with that many CUDA
+    devices. Raises ConfigError.
     """
-    hosts = Hosts.of(nodes)
+    hosts, share, size = Hosts.of(nodes), config.placement.share, config.trainer.world_size
+    trainer, rollout = choose(config, hosts)
+    is_shared = bool({*_cuda(trainer)} & {*_cuda(rollout)})
+    share = share if isinstance(share, float) else None
+    works_at_once = is_shared and share is not None and config.buffer.max_staleness > 0
+    is_turns = (is_shared or config.placement.rollout == "trainer") and not works_at_once
+    _validate_sides(config, hosts, trainer, rollout, is_turns=is_turns)
+    _validate_share(config, is_shared=is_shared)
+    _validate_numbers(config, trainer, rollout)
+    _validate_engines(config, rollout[0].name.partition(":")[0], is_turns=is_turns)
+    takes_none, num, split = (
+        takes_no_device(config),
+        config.rollout.max_engines,
+        config.rollout.tensor_parallel,
+    )
+    ranks = tuple(trainer[index * len(trainer) // size] for index in range(size))
+    dealt = tuple(rollout[index % len(rollout)] for index in range(num * split))
+    evaluation, teacher, beside_node = _beside(config, hosts, ranks, () if takes_none else dealt)
+    names = [[one.name if one.name == "cpu" else hosts.label(one) for one in side] for side in (ranks, dealt)]
+    if takes_none:
+        dealt, split = (NodeDevice(0, NO_DEVICE),) * num, 1
+    engines = [dealt[start : start + split] for start in range(0, len(dealt), split)]
+    placement = Placement(
+        trainer=tuple(device.name for device in ranks),
+        engines=tuple(tuple(device.name for device in engine) for engine in engines),
+        evaluation=evaluation,
+        mode="colocated" if is_turns else "apart",
+        teacher=teacher,
+        share=share,
+        stays=is_turns and share is not None,
+        nodes=() if isinstance(nodes, int) else tuple(nodes),
+        rank_nodes=tuple(device.node for device in ranks),
+        engine_nodes=tuple(engine[0].node for engine in engines),
+        beside_node=beside_node,
+    )
+    refuse_transport(config, *names, is_turns=is_turns, num_nodes=placement.num_nodes)
+    return placement
+
+
+def _cuda(devices: Sequence[NodeDevice]) -> Side:
+    return tuple(device for device in devices if device.name != "cpu")
+
+
+def _validate_sides(config: RunConfig, hosts: Hosts, trainer: Side, rollout: Side, *, is_turns: bool) -> None:
+    """Raise ConfigError for sides that overlap in part, or time-share what they cannot."""
+    staleness, written = config.buffer.max_staleness, config.placement
+    both = f"placement.trainer={written.trainer}, placement.rollout={written.rollout}"
+    shared = {*_cuda(trainer)} & {*rollout}
     if len(hosts.names) > 1 and config.launcher == "local":
         what = f"launcher=local starts processes on this machine, and there are {len(hosts.names)} nodes"
         raise ConfigError(what, way_out="set launcher=ray, or describe one machine.")
-    trainer, rollout = choose(config, hosts)
-    shared = [device for device in trainer if device in rollout and device.name != "cpu"]
-    is_turns, share = _check_shared(config, hosts, trainer, rollout, shared)
-    if share is not None:
-        _check_share(config, shared)
-    _check_numbers(config, hosts, trainer, rollout)
-    num, split = config.rollout.max_engines, config.rollout.tensor_parallel
-    ranks = _deal_ranks(trainer, config.trainer.world_size)
-    dealt = tuple(rollout[index % len(rollout)] for index in range(num * split))
-    names = tuple(device.name if device.name == "cpu" else hosts.label(device) for device in (*ranks, *dealt))
-    used = () if takes_no_device(config) else dealt
-    evaluation, teacher, beside_node = _beside(config, hosts, ranks, used)
-    beside = {beside_node} if evaluation not in (None, NO_DEVICE) else set[int]()
-    on = {0, *beside, *(device.node for device in (*ranks, *used))}
-    refuse_transport(config, names[: len(ranks)], names[len(ranks) :], is_turns=is_turns, num_nodes=len(on))
-    _check_engines(config, names[len(ranks) :], is_turns=is_turns)
-    if takes_no_device(config):
-        dealt, split = (NodeDevice(0, NO_DEVICE),) * num, 1
-    engines = [dealt[start : start + split] for start in range(0, len(dealt), split)]
-    return Placement(
-        tuple(device.name for device in ranks),
-        tuple(tuple(device.name for device in engine) for engine in engines),
-        evaluation,
-        "colocated" if is_turns else "apart",
-        teacher,
-        share,
-        is_turns and share is not None,
-        () if isinstance(nodes, int) else tuple(nodes),
-        tuple(device.node for device in ranks),
-        tuple(engine[0].node for engine in engines),
-        beside_node,
-    )
-
-
-def _check_shared(
-    config: RunConfig, hosts: Hosts, trainer: Side, rollout: Side, shared: Sequence[NodeDevice]
-) -> tuple[bool, float | None]:
-    """Whether both sides take turns, and what part of a device is the engines'."""
-    is_same = bool(shared) or config.placement.rollout == "trainer"
-    share = config.placement.share if isinstance(config.placement.share, float) else None
-    is_turns = is_same and not (shared and share is not None and config.buffer.max_staleness > 0)
-    written = f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
     if shared and {*trainer} != {*rollout}:
-        is_one = len(hosts.names) == 1
-        both = sorted(
-            int(device.name.removeprefix("cuda:")) if is_one else hosts.label(device) for device in shared
-        )
         raise ConfigError(
-            f"{written} share {both} and not the others, which would wait with them in turns",
-            way_out="give both the same (placement.rollout=trainer, buffer.max_staleness=0), or other ones.",
+            f"{both} share only {', '.join(hosts.labels(sorted(shared)))}; other devices would wait for them",
+            way_out="give both sides the same devices (placement.rollout=trainer), or none in common.",
         )
-    if is_turns and config.buffer.max_staleness > 0:
+    if is_turns and staleness > 0:
         raise ConfigError(
-            f"{written} are the same devices ({sum(hosts.num_cuda)} CUDA devices here), in turns: every "
-            f"batch is on-policy, and buffer.max_staleness={config.buffer.max_staleness} could never be used",
-            way_out="set buffer.max_staleness=0, or give placement.rollout devices of its own: cpu, or CUDA "
-            "devices that a smaller trainer.world_size leaves"
-            + ("; placement.share=0.4 has both work there at once." if shared else "."),
+            f"{both} are the same devices, and buffer.max_staleness={staleness}",
+            rule="time-sharing makes every batch on-policy",
+            way_out="set buffer.max_staleness=0, or give placement.rollout devices of its own; on CUDA, "
+            "placement.share=0.4 lets both sides work at once.",
         )
     if is_turns and config.rollout.is_scaled:
         raise ConfigError(
-            f"rollout.num_engines is a range, and {written} take turns",
-            rule="a handover moves the same engines each time, and one that does not work would free nothing",
-            way_out=f"set rollout.num_engines={config.rollout.max_engines}, or give each side devices of its "
-            "own.",
+            f"rollout.num_engines is a range, and {both} time-share devices",
+            way_out=f"set rollout.num_engines={config.rollout.max_engines}, or separate the two sides.",
         )
-    return is_turns, share
 
 
-def chunk_devices(config: RunConfig, placement: Placement) -> tuple[NodeDevice, ...]:
-    """The devices whose memory holds the chunks that trainer and engines both open, all of them on each;
-    none: chunks are files. Of CPUs of several nodes there is none that each engine could open.
-    """
-    if placement.num_nodes > 1 and not placement.is_on_cuda:
-        return ()
-    opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
-    devices = tuple(dict.fromkeys(placement.ranks))
-    # an engine sees its own devices alone
-    has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
-    return devices if opens_memory and has_all else ()
-
-
-def _deal_ranks(places: Side, num: int) -> Side:
-    """A device for each of `num` ranks, those of a node one after the other."""
-    return tuple(places[index * len(places) // num] for index in range(num))
-
-
-def _check_numbers(config: RunConfig, hosts: Hosts, trainer: Side, rollout: Side) -> None:
-    """Each rank has a device of its own, or as many share each CPU; each engine has as many as it is split
-    over, of one node; and none named is idle.
-    """
-    size, num, split = config.trainer.world_size, config.rollout.max_engines, config.rollout.tensor_parallel
-    written, is_on_cpu = config.placement, trainer[0].name == "cpu"
-    if is_on_cpu and size % len(trainer):
-        raise ConfigError(
-            f"placement.trainer={written.trainer} is the CPUs of {len(trainer)} nodes for "
-            f"trainer.world_size={size} processes, as many on each",
-            way_out=f"set trainer.world_size={-(-size // len(trainer)) * len(trainer)}, or fewer nodes.",
-        )
-    if not is_on_cpu and len(trainer) != size:
-        raise ConfigError(
-            f"placement.trainer={written.trainer} is {len(trainer)} CUDA devices for "
-            f"trainer.world_size={size} processes with one each",
-            way_out=f"set trainer.world_size={len(trainer)}, or name {size} devices in placement.trainer.",
-        )
-    if takes_no_device(config):
+def _validate_share(config: RunConfig, *, is_shared: bool) -> None:
+    """Raise ConfigError if placement.share is a number that divides nothing, or that vLLM contradicts."""
+    share = config.placement.share
+    if not isinstance(share, float):
         return
-    if rollout[0].name == "cpu":
-        if num < len(rollout):
-            raise ConfigError(
-                f"placement.rollout={written.rollout} is the CPUs of {len(rollout)} nodes for "
-                f"rollout.num_engines={num}, and the others would be idle",
-                way_out=f"set rollout.num_engines={len(rollout)}, or fewer nodes.",
-            )
-        return
-    if len(rollout) % split or len(rollout) > num * split:
-        is_whole = len(rollout) % split == 0
-        fitting = f"num_engines={len(rollout) // split}" if is_whole else "tensor_parallel=1"
+    if not is_shared or takes_no_device(config):
         raise ConfigError(
-            f"placement.rollout={written.rollout} is {len(rollout)} CUDA devices for "
-            f"rollout.num_engines={num} with rollout.tensor_parallel={split} each",
-            way_out=f"set rollout.{fitting}, or name {num * split} devices in placement.rollout.",
-        )
-    nodes = [device.node for device in rollout]
-    if uneven := [node for node in dict.fromkeys(nodes) if nodes.count(node) % split]:
-        has = nodes.count(uneven[0])
-        raise ConfigError(
-            f"placement.rollout={written.rollout} is {has} CUDA devices of {hosts.names[uneven[0]]} for "
-            f"engines with rollout.tensor_parallel={split} each",
-            rule="an engine is split over devices of one node, never over two nodes",
-            way_out=f"set rollout.tensor_parallel={math.gcd(has, split)}, or a multiple of {split} as gpus.",
-        )
-
-
-def _check_share(config: RunConfig, shared: Sequence[NodeDevice]) -> None:
-    """placement.share divides a CUDA device, and nothing else says what engines take there."""
-    share, written = f"placement.share={config.placement.share}", config.placement
-    if not shared or takes_no_device(config):
-        raise ConfigError(
-            f"{share}, and placement.trainer={written.trainer}, placement.rollout={written.rollout} share no "
-            "CUDA device",
-            rule="it is a fraction of a CUDA device that trainer and engines use; a CPU is not divided",
+            f"placement.share={share}, and trainer and engines share no CUDA device",
             way_out="set placement.share=auto.",
         )
     if again := [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]:
-        what = f"{share}, and rollout.vllm has {again[0]}, which says the same"
+        what = f"placement.share={share}, and rollout.vllm has {again[0]}, which sets the same"
         raise ConfigError(what, way_out=f"remove rollout.vllm.{again[0]}.")
 
 
-def _check_engines(config: RunConfig, devices: Sequence[str], *, is_turns: bool) -> None:
-    """What engines cannot do that are not ours, or on the CPU."""
+def _validate_numbers(config: RunConfig, trainer: Side, rollout: Side) -> None:
+    """Raise ConfigError if the processes of a side do not fill its devices."""
+    size, num, written = config.trainer.world_size, config.rollout.max_engines, config.placement
+    if size != len(trainer) if _cuda(trainer) else size % len(trainer):
+        raise ConfigError(
+            f"placement.trainer={written.trainer} is {len(trainer)} devices for trainer.world_size={size}",
+            rule="each process has a CUDA device of its own; CPUs of several nodes have the same number each",
+            way_out=f"set trainer.world_size={len(trainer)}, or change placement.trainer.",
+        )
+    split = config.rollout.tensor_parallel if _cuda(rollout) else 1
+    counts = Counter(device.node for device in rollout).values()
+    is_uneven = any(count % split for count in counts) or len(rollout) > num * split
+    if is_uneven and not takes_no_device(config):
+        raise ConfigError(
+            f"placement.rollout={written.rollout} is {' + '.join(map(str, counts))} devices for "
+            f"rollout.num_engines={num} with rollout.tensor_parallel={split}",
+            rule="an engine has tensor_parallel devices of one node, and no device is idle",
+            way_out=f"set rollout.num_engines={max(1, len(rollout) // split)} or rollout.tensor_parallel="
+            f"{math.gcd(*counts)}, or change placement.rollout.",
+        )
+
+
+def _validate_engines(config: RunConfig, kind: str, *, is_turns: bool) -> None:
+    """Raise ConfigError for what engines on this kind of device cannot do."""
     rollout = config.rollout
     if rollout.urls is not None and config.placement.rollout == "trainer":
-        what = "placement.rollout=trainer lets engines sleep in turns, which those of rollout.urls cannot"
+        what = "placement.rollout=trainer has engines sleep, and the run does not start those of rollout.urls"
         raise ConfigError(what, way_out="remove rollout.urls, or set placement.rollout=auto.")
-    if is_turns and "cpu" in devices and not rollout.facts.sleeps_on_cpu:
-        what = f"in turns an engine frees its memory, which rollout.engine={rollout.engine} on the CPU cannot"
-        raise ConfigError(
-            what, way_out="set placement.rollout=cpu (side by side), or rollout.engine=embedded."
-        )
-    kind = "cpu" if "cpu" in devices else "cuda"
+    if is_turns and kind == "cpu" and not rollout.facts.sleeps_on_cpu:
+        what = f"rollout.engine={rollout.engine} on the CPU cannot free its memory for the trainer's turn"
+        raise ConfigError(what, way_out="set placement.rollout=cpu, or rollout.engine=embedded.")
     if rollout.deterministic is True and (rollout.urls is not None or kind != rollout.facts.exact_on):
-        where = "of rollout.urls" if rollout.urls is not None else f"on {', '.join(dict.fromkeys(devices))}"
         raise ConfigError(
-            f"rollout.deterministic=true, and rollout.engine={rollout.engine} {where} cannot be asked for it",
-            rule="the embedded engine keeps it on a CPU, a vLLM that the run starts has it on CUDA",
+            f"rollout.deterministic=true, and rollout.engine={rollout.engine} on {kind} cannot promise it",
+            rule="the embedded engine can on a CPU, and a vLLM that the run starts can on CUDA",
             way_out="set rollout.deterministic=auto.",
         )
-    if rollout.tensor_parallel > 1 and "cpu" in devices and rollout.urls is None:
+    if rollout.tensor_parallel > 1 and kind == "cpu" and rollout.urls is None:
         what = (
             f"rollout.tensor_parallel={rollout.tensor_parallel} splits engines over CUDA devices, not the CPU"
         )
         raise ConfigError(
-            what, way_out="set rollout.tensor_parallel=1, or name devices in placement.rollout."
+            what, way_out="set rollout.tensor_parallel=1, or placement.rollout to CUDA devices."
         )
 
 
 def _beside(
     config: RunConfig, hosts: Hosts, ranks: Side, engines: Side
 ) -> tuple[str | None, str | None, int]:
-    """Devices of the eval engine and the teacher, and the node of both: the controller's own where it has
-    what they need.
+    """Return the devices of the eval engine and the teacher, and their node: one with a free CUDA device
+    for each. Both work during training: never on the trainer's CUDA device.
     """
-    written, node = config.placement, _beside_node(config, hosts, ranks, engines)
-    evaluation = teacher = None
-    if config.eval_engine != "rollout" and not config.rollout.facts.has_model:
-        evaluation = NO_DEVICE
-    elif config.eval_engine != "rollout":
-        evaluation = _eval_device(config, ranks, engines, hosts, node)
-    if config.teacher is not None:
-        used = engines if evaluation is None else (*engines, NodeDevice(node, evaluation))
-        teacher = _beside_device(("placement.teacher", written.teacher), ranks, used, hosts, node)
-    return evaluation, teacher, node
-
-
-def _beside_node(config: RunConfig, hosts: Hosts, ranks: Side, engines: Side) -> int:
-    """The first node with a CUDA device for each that may choose: free ones first, else those of engines."""
-    has_eval = config.eval_engine != "rollout" and config.rollout.facts.has_model
-    written = [config.placement.eval] * has_eval + [config.placement.teacher] * (config.teacher is not None)
-    num, is_on_cpu = written.count("auto"), any(device.name == "cpu" for device in engines)
-    if not num or is_on_cpu or any(type(one) is int for one in written):
-        return 0
+    written, has_model = config.placement, config.rollout.facts.has_model
+    forms = {"eval": written.eval} if config.eval_engine != "rollout" and has_model else {}
+    forms |= {"teacher": written.teacher} if config.teacher is not None else {}
+    num, is_on_cpu = [*forms.values()].count("auto"), any(one.name == "cpu" for one in engines)
 
     def lacks(node: int) -> tuple[bool, int, bool, int]:
-        free = [one for one in hosts.cuda[node] if one not in (*ranks, *engines)]
-        beside = any(one.node == node and one not in ranks for one in engines)
-        return not hosts.num_cuda[node], max(0, num - len(free)), not beside, node
+        num_free = sum(one not in (*ranks, *engines) for one in hosts.cuda[node])
+        has_engine = any(one.node == node and one not in ranks for one in engines)
+        return not hosts.num_cuda[node], max(0, num - num_free), not has_engine, node
 
-    return min(range(len(hosts.names)), key=lacks)
+    is_first = is_on_cpu or num < len(forms) or not num
+    node = 0 if is_first else min(range(len(hosts.names)), key=lacks)
+    found: dict[str, str] = {}
+    for name, form in forms.items():
+        here = [one for one in engines if one.node == node]
+        taken = (*ranks, *engines, *(NodeDevice(node, other) for other in found.values()))
+        free = [one for one in hosts.cuda[node] if one not in taken]
+        if form == "cpu" or (form == "auto" and (is_on_cpu or not hosts.num_cuda[node])):
+            found[name] = "cpu"
+            continue
+        if form == "auto" and name == "eval" and config.eval_engine == "auto" and not free:
+            continue
+        one = named(f"placement.{name}", form, hosts)[0] if form != "auto" else None
+        one = one or [*free, *sorted(here, key=here.count), NodeDevice(node, "cpu")][0]
+        if one in _cuda(ranks):
+            raise ConfigError(
+                f"placement.{name}={form} is {hosts.label(one)}, where the trainer works",
+                rule=f"the {name} engine works during training, with weights and KV cache of its own",
+                way_out=f"set placement.{name}=cpu or another CUDA device"
+                + (", or eval.engine=rollout." if name == "eval" else "."),
+            )
+        found[name] = one.name
+    is_simulated = config.eval_engine != "rollout" and not has_model
+    return NO_DEVICE if is_simulated else found.get("eval"), found.get("teacher"), node
 
 
-def _eval_device(
-    config: RunConfig, ranks: Side, engines: Sequence[NodeDevice], hosts: Hosts, node: int
-) -> str | None:
-    """Device of the eval engine; None if eval.engine=auto leaves evaluations to the rollout engines, because
-    no CUDA device is free.
-    """
-    written = config.placement.eval
-    is_left = config.eval_engine == "auto" and written == "auto" and hosts.num_cuda[node]
-    is_on_cuda = not any(device.name == "cpu" for device in engines)
-    if is_left and is_on_cuda and {*hosts.cuda[node]} <= {*ranks, *engines}:
-        return None
-    return _beside_device(("placement.eval", written), ranks, engines, hosts, node)
-
-
-def _beside_device(
-    setting: tuple[str, Devices], ranks: Side, engines: Sequence[NodeDevice], hosts: Hosts, node: int
-) -> str:
-    """Where the eval engine or the teacher goes on this node (`setting`: the key and what it says): it works
-    beside training at any time, so never with the trainer on CUDA.
-    """
-    key, written = setting
-    whose, section = ("the eval engine", "eval") if key == "placement.eval" else ("the teacher", "teacher")
-    is_on_cpu = any(device.name == "cpu" for device in engines)
-    if written == "cpu" or (written == "auto" and (not hosts.num_cuda[node] or is_on_cpu)):
-        return "cpu"
-    if written == "auto":
-        free = [device for device in hosts.cuda[node] if device not in (*ranks, *engines)]
-        here = [device for device in engines if device.node == node]
-        used = sorted(here, key=lambda device: (here.count(device), -here.index(device)))
-        device = [*free, *used, NodeDevice(node, "cpu")][0]
-    else:
-        device = named(key, written, hosts)[0]
-    if device in ranks and device.name != "cpu":
-        raise ConfigError(
-            f"{key}={written} puts {whose} on {hosts.label(device)}, where the trainer works",
-            rule="it works beside training, with weights and KV cache of its own",
-            way_out=f"set {key}=cpu or the number of another CUDA device, or set {section}=none."
-            if section == "teacher"
-            else "set eval.engine=rollout, or placement.eval=cpu or the number of another CUDA device.",
-        )
-    return device.name
+def chunk_devices(config: RunConfig, placement: Placement) -> tuple[NodeDevice, ...]:
+    """Return the devices whose memory holds the chunks that both sides open; none: chunks are files."""
+    if placement.num_nodes > 1 and not placement.is_on_cuda:
+        return ()
+    opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
+    devices = tuple(dict.fromkeys(placement.ranks))
+    # an engine sees only its own devices
+    has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
+    return devices if opens_memory and has_all else ()
 
 
 def child_environ(
     devices: Sequence[str], cuda: Sequence[CudaDevice] | Mapping[int, CudaDevice]
 ) -> dict[str, str]:
-    """Variables that show a child process these devices (`cuda:1`, ...) and no others, in this order."""
+    """Return the variables that show a child process only these devices (`cuda:1`, ...), in this order."""
     if not devices[0].startswith("cuda:"):
         return {}
     names = [cuda[int(device.removeprefix("cuda:"))].name for device in devices]

@@ -49,19 +49,11 @@ class Machine:
     memory: int
     has_bfloat16: bool
     is_here: bool = True
-    has_compiler: bool = True
-    """For torch.compile."""
 
 
 def this_machine() -> Machine:
-    cuda = find_cuda_devices()
-    return Machine(
-        cuda,
-        num_cores(),
-        available_memory(),
-        cpu_has_bfloat16(),
-        has_compiler=not why_no_compiler(for_cuda=bool(cuda)),
-    )
+    """Return the devices, cores and memory of this machine."""
+    return Machine(find_cuda_devices(), num_cores(), available_memory(), cpu_has_bfloat16())
 
 
 def described_machine(devices: str | None, cores: int | None, memory: str | None) -> Machine | None:

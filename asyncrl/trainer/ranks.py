@@ -207,7 +207,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     size, is_cuda = spec.trainer.world_size, device.type == "cuda"
     if spec.trainer.cpu_offload and not is_cuda:
         what = "trainer.cpu_offload=true, and the trainer runs on the CPU"
-        raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=cuda.")
+        raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=0.")
     if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
         return ALONE
     ordinal = spec.rank if spec.local_rank is None else spec.local_rank
