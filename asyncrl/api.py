@@ -41,8 +41,8 @@ def run(
     Callbacks are called in the run's own loop, so return soon: on_step(step, metrics) after each step,
     on_evaluation(policy_version, metrics), on_sample(sample) for each rollout of samples.jsonl, and
     on_weights(policy_version, digest) when every engine serves new weights. One that raises ends the run,
-    which can be resumed, with CallbackError; one that has not returned for 30 s is named on stderr. To end
-    a run early, `signal.raise_signal(signal.SIGINT)`: it takes the step to its end and makes a checkpoint.
+    which can be resumed, with CallbackError. To end a run early, `signal.raise_signal(signal.SIGINT)`: it
+    finishes the step and makes a checkpoint.
 
     In a notebook, and inside any other running event loop, the run works in a thread with a loop of its own
     until this returns; a notebook shows a table that updates. Ctrl-C, or interrupting the cell, ends the run
