@@ -41,9 +41,8 @@ def run(
     Callbacks run in the run's own loop and must return soon: on_step(step, metrics) after each step,
     on_evaluation(policy_version, metrics), on_sample(sample) for each rollout of samples.jsonl, and
     on_weights(policy_version, digest) when every engine serves new weights. An exception in one ends the run
-    with CallbackError, and the run can be resumed; stderr names a callback that has not returned for 30 s. To
-    end a run early, call `signal.raise_signal(signal.SIGINT)`: the run finishes the step and writes a
-    checkpoint.
+    with CallbackError, and the run can be resumed. To end a run early, call
+    `signal.raise_signal(signal.SIGINT)`: the run finishes the step and writes a checkpoint.
 
     In a notebook, or inside another running event loop, the run works in a thread with its own loop until
     this function returns; a notebook shows an updating table. Ctrl-C, or interrupting the cell, ends the run

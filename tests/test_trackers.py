@@ -27,50 +27,47 @@ from asyncrl.errors import OF_TRAIN, ConfigError
 from asyncrl.job.life import Life
 from asyncrl.job.loop import run_job
 from asyncrl.observe.trackers import background
-from asyncrl.observe.trackers.background import MAX_WAITING, Background, wait_closed
-from asyncrl.observe.trackers.tracker import SAMPLE_COLUMNS, TrackedRun, sample_rows
-from asyncrl.observe.trackers.tracker_names import KINDS, check_trackers, make_trackers
-from asyncrl.testing.virtual_time import run_virtual
-
-ALL = {"later": "metrics.jsonl has all"}
+from asyncrl.observe.trackers.background import MAX_WAITING, Background
+from asyncrl.observe.trackers.tracker import TrackedRun, sample_table
+from asyncrl.observe.trackers.tracker_names import check_trackers, make_tracker, make_trackers
 
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Those that were left behind; not those of other tests."""
+    """Return the names that were left behind, not those of other tests."""
     monkeypatch.setattr(background, "LEFT", names := list[str]())
     return names
 
 
-def started(run_dir: Path, make: Callable[[], Any], said: list[str], name: str = "mine") -> Background:
-    tracker = Background(name, make, said.append, **ALL)
-    tracker.start(TrackedRun(run_dir, "a run", "0123", {"seed": 1}))
-    return tracker
+def started(run_dir: Path, said: list[str], **makers: Callable[[], Any]) -> Background:
+    trackers = Background(makers, said.append)
+    trackers.start(TrackedRun(run_dir, "a run", "0123", {"seed": 1}))
+    return trackers
 
 
-def ended(tracker: Background) -> None:
-    """Once its thread has told all; without a limit, so that no slow machine matters."""
-    tracker.close("done")
-    tracker.closed.result()
-    tracker.say_news()
+def ended(trackers: Background) -> None:
+    """End the run and its thread, without a limit."""
+    trackers.tell("close", "done")
+    assert trackers._thread is not None
+    trackers._thread.join()
+    trackers._say_news()
 
 
 def calls(path: Path) -> list[list[Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_tracker_is_told_everything_in_order_and_once_over_all_resumes(tmp_path: Path) -> None:
-    log, said, picture = tmp_path / "log", list[str](), tmp_path / "reward.png"
+def test_a_tracker_gets_everything_in_order_and_once_over_resumes(tmp_path: Path) -> None:
+    log, said = tmp_path / "log", list[str]()
     for first in (0, 1):
-        tracker = started(tmp_path, partial(Noting, log), said)
+        trackers = started(tmp_path, said, mine=partial(Noting, log))
         for step in (first, first + 1):
-            tracker.step(step, {"reward/mean": 1.0})
-            tracker.samples(step, [])
-            tracker.evaluation(step, {})
-        tracker.weights(first, "digest")
-        tracker.picture("reward", picture)
-        ended(tracker)
-    end = [["picture", "reward", "reward.png"], ["close", "done"]]
+            trackers.tell("step", step, {"reward/mean": 1.0})
+            trackers.tell("samples", step, [])
+            trackers.tell("evaluation", step, {})
+        trackers.tell("weights", first, "digest")
+        ended(trackers)
+    end = [["close", "done"]]
     both = [
         [kind, step, *more]
         for step in (0, 1, 2)
@@ -84,64 +81,55 @@ def test_a_tracker_is_told_everything_in_order_and_once_over_all_resumes(tmp_pat
 
 
 @pytest.mark.parametrize("damage", ["", '{"id": "the', "[]"])
-def test_a_tracker_that_is_shown_elsewhere_or_has_no_whole_file_is_told_from_where_the_run_goes_on(
-    damage: str, tmp_path: Path
-) -> None:
+def test_a_tracker_in_another_place_gets_all_steps(damage: str, tmp_path: Path) -> None:
     log, kept = tmp_path / "log", tmp_path / "trackers" / "mine.json"
     for kind in (Noting, Noting if damage else Elsewhere):
-        tracker = started(tmp_path, partial(kind, log), [])
-        tracker.step(3, {})
-        ended(tracker)
+        trackers = started(tmp_path, [], mine=partial(kind, log))
+        trackers.tell("step", 3, {})
+        ended(trackers)
         assert json.loads(kept.read_text()) == {"id": kind.shown_at, "step": 3}
         kept.write_text(damage or kept.read_text())
     assert [call[1] for call in calls(log) if call[0] == "step"] == [3, 3]
 
 
-def test_one_that_raises_is_turned_off_by_name_and_the_others_go_on(tmp_path: Path, left: list[str]) -> None:
-    said, logs = list[str](), (tmp_path / "raises", tmp_path / "goes on")
-    trackers = [
-        started(tmp_path, partial(Raising, logs[0]), said, "mine:Raising"),
-        started(tmp_path, partial(Noting, logs[1]), said, "mine:Noting"),
-        started(tmp_path, partial(Noting, tmp_path / "no" / "folder"), said, "mine:Unable"),
-    ]
-    for tracker in trackers:
-        for step in range(4):
-            tracker.step(step, {})
-        ended(tracker)
+def test_a_tracker_that_raises_is_turned_off_and_others_continue(tmp_path: Path, left: list[str]) -> None:
+    said, logs = list[str](), (tmp_path / "raises", tmp_path / "continues")
+    makers = {
+        "Raising": partial(Raising, logs[0]),
+        "Noting": partial(Noting, logs[1]),
+        "Unable": partial(Noting, tmp_path / "no" / "folder"),
+    }
+    trackers = started(tmp_path, said, **makers)
+    for step in range(4):
+        trackers.tell("step", step, {})
+    ended(trackers)
     assert [call[1] for call in calls(logs[0]) if call[0] == "step"] == [0]
     assert calls(logs[1])[-1] == ["close", "done"]
-    assert said[0] == (
-        "tracker mine:Raising: turned off, the run goes on without it: step() raised SystemExit: no quota is "
-        "left. metrics.jsonl has all"
-    )
-    assert "mine:Unable: turned off, the run goes on without it: start() raised FileNotFoundError" in said[1]
-    assert sorted(left) == ["mine:Raising", "mine:Unable"]
+    assert sorted(left) == ["Raising", "Unable"]
+    assert any("Raising is turned off" in text and "SystemExit: no quota is left" in text for text in said)
 
 
-def test_while_one_hangs_every_call_returns_and_the_oldest_that_wait_are_left_out_and_counted(
+def test_a_tracker_that_hangs_holds_up_no_call(
     tmp_path: Path, left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hanging, "let_go", let_go := threading.Event())
     monkeypatch.setattr("atexit.register", lambda wait: None)
     said, log = list[str](), tmp_path / "log"
-    tracker = started(tmp_path, partial(Hanging, log), said, "slow")
+    trackers = started(tmp_path, said, slow=partial(Hanging, log))
     for step in range(MAX_WAITING + 100):
-        tracker.step(step, {})
-    tracker.close("done")
-    assert MAX_WAITING >= len(tracker._waiting) >= MAX_WAITING - 1
-    assert 100 <= tracker.num_dropped <= 101, "one may be in hand"
-    assert [text for text in said if "is slow" in text] == said
+        trackers.tell("step", step, {})
+    trackers.tell("close", "done")
+    assert 100 <= trackers.num_dropped <= 101, "one may be in hand"
     assert len(said) == 1
     told: list[str] = []
-    run_virtual(wait_closed([tracker], 30.0, told.append, said.append))  # 30 virtual seconds
-    assert told == ["waiting for slow, 30 s at most (Ctrl-C: no longer)"]
-    assert "tracker slow: not done in time (observe.tracker_close_s=30), and left to itself" in said[1]
-    assert f"tracker slow: {tracker.num_dropped} calls were left out" in said[2]
+    asyncio.run(trackers.wait_closed(1.5, told.append))
+    assert told == ["waiting 1.5 s at most for slow (Ctrl-C: stop waiting)"]
+    assert len(said) == 3
     assert left == ["slow"]
-    (thread,) = (one for one in threading.enumerate() if one.name == "tracker slow")
     let_go.set()
-    thread.join()
-    assert calls(log)[-1] == ["close", "done"], "what came late is no error in the thread"
+    assert trackers._thread is not None
+    trackers._thread.join()
+    assert calls(log)[-1] == ["close", "done"]
 
 
 LEAVES = """
@@ -149,33 +137,32 @@ import asyncio, sys
 from pathlib import Path
 from trackers_for_test import Hanging
 from asyncrl.cli import _exit
-from asyncrl.observe.trackers.background import Background, wait_closed
+from asyncrl.observe.trackers.background import Background
 from asyncrl.observe.trackers.tracker import TrackedRun
 log = Path(sys.argv[1]) / "log"
-tracker = Background("slow", lambda: Hanging(log), print)
-tracker.start(TrackedRun(log.parent, "a run", "0123", {}))
-tracker.step(0, {})
+trackers = Background({"slow": lambda: Hanging(log)}, print)
+trackers.start(TrackedRun(log.parent, "a run", "0123", {}))
+trackers.tell("step", 0, {})
 while not log.exists() or "hangs" not in log.read_text():
     pass
-tracker.close("done")
-asyncio.run(wait_closed([tracker], 0.0, print, print))
+trackers.tell("close", "done")
+asyncio.run(trackers.wait_closed(0.0, print))
 _exit(int(sys.argv[2]))
 """
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_process_ends_with_its_code_although_the_client_of_a_late_tracker_waits_at_its_end(
-    code: int, tmp_path: Path
-) -> None:
+def test_the_process_ends_although_a_client_waits_at_its_exit(code: int, tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
+    path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", LEAVES, str(tmp_path), str(code)]
-    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": here})
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     assert process.returncode == code, process.stderr
-    assert "tracker slow: not done in time" in process.stdout
+    assert "slow" in process.stdout
 
 
-def test_a_tracker_that_was_never_started_is_not_waited_for() -> None:
-    run_virtual(wait_closed([Background("mine", lambda: Noting("log"), print)], 30.0, print, print))
+def test_trackers_that_never_started_are_not_waited_for() -> None:
+    asyncio.run(Background({"mine": partial(Noting, "log")}, print).wait_closed(30.0, print))
 
 
 def test_a_signal_ends_the_wait_for_trackers_and_not_the_exit_code(tmp_path: Path) -> None:
@@ -232,8 +219,8 @@ SAMPLE: Any = {
 
 
 def test_a_row_of_a_sample_has_its_prompt_and_what_was_sampled() -> None:
-    (row,) = sample_rows([SAMPLE])
-    found = dict(zip(SAMPLE_COLUMNS, row, strict=True))
+    table = sample_table([SAMPLE])
+    found = dict(zip(table["columns"], *table["data"], strict=True))
     assert found["prompt"] == "system: Add.\nuser: <script>"
     assert (found["completion"], found["reward"], found["truncated"]) == ("call\n\n5", 0.5, True)
 
@@ -261,7 +248,7 @@ def test_what_is_not_known_of_trackers_is_refused_by_the_config(given: dict[str,
     [
         (OWN, {}, "cannot be called as"),
         (OWN, {"path": "a", "paht": "b"}, "paht"),
-        ("trackers_for_test:Lacking", {}, "has no start, evaluation, samples, weights, picture, close"),
+        ("trackers_for_test:Lacking", {}, "has no start, evaluation, samples, weights, close"),
         ("trackers_for_test:Nothing", {}, "did you mean Noting?"),
         ("no_such_module:Mine", {}, "there is no module no_such_module"),
     ],
@@ -286,9 +273,9 @@ def test_a_tracker_of_the_users_gets_its_arguments(tmp_path: Path) -> None:
         {"trackers": [OWN], "tracker_args": {"own": {OWN: {"path": str(tmp_path / "log")}}}}
     )
     check_trackers(observe)
-    (tracker,) = make_trackers(observe, tmp_path, print)
-    tracker.start(TrackedRun(tmp_path, "a run", "0123", {}))
-    ended(tracker)
+    trackers = make_trackers(observe, print)
+    trackers.start(TrackedRun(tmp_path, "a run", "0123", {}))
+    ended(trackers)
     assert calls(tmp_path / "log") == [["start", "a run", ""], ["close", "done"]]
 
 
@@ -311,11 +298,9 @@ def test_the_settings_and_the_tracker_of_the_page_are_taken(
         for observe in shown:
             check_trackers(observe)
     said: list[str] = []
-    (own,) = make_trackers(
-        shown[1].model_copy(update={"trackers": ["my_tracker:Printer"]}), tmp_path, said.append
-    )
+    own = make_trackers(shown[1].model_copy(update={"trackers": ["my_tracker:Printer"]}), said.append)
     own.start(TrackedRun(tmp_path, "a run", "0123", {"seed": 1}))
-    own.step(0, {"reward/mean": 0.5})
+    own.tell("step", 0, {"reward/mean": 0.5})
     ended(own)
     assert said == []
 
@@ -324,7 +309,7 @@ def test_the_settings_and_the_tracker_of_the_page_are_taken(
 def test_a_client_that_is_not_installed_is_an_error_that_names_its_extra(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [*KINDS] == [*TRACKERS]
+    assert make_tracker(name, ObserveConfig().tracker_args)
     monkeypatch.setattr("asyncrl.observe.trackers.tracker_names.find_spec", lambda package: object())
     check_trackers(ObserveConfig(trackers=[name]))
     monkeypatch.setattr("asyncrl.observe.trackers.tracker_names.find_spec", lambda package: None)
@@ -333,6 +318,6 @@ def test_a_client_that_is_not_installed_is_an_error_that_names_its_extra(
             check_trackers(ObserveConfig(trackers=[name]))
         assert absent.value.name in OF_TRAIN
         return
-    with pytest.raises(ConfigError, match=rf"pip install 'asyncrl\[{KINDS[name].extra}\]'") as refused:
+    with pytest.raises(ConfigError, match=rf"pip install 'asyncrl\[{name}\]'") as refused:
         check_trackers(ObserveConfig(trackers=[name]))
     assert refused.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""One real run, with trackers that hang, raise and note, and with its status port open."""
+"""One real run, with trackers that raise and note, and with its status port open."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ def test_a_run_goes_its_way_whatever_its_trackers_do_and_says_how_it_stands_at_i
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
-    own = {
-        f"trackers_for_test:{name}": {"path": str(tmp_path / name)}
-        for name in ("Noting", "Raising", "Hanging")
-    }
+    own = {f"trackers_for_test:{name}": {"path": str(tmp_path / name)} for name in ("Noting", "Raising")}
     trackers = ["tensorboard", *own]
     config = write_config(
         tmp_path,
@@ -50,12 +47,10 @@ def test_a_run_goes_its_way_whatever_its_trackers_do_and_says_how_it_stands_at_i
     run = ended(process)
     assert run.returncode == 130, run.stderr
     assert f"{url}/metrics and /status; the key: {run_dir / 'status.key'}" in run.stdout
-    assert "tracker trackers_for_test:Raising: turned off, the run goes on without it" in run.stdout
-    assert "waiting for trackers_for_test:Hanging, 2 s at most" in run.stdout
-    assert "tracker trackers_for_test:Hanging: not done in time (observe.tracker_close_s=2)" in run.stdout
+    assert "tracker trackers_for_test:Raising is turned off, the run continues" in run.stdout
     told = read_lines(tmp_path / "Noting")
     num_steps = len(read_lines(run_dir / "metrics.jsonl"))
     assert [call[1] for call in told if call[0] == "step"] == [*range(1, num_steps + 1)]  # type: ignore[index]
-    assert told[-2:] == [["picture", "reward", "reward.png"], ["close", "interrupted"]]
+    assert told[-1] == ["close", "interrupted"]
     status = json.loads((run_dir / "status.json").read_text())
     assert (status["state"], "status_url" in status) == ("interrupted", False)

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.figure import Figure
 from test_trackers import SAMPLE
 
 from asyncrl import cli
 from asyncrl.config import ObserveConfig
-from asyncrl.observe.trackers.background import wait_closed
 from asyncrl.observe.trackers.tracker import TrackedRun
 from asyncrl.observe.trackers.tracker_names import make_trackers
 
@@ -33,21 +31,19 @@ ODD = "task/100 % <b>"
 
 
 def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
-    """Steps from `first` on, an evaluation, a sample and a picture."""
+    """Steps from `first` on, an evaluation and a sample."""
     args = {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
     limit_s = args.pop("limit_s", 120.0)
     observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
-    (tracker,) = make_trackers(observe, run_dir, print)
+    tracker = make_trackers(observe, print)
     name = "a run" if first == 0 else "moved"
     tracker.start(TrackedRun(run_dir, name, RUN_ID, CONFIG))
     for step in range(first, first + NUM_STEPS):
-        tracker.step(step, {"reward/mean": step / 2, ODD: 1.0, "policy_version": step + 1})
-    tracker.samples(first + 1, [SAMPLE])
-    tracker.evaluation(first + 2, {"eval/reward_mean": first + 0.25})
-    Figure(figsize=(1, 1)).savefig(run_dir / "reward.png")
-    tracker.picture("reward", run_dir / "reward.png")
-    tracker.close("done")
-    asyncio.run(wait_closed([tracker], limit_s, print, print))
+        tracker.tell("step", step, {"reward/mean": step / 2, ODD: 1.0, "policy_version": step + 1})
+    tracker.tell("samples", first + 1, [SAMPLE])
+    tracker.tell("evaluation", first + 2, {"eval/reward_mean": first + 0.25})
+    tracker.tell("close", "done")
+    asyncio.run(tracker.wait_closed(limit_s, print))
     print("ended")
     cli._leave_trackers(0)
 
@@ -56,7 +52,7 @@ def read_wandb(run_dir: Path) -> dict[str, Any]:
     """The records of the .wandb files: LevelDB's log format, with blocks of 32 KiB, after 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: dict[str, Any] = {"steps": [], "evaluations": [], "samples": [], "pictures": 0, "ids": []}
+    found: dict[str, Any] = {"steps": [], "evaluations": [], "samples": [], "ids": []}
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         for data in _leveldb_records(path.read_bytes()):
             record = Record()
@@ -72,7 +68,6 @@ def read_wandb(run_dir: Path) -> dict[str, Any]:
                 found["steps"].append([line["step"], line["reward/mean"], line[ODD]])
             if "eval/reward_mean" in line:
                 found["evaluations"].append([line["policy_version"], line["eval/reward_mean"]])
-            found["pictures"] += any(key.startswith("reward/path") for key in line)
     for path in sorted(
         run_dir.glob("wandb/offline-run-*/files/media/table/*.json"), key=lambda path: path.stat().st_mtime
     ):
@@ -103,7 +98,6 @@ def read_mlflow(run_dir: Path) -> dict[str, Any]:
     runs = client.search_runs([experiment.experiment_id])
     run_id, history = runs[0].info.run_id, client.get_metric_history
     odd = {metric.step: metric.value for metric in history(run_id, "task/100 _ _b_")}
-    artifacts = [item.path for item in client.list_artifacts(run_id)]
     tables = [
         Path(client.download_artifacts(run_id, item.path))
         for item in client.list_artifacts(run_id, "samples")
@@ -116,7 +110,6 @@ def read_mlflow(run_dir: Path) -> dict[str, Any]:
         "steps": [[metric.step, metric.value, odd[metric.step]] for metric in history(run_id, "reward/mean")],
         "evaluations": [[metric.step, metric.value] for metric in history(run_id, "eval/reward_mean")],
         "samples": [json.loads(path.read_text()) for path in sorted(tables)],
-        "pictures": artifacts.count("reward.png"),
     }
 
 
@@ -135,7 +128,6 @@ def read_trackio(run_dir: Path) -> dict[str, Any]:
             [line["step"], line["eval/reward_mean"]] for line in lines if "eval/reward_mean" in line
         ],
         "samples": [{"columns": [*rows[0]], "data": [list(row.values()) for row in rows]} for rows in tables],
-        "pictures": sum("reward" in line for line in lines),
     }
 
 

@@ -39,9 +39,6 @@ class Noting:
     def weights(self, version: int, digest: str) -> None:
         self.note("weights", version)
 
-    def picture(self, name: str, path: Path) -> None:
-        self.note("picture", name, path.name)
-
     def close(self, state: str) -> None:
         self.note("close", state)
 

@@ -35,7 +35,6 @@ from asyncrl.observe.recorder import (
 from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.sample_maker import SampleMaker
 from asyncrl.observe.timeline import TimelineWriter
-from asyncrl.observe.trackers.background import wait_closed
 from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
 from asyncrl.observe.trackers.tracker_names import make_trackers
 from asyncrl.observe.verdict.verdict import judge, summary_panel, write_reward_plot
@@ -69,8 +68,8 @@ class Reporter(Voice):
         goes_on: bool = False,
     ) -> None:
         self.config, self.run_dir, self.name = config, run_dir, name
-        self._trackers = make_trackers(config.observe, run_dir, self.warn)
-        self._recorder = Recorder(run_dir, [*self._trackers, *trackers])
+        self._trackers = make_trackers(config.observe, self.warn, trackers)
+        self._recorder = Recorder(run_dir, self._trackers)
         self._timeline = TimelineWriter(run_dir)
         self._console = Console(
             config.observe.console,
@@ -102,7 +101,7 @@ class Reporter(Voice):
     def start(self) -> None:
         plain = json.loads(self.config.model_dump_json())
         shown_as = self.run_dir.resolve().name
-        self._recorder.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
+        self._trackers.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
         self._recorder.write_status({"state": "starting"})
         listen_to_spans(self._timeline.note)
         if not self._is_to_resume:
@@ -141,7 +140,7 @@ class Reporter(Voice):
         super().warn(text)
 
     def published(self, version: int, digest: str) -> None:
-        self._recorder.record_weights(version, digest)
+        self._trackers.tell("weights", version, digest)
 
     def warn_once(self, what: str, text: str) -> None:
         if what not in self._told:
@@ -219,7 +218,7 @@ class Reporter(Voice):
             if made.problem:
                 self.warn_once("samples", made.problem)
                 continue
-            self._recorder.record_samples(made.step, made.samples)
+            self._trackers.tell("samples", made.step, made.samples)
             self._console.show_samples(made.step, made.samples)
 
     def _note_slots(self, parts: Parts) -> None:
@@ -296,12 +295,12 @@ class Reporter(Voice):
             raise refused_by_system(error, self.run_dir) from error
         finally:
             self._recorder.close()
-            self._recorder.close_trackers(state)
+            self._trackers.tell("close", state)
 
     async def aclose(self) -> None:
         """Give the trackers observe.tracker_close_s to send the rest."""
         limit_s = self.config.observe.tracker_close_s
-        await wait_closed(self._trackers, limit_s, self._console.say, self.warn)
+        await self._trackers.wait_closed(limit_s, self._console.say)
 
     def _finish(self, state: str, why: str) -> None:
         self.close_console()
@@ -319,7 +318,6 @@ class Reporter(Voice):
             verdict = judge(steps, self.config)
             summary |= asdict(verdict)
             plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
-            self._recorder.record_picture("reward", plot)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")

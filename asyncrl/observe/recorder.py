@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -26,8 +26,7 @@ from asyncrl.observe.metrics import is_total
 from asyncrl.observe.run_numbers import Steps
 
 if TYPE_CHECKING:
-    from asyncrl.observe.samples import ShownRollout
-    from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
+    from asyncrl.observe.trackers.background import Background
 
 T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
@@ -53,16 +52,12 @@ class Recorder:
     status.json     what the run does at this moment, replaced as a whole: a reader never sees half of it
     """
 
-    def __init__(self, run_dir: str | Path, trackers: Sequence[Tracker] = ()) -> None:
-        self.run_dir, self.trackers = Path(run_dir), trackers
+    def __init__(self, run_dir: str | Path, trackers: Background | None = None) -> None:
+        self.run_dir = Path(run_dir)
+        self.trackers = trackers
         (self.run_dir / METRICS_FILE).touch()  # not opened yet: a resume that is refused changes nothing
         self._files: dict[str, Any] = {}
         self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
-
-    def start(self, run: TrackedRun) -> None:
-        """Tell the trackers whose run it is."""
-        for tracker in self.trackers:
-            tracker.start(run)
 
     def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
         """Cut off the lines of steps after `num_steps`, which are about to be taken again, and text after the
@@ -94,28 +89,15 @@ class Recorder:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         left_out = [name for name in metrics if name not in finite]
         self._append(METRICS_FILE, {**finite, NOT_FINITE: left_out} if left_out else finite)
-        scalars = {n: v for n, v in finite.items() if n != "step" and not n.startswith(EVAL_PREFIX)}
-        for tracker in self.trackers:
-            tracker.step(int(metrics["step"]), scalars)
+        scalars = {n: float(v) for n, v in finite.items() if n != "step" and not n.startswith(EVAL_PREFIX)}
+        if self.trackers is not None:
+            self.trackers.tell("step", int(metrics["step"]), scalars)
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
         """Append one evaluation; `policy_version` must be in it, and `name` where there are several."""
         self._append(EVAL_FILE, _finite(line))
-        scalars = evaluation_metrics(line)
-        for tracker in self.trackers:
-            tracker.evaluation(line["policy_version"], scalars)
-
-    def record_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Tell the trackers which rollouts are shown of a batch, which are in samples.jsonl by now
-        (observe/sample_maker.py).
-        """
-        for tracker in self.trackers:
-            tracker.samples(step, samples)
-
-    def record_picture(self, name: str, path: Path) -> None:
-        """A PNG of the run is written."""
-        for tracker in self.trackers:
-            tracker.picture(name, path)
+        if self.trackers is not None:
+            self.trackers.tell("evaluation", line["policy_version"], evaluation_metrics(line))
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted, and `why`
@@ -136,16 +118,6 @@ class Recorder:
             with contextlib.suppress(OSError):
                 file.close()
         self._files.clear()
-
-    def record_weights(self, version: int, digest: str) -> None:
-        """Every engine serves the weights of `version`."""
-        for tracker in self.trackers:
-            tracker.weights(version, digest)
-
-    def close_trackers(self, state: str) -> None:
-        """The run has ended: done, failed or interrupted."""
-        for tracker in self.trackers:
-            tracker.close(state)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         """A half line of a process that was killed gets its line end first."""
@@ -217,7 +189,7 @@ def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of an evaluation, by their names in metrics.jsonl: eval/NAME/... where there are several;
     totals are of all together.
     """
-    found = {name: value for name, value in line.items() if name.startswith(EVAL_PREFIX)}
+    found = {name: float(value) for name, value in line.items() if name.startswith(EVAL_PREFIX)}
     if not line.get("name"):
         return found
     own = f"{EVAL_PREFIX}{line['name']}/"

@@ -1,0 +1,235 @@
+"""Clients of trackers: TensorBoard, Weights & Biases, MLflow and Trackio, each imported when it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from asyncrl.config.operation import TRACKERS, MlflowArgs, TrackioArgs, WandbArgs
+from asyncrl.observe.sample_text import sample_text
+from asyncrl.observe.samples import ShownRollout
+from asyncrl.observe.trackers.tracker import TrackedRun, Tracker, sample_table
+
+MAX_CHARS = 2000
+"""Characters of each part of a sample in TensorBoard."""
+REACH_S = 10.0
+"""Seconds for wandb's server to answer; later the run is kept in RUN_DIR/wandb."""
+NO_NAME = re.compile(r"[^A-Za-z0-9_\-. :/]")
+"""Characters that MLflow refuses in names of metrics."""
+STATES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+RUN_TAG = "asyncrl.run_id"
+
+
+class TensorBoard(Tracker):
+    """TensorBoard: scalars by step, evaluations by policy_version, samples as text in RUN_DIR/tensorboard."""
+
+    def __init__(self, args: None = None) -> None:
+        self._writer: Any = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Open the event file."""
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=5)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add an event with all scalars."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._add([Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()], step)
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Add an event at the policy version."""
+        self.step(version, metrics)
+
+    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        """Add text by kind, at fewer steps of a long run; indented, so that Markdown leaves it alone."""
+        if step % 10 ** max(0, len(str(step)) - 2):
+            return
+        texts = dict[str, list[str]]()
+        for sample in samples:
+            lines = sample_text(sample, most=MAX_CHARS).split("\n")
+            texts.setdefault(sample["kind"], []).append("".join(f"    {line}\n" for line in lines))
+        for kind, found in texts.items():
+            self._add_text(f"samples/{kind}", "\n---\n\n".join(found), step)
+
+    def close(self, state: str) -> None:
+        """Flush."""
+        self._writer.close()
+
+    def _add_text(self, tag: str, markdown: str, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+        plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        text = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()], tensor_shape=shape)
+        self._add([Summary.Value(tag=tag, metadata=plugin, tensor=text)], step)
+
+    def _add(self, values: Sequence[Any], step: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._writer.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
+
+
+class Wandb(Tracker):
+    """Weights & Biases: metrics by `step`, evaluations by `policy_version`."""
+
+    def __init__(self, args: WandbArgs) -> None:
+        self._args = args
+        self._run: Any = None
+
+    def start(self, run: TrackedRun) -> str:
+        """Open the run; offline without a key or a server."""
+        import wandb
+
+        args = self._args
+        mode = wandb.setup().settings.mode if args.mode == "auto" else args.mode
+        try:
+            if mode == "online" and not wandb.login(prompt=False, verify=False):
+                raise wandb.Error("no key (`wandb login`, or WANDB_API_KEY)")
+            self._run = self._init(run, mode)
+        except wandb.Error as error:
+            run.warn(
+                f"wandb is offline: {error}; `wandb sync {run.run_dir}/wandb/offline-run-*` sends all later"
+            )
+            self._run = self._init(run, "offline")
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("eval/*", step_metric="policy_version")
+        return f"{args.entity or ''}/{args.project}/{run.run_id}"
+
+    def _init(self, run: TrackedRun, mode: Any) -> Any:
+        import wandb
+
+        settings = wandb.Settings(quiet=True, console="off", reinit="create_new", init_timeout=REACH_S)
+        return wandb.init(
+            **self._args.model_dump(include={"project", "entity", "group", "tags"}),
+            id=run.run_id,
+            name=run.name,
+            config=dict(run.config),
+            dir=str(run.run_dir),
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            allow_val_change=True,
+            settings=settings,
+        )
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a line."""
+        self._run.log({"step": step, **metrics})
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Log a line at the policy version."""
+        self._run.log({"policy_version": version, **metrics})
+
+    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        """Log a table."""
+        from wandb import Table
+
+        table = Table(**sample_table(samples), allow_mixed_types=True)
+        self._run.log({"step": step, "samples": table})
+
+    def close(self, state: str) -> None:
+        """Send the rest."""
+        self._run.finish(exit_code=0 if state == "done" else 1)
+
+
+class Mlflow(Tracker):
+    """MLflow: metrics by step, evaluations by policy_version, and samples as one table artifact a step."""
+
+    def __init__(self, args: MlflowArgs) -> None:
+        self._args = args
+        self._client: Any = None
+        self._id = ""
+
+    def start(self, run: TrackedRun) -> str:
+        """Continue the run with this run_id in the experiment, or create it."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient(tracking_uri=self._args.uri)
+        known = self._client.get_experiment_by_name(self._args.experiment)
+        experiment = known.experiment_id if known else self._client.create_experiment(self._args.experiment)
+        if found := self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.run_id}'"):
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+            self._client.set_tag(self._id, RUN_TAG, run.run_id)
+            params = [Param(name, value[:5000]) for name, value in _settings(run.config)]
+            self._client.log_batch(self._id, params=params)  # only once: a param cannot change
+        self._client.log_dict(self._id, dict(run.config), "config.yaml")
+        return self._id
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a batch of metrics."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        batch = [Metric(NO_NAME.sub("_", name), value, now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=batch)
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Log a batch at the policy version."""
+        self.step(version, metrics)
+
+    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        """Log a table."""
+        self._client.log_dict(self._id, sample_table(samples), f"samples/step_{step:06d}.json")
+
+    def close(self, state: str) -> None:
+        """Set the final status."""
+        self._client.set_terminated(self._id, STATES[state])
+
+
+class Trackio(Tracker):
+    """Trackio: metrics by step, and evaluations by policy_version, under a name that ends in the run's id."""
+
+    def __init__(self, args: TrackioArgs) -> None:
+        self._args = args
+        self._run: Any = None
+
+    def start(self, run: TrackedRun) -> str:
+        """Continue the run of the kept name; the run directory may have another one."""
+        import trackio
+
+        project, space, config = self._args.project, self._args.space_id, dict(run.config)
+        place, name = f"{space or ''}/{project}/", f"{run.name}-{run.run_id[:8]}"
+        if run.kept_id.startswith(place):
+            name = run.kept_id.removeprefix(place)
+        self._run = trackio.init(project, name, space_id=space, config=config, resume="allow", embed=False)
+        return place + name
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a line."""
+        self._run.log(dict(metrics), step=step)
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Log a line at the policy version."""
+        self._run.log(dict(metrics), step=version)
+
+    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        """Log a table."""
+        from trackio import Table
+
+        self._run.log({"samples": Table(**sample_table(samples))}, step=step)
+
+    def close(self, state: str) -> None:
+        """Send the rest."""
+        self._run.finish()
+
+
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """List settings as text by their keys, such as `buffer.max_staleness`."""
+    for name, value in config.items():
+        of_section = value if isinstance(value, Mapping) else {"": value}
+        for key, inner in of_section.items():
+            yield f"{name}.{key}".rstrip("."), inner if isinstance(inner, str) else json.dumps(inner)
+
+
+CLIENTS: Mapping[str, Any] = dict(zip(TRACKERS, (TensorBoard, Wandb, Mlflow, Trackio), strict=True))
