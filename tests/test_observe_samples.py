@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asyncrl.observe.trackers.tensorboard import TensorBoard
 from buffer_groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,6 @@ from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.sample_maker import Chosen, SampleMaker, choose, pieces_of, shown
 from asyncrl.observe.sample_text import harmless, headline, render_samples, sample_text
 from asyncrl.observe.samples import SampleFile, ShownRollout, read_samples
-from asyncrl.observe.trackers.tensorboard import TensorBoard
 from asyncrl.observe.trackers.tracker import TrackedRun
 from asyncrl.rollouts.rollout import FailedRollout, Seen
 
