@@ -73,7 +73,6 @@ class LazyWeights(Mapping[str, Tensor]):
         return not self._computed and not any(isinstance(one, DTensor) for one in self.like.values())
 
     def only(self, names: list[str]) -> LazyWeights:
-        """Return a subset."""
         return LazyWeights({name: self.like[name] for name in names}, self._computed, self.pieces)
 
 
@@ -152,7 +151,6 @@ def gathered(
 
 
 def in_export_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all whole_tensors."""
     return dict(whole_tensors(weights, dtype))
 
 
@@ -271,7 +269,6 @@ def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
-    """Return the exported entries."""
     return [
         (piece, dtype_name(_export_dtype(tensor, dtype)), list(tensor.shape if cut is None else cut.shape))
         for name, tensor in weights.like.items()
@@ -280,7 +277,6 @@ def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
 
 
 def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
-    """Return the exported bytes of each model tensor, sharded or not."""
     return {
         name: tensor.numel() * _export_dtype(tensor, dtype).itemsize for name, tensor in weights.like.items()
     }
@@ -312,7 +308,6 @@ class Chunks:
         self.forget()
 
     def forget(self) -> None:
-        """Forget digests: the weights changed."""
         self._version = -1
         self._digests: dict[str, bytes] = {}
 

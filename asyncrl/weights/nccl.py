@@ -57,7 +57,6 @@ SENDER = 0
 _LATE_S = 1.0
 """Extra time of a torch thread, so that its own error is reported."""
 _LOOK_S = 0.0005
-"""Polling interval of NCCL calls."""
 OPEN_PORTS = "let the nodes of the run reach each other at every TCP port of their own network"
 
 
@@ -85,7 +84,6 @@ class BroadcastTransport(Transport):
         self._in_use = threading.Lock()
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Export; the copy is complete on return."""
         return done(self.export(exported, path))
 
     def export(self, exported: Exported, path: Path) -> ExportResponse:
