@@ -4,10 +4,10 @@ Ranks use the model's names, exports the checkpoint's: stacked experts are gathe
 writing (tensor_files.stored_pieces).
 
 Sharded weights are gathered tensor by tensor on rank 0; the other ranks take part (gather_along), or all
-gather if each rank writes chunks to its own device. A chunk contains as many tensors, in export order, as fit
-into chunk_bytes, or one larger tensor. All chunks share one place: requesting the next one means that the
-previous one is loaded, and any chunk may be requested at any time, even from a restarted trainer. Gathering
-needs the memory of one more tensor.
+gather if each rank writes chunks to its own device. A chunk contains tensors, in export order, up to
+chunk_bytes, or one larger tensor. All chunks share one place: requesting the next one means that the previous
+one is loaded, and any chunk may be requested at any time, even from a restarted trainer. Gathering needs the
+memory of one more tensor.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 
 class ChunkPlace(Protocol):
     """Destination of chunks: ChunkFile, or SharedChunk of ipc.py. `device`: required device of tensors. put
-    overwrites the place with the tensors of `entries` and returns their digests; it raises OSError. told
+    overwrites the place with the tensors of `entries` and returns their digests; it raises OSError. `told()`
     returns the place's fields of an ExportChunkResponse.
     """
 
@@ -374,7 +374,7 @@ def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> lis
 
 
 def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
-    """Return names by chunk, in order: as many as fit into chunk_bytes, or one larger tensor."""
+    """Return names by chunk, in order: up to chunk_bytes, or one larger tensor."""
     chunks: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

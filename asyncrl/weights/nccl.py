@@ -245,9 +245,7 @@ def _cuda_of(device: torch.device) -> Any:
 def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
     store, interfaces = _meet(seat, timeout)
     if device.type == "cuda":
-        if (
-            device.index is not None
-        ):  # for this thread; a trainer's rank 0 without index uses the first device
+        if device.index is not None:  # for this thread
             torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # our limit comes first
