@@ -73,6 +73,7 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
 
 
 def remove_staging_dir(folder: Path) -> None:
+    """Remove an own folder. Blocks."""
     if (lock := _held.pop(folder, None)) is not None:
         _remove(folder, lock)
 

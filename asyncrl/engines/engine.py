@@ -110,6 +110,7 @@ class Lifeline:
             raise await self.error_of(failure) from failure
 
     def check_whole(self) -> None:
+        """Raise EngineLost if the process is cut."""
         if self.is_cut:
             raise self.lost(self._why_cut, rule=self._rule)
 

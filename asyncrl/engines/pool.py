@@ -58,6 +58,7 @@ class EnginePool:
         return {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
 
     def busy_s(self, now_s: float) -> dict[str, float]:
+        """Return each server's request-seconds so far, up to `now_s`."""
         sums = zip(self.servers, self._busy_s, self._sent, strict=True)
         return {server.name: busy_s + len(sent) * now_s for server, busy_s, sent in sums}
 

@@ -183,6 +183,7 @@ def _as_text(values: npt.NDArray[Any]) -> str:
 
 
 def _from_text(text: str) -> bytes:
+    """Raises ValueError."""
     try:
         return zlib.decompress(base64.b64decode(text, validate=True))
     except zlib.error as error:

@@ -84,6 +84,7 @@ class Feed:
         return self._epochs.draw_of(*self._index_of(prompt_id))
 
     def _index_of(self, prompt_id: str) -> tuple[int, int]:
+        """Return (epoch, index). Raises ValueError."""
         epoch, index = (int(part) for part in prompt_id.removeprefix(self._prefix).split("/"))
         return epoch, index
 
@@ -152,6 +153,7 @@ class Feed:
             self._epochs.load_memory(found)
 
     def load_epoch(self, name: str, epoch: int, text: str) -> None:
+        """Restore an epoch. Raises ValueError."""
         if isinstance(self._epochs, ByDifficulty):
             self._epochs.load_epoch(epoch, text)
 

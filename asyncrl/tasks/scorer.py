@@ -125,6 +125,7 @@ class Scorers:
         return await self._scorers[prompt.task].score(prompt, completion)
 
     async def aclose(self) -> None:
+        """End all processes. Idempotent."""
         for scorer in self._scorers.values():
             await scorer.aclose()
 

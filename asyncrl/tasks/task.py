@@ -143,6 +143,7 @@ def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any
 
 
 async def call_async(value: Awaitable[Any]) -> float:
+    """Await an async score function's result. Raises UserCodeFailed."""
     with user_code():
         return as_reward(await value)
 

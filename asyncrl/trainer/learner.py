@@ -187,6 +187,7 @@ class Learner:
         return TokenGrammars(load_tokenizer(self.spec.model_path, self.spec.chat_template), vocab_size)
 
     def _grammars(self) -> TokenGrammars:
+        """Raises GrammarError."""
         return self._token_grammars
 
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:

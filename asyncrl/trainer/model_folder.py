@@ -300,6 +300,7 @@ class ModelPin:
             )
 
     def write(self) -> None:
+        """Save the digests. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")

@@ -213,6 +213,7 @@ class Objective:
         return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
+        """Return the advantages of reward and teacher, float32 [N]."""
         header, arrays, has_loss, settings = batch.header, batch.arrays, batch.has_loss, self.settings
         if arrays.teacher_logprobs is None:
             what = f"batch {header.version} has rollouts without the logprobs of a teacher"
@@ -228,6 +229,7 @@ class Objective:
         return taught_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
+        """Prepare the step on the tokens of `has_loss` bool [N]."""
         tokens_S = torch.tensor(
             [int(has_loss[one.start : one.end].sum()) for one in batch.header.trajectories]
         )

@@ -64,6 +64,7 @@ class HostMemory:
         return self._data[:num_bytes]
 
     def free(self) -> None:
+        """Free the memory; its tensors become invalid. Idempotent."""
         data, self._data = self._data, torch.empty(0, dtype=torch.uint8)
         if len(data):
             self._call("cudaHostUnregister", data.data_ptr())

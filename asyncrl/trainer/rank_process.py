@@ -133,6 +133,7 @@ class TrainerService:
             raise
 
     def _check_lost(self, error: Exception) -> None:
+        """Raise Refused if the error means a lost rank."""
         if (words := loss_behind(error, self._spec)) is not None:
             self._lost = Refused(LOST_STATUS, words.error, rule=words.rule, way_out=words.way_out)
             raise self._lost from error

@@ -103,6 +103,7 @@ def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tens
 
 
 def _refuse_other_model(state: Path, saved: Shapes, there: Shapes) -> None:
+    """Raise Refused unless the model has these weights."""
     for name in sorted({*saved, *there}):
         if tuple(saved.get(name, ())) != tuple(there.get(name, ())) or name not in saved or name not in there:
             shapes = f"{saved.get(name)} in {state} and {there.get(name)} in the model that it began with"

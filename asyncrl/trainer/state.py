@@ -268,6 +268,7 @@ class TrainerState:
 
 
 def read_state(path: Path, who: str = "") -> SavedState:
+    """Read state.json. Raises Refused."""
     try:
         return SavedState.model_validate_json((path / STATE).read_bytes())
     except (OSError, ValidationError) as error:
@@ -365,6 +366,7 @@ def _refuse_incomplete(path: Path) -> None:
 
 
 def _copied(copying: Future[None]) -> None:
+    """Wait for this rank's copy. Raises Refused."""
     try:
         copying.result()
     except (OSError, MemoryError, RuntimeError) as error:

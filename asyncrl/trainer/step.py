@@ -67,6 +67,7 @@ class TrainStep(Learner):
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
+        """Raises ConfigError."""
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
@@ -84,6 +85,7 @@ class TrainStep(Learner):
         return sorted(self._offload.away)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
+        """Train like Learner. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         metrics = super().train(header, arrays)
         self._state.wait_lent()  # a slow disk may take the time of a step here, not of a handover
@@ -103,6 +105,7 @@ class TrainStep(Learner):
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
 
     def export(self, path: Path) -> ExportResponse:
+        """Export and wait. Raises OSError or Refused."""
         return self.begin_export(path)()
 
     def before_change(self) -> None:

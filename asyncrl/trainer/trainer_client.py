@@ -218,6 +218,7 @@ class TrainerClient:
             return await self._caller.get("/health", TrainerHealth, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
+        """Close the connections. Idempotent."""
         await self._caller.aclose()
 
     async def _post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:

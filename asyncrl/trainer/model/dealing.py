@@ -4,10 +4,10 @@ FSDP's collectives keep ranks in lockstep: each micro-step waits for its slowest
 sum of the maximum costs of all micro-steps: few micro-steps, with equal costs in each. Every rank computes
 the same plan.
 
-1. First-fit decreasing by tokens gives the minimum number of micro-batches. 2. Longest processing time first
-(Graham 1969) deals by cost into this number, rounded up to whole micro-steps: the costliest goes to the bin
-with the least total. If something does not fit, plan 1 stays. 3. Micro-batches sorted by cost form
-micro-steps.
+1. First-fit decreasing by tokens gives the minimum number of micro-batches.
+2. Longest processing time first (Graham 1969) deals by cost into this number, rounded up to whole
+   micro-steps: the costliest goes to the bin with the least total. If something does not fit, plan 1 stays.
+3. Micro-batches sorted by cost form micro-steps.
 
 The unit is a bundle: neighbors in a group's prefix tree. Small bundles balance better and large ones share
 more; the size with the least sum wins. A single rank uses whole groups.
