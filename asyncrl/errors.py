@@ -38,7 +38,6 @@ OF_TRAIN = frozenset(
     "datasets huggingface_hub llguidance math_verify matplotlib pebble peft pyarrow tensorboard".split()
     + ["tokenizers", "torch", "transformers"]
 )
-"""Modules of the extra `train`."""
 
 
 class AsyncrlError(Exception):

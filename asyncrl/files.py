@@ -57,13 +57,13 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def cut_at(path: Path, num_bytes: int) -> None:
-    """Truncate a file to this size, durable on return. Raises OSError."""
+    """Truncate a file durably. Raises OSError."""
     os.truncate(path, num_bytes)
     sync(path)
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hex digest of a file's content. Raises OSError."""
+    """Return a hex digest. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

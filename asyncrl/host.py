@@ -67,7 +67,6 @@ def _number(path: Path) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """Return the content, '' if the file is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

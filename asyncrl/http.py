@@ -65,6 +65,7 @@ class FrameSocket:
         return data
 
     async def close(self) -> None:
+        """Close the socket. Idempotent."""
         await self._socket.close()
 
     def _lost(self, why: str) -> CallLost:

@@ -96,7 +96,6 @@ def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
 
 
 def words_of(error: Exception) -> ErrorBody:
-    """Return the body of a 500."""
     return ErrorBody(error=f"{type(error).__name__}: {error}", way_out="see this server's log.")
 
 

@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 SHORTEST_S = 0.0005
-"""Minimum seconds of a span."""
 
 
 class TimedSpan(NamedTuple):
@@ -43,7 +42,6 @@ def note_span(lane: str, kind: str, start_s: float, end_s: float, number: int = 
 
 @contextlib.contextmanager
 def span(lane: str, kind: str, number: int = -1) -> Iterator[None]:
-    """Time the block as a span."""
     started_s = time.monotonic()
     try:
         yield

@@ -175,7 +175,6 @@ class UserCalls:
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self._alive: set[asyncio.Task[Any]] = set()
         self.num_abandoned = 0
-        """Number of abandoned calls."""
 
     def check(self) -> None:
         """Raise `error` if too many abandoned calls run. Call it before the function."""
@@ -219,7 +218,6 @@ class UserCalls:
 
 
 async def _wait_within(timeout_s: float, tasks: set[asyncio.Task[Any]]) -> None:
-    """Wait for all tasks, at most this many seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await asyncio.wait(tasks)
@@ -261,7 +259,6 @@ class DaemonThreads(ThreadPoolExecutor):
         self._without_call: deque[Inbox] = deque()
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Start the call at once."""
         future: Future[Result] = Future()
         inbox = self._without_call.pop() if self._without_call else self._new_thread()
         inbox.put(partial(self._call, inbox, future, partial(fn, *args, **kwargs)))

@@ -50,7 +50,6 @@ class OpenWait:
 
     __slots__ = ("_code", "_declared", "_table", "kind", "on", "outer", "since_s", "task", "what", "who")
     outer: OpenWait | None
-    """Enclosing wait of the same task."""
     kind: tuple[object, ...]
     """Key of waits that are reported together."""
 
@@ -75,7 +74,6 @@ class OpenWait:
 
     @property
     def where(self) -> str:
-        """Function that declared the wait."""
         return self._code.co_qualname.replace(".<locals>", "")
 
     def _named(self) -> str:
@@ -121,7 +119,6 @@ class OpenWaits:
             self._by_kind.setdefault(wait.outer.kind, {})[wait.outer] = None
 
     def told(self) -> list[tuple[OpenWait, int]]:
-        """Return the list for open_waits()."""
         found = [
             (min(islice(waits, self.MAX_ASKED), key=lambda wait: wait.since_s), len(waits))
             for waits in self._by_kind.values()

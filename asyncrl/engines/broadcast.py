@@ -16,7 +16,7 @@ from asyncrl.messages.base import BroadcastRequest, GroupSeat
 
 MIN_STEP_S = 60.0
 STEP_FRACTION = 0.1
-"""Fraction of weight_sync.timeout_s that limits forming a group and each buffer, at least MIN_STEP_S."""
+"""Fraction of weight_sync.timeout_s for forming a group and for each buffer."""
 Send = Callable[[BroadcastRequest], Awaitable[object]]
 Take = Callable[[GroupSeat], Awaitable[None]]
 _FAILS_ALL = "weights are sent once, to all engines, and one that fails before ends it for all"
@@ -31,7 +31,6 @@ async def _at_once() -> None:
 
 
 def step_timeout_s(timeout_s: float) -> float:
-    """Return the time limit of one step of a push."""
     return min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))
 
 
@@ -58,7 +57,6 @@ class _Round:
             self.failure.set_result(error)
 
     def failed(self, name: str) -> EngineError:
-        """Return this member's error."""
         why = self.failure.result()
         kind = SenderLost if isinstance(why, TrainerLost) else EngineError
         what = f"was to be sent policy_version {self.version}: {why}"
@@ -100,7 +98,7 @@ class Broadcasts:
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
         """Wait for this engine before sending."""
         if version != self._version:
-            self._version, self._expected, self._here = version, {}, {}  # of an abandoned push
+            self._version, self._expected, self._here = version, {}, {}
         self._expected[name] = num_workers
 
     def leave_nowait(self, name: str) -> None:
@@ -140,7 +138,6 @@ class Broadcasts:
             raise
 
     def _begin_nowait(self) -> None:
-        """Start the round if all members wait."""
         if not self._expected or self._here.keys() != self._expected.keys():
             return
         members, last = tuple(sorted(self._expected.items())), self._last
@@ -160,9 +157,7 @@ class Broadcasts:
         self._expected, self._here = {}, {}
 
     async def _take_part(self, begun: _Round, name: str, take: Take) -> None:
-        """Take part until done. An error of either side ends the other, so that nothing waits for a broken
-        group.
-        """
+        """Take part until done. An error of either side ends the other."""
         works = [take(begun.seats[name])]
         if name == begun.members[0][0]:
             works.append(self._send(begun, name))

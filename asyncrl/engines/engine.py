@@ -126,12 +126,10 @@ class Lifeline:
             self._end_calls()
 
     def lost(self, what: str, *, rule: str = _NEEDED) -> EngineLost:
-        """Return the error of a process that is unusable."""
         way_out = f"read {self.name}'s log for why, then start the run again."
         return EngineLost(self.name, what, rule=rule, way_out=way_out, is_told=self.is_given_up)
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
-        """Return a failed call as an EngineError."""
         where, rule, way_out = f"({self.caller.url})", "", f"read {self.name}'s log."
         if isinstance(failure, CallRefused):
             what = f"answered {failure.status} to {failure.path}: {failure.body.error}"
@@ -149,7 +147,7 @@ class Lifeline:
 
 
 def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> RequestRefused:
-    """Return the error of a refused request; the server is healthy."""
+    """Return the error of a refused request."""
     said, sizes = refusal.body, f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
     what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
@@ -202,7 +200,7 @@ class EngineServer:
         on_interrupted: OnInterrupted | None = None,
     ) -> GenerateResponse:
         check, line = SegmentCheck(self.name, request, oldest=self.policy_version), self._line
-        # calls() would set up a timeout per request; a cut closes the link instead.
+        # calls() would set up a timeout per request.
         line.check_whole()
         if self._link is None or self._link.is_broken:
             self._link = Link(self._caller, lambda: self._offered_version)

@@ -62,7 +62,6 @@ class Link:
         return self._broken is not None
 
     def find(self, request_ids: list[str] | None) -> list[OpenRequest]:
-        """Return the open requests with these ids (None: all)."""
         wanted = None if request_ids is None else set(request_ids)
         return [one for one in self._open.values() if wanted is None or one.request.request_id in wanted]
 
@@ -77,12 +76,11 @@ class Link:
         try:
             return await opened.done
         finally:
-            if self._open.pop(opened.number, None) is not None:  # the caller left
+            if self._open.pop(opened.number, None) is not None:
                 self._aborted.append(opened.number)
                 self._has_news.set()
 
     def abort_nowait(self, opened: OpenRequest) -> None:
-        """End the request with its tokens so far."""
         self._aborted.append(opened.number)
         self._has_news.set()
 
@@ -113,14 +111,12 @@ class Link:
                 opened.done.set_exception(self._broken)
 
     async def _write(self, socket: FrameSocket) -> None:
-        """Write until the socket breaks."""
         try:
             while True:
                 await self._has_news.wait()
                 self._has_news.clear()
                 asked, self._asked = self._asked, []
-                # Taken together, so that resumes and aborts follow their requests. Two callers may abort the
-                # same request.
+                # Taken together, so that resumes and aborts follow their requests.
                 said = {"resume": self._resumed, "abort": [*dict.fromkeys(self._aborted)]}
                 self._resumed, self._aborted = [], []
                 for first in range(0, len(asked), FRAME_REQUESTS):
@@ -156,11 +152,11 @@ class Link:
 
     def _take(self, row: frames.Sampled) -> None:
         opened = self._open.get(row.number)
-        if opened is None:  # the caller has left
+        if opened is None:
             return
         try:
             answer = self._passed(opened, row)
-        except Exception as error:  # from the check or a callback
+        except Exception as error:
             self.abort_nowait(opened)
             self._answer(opened, error)
         else:
@@ -168,7 +164,6 @@ class Link:
                 self._answer(opened, answer)
 
     def _passed(self, opened: OpenRequest, row: frames.Sampled) -> GenerateResponse | None:
-        """Return the answer if this row ends the request."""
         token_ids, logprobs, newest = row.token_ids.tolist(), row.logprobs.tolist(), self._newest()
         answer = GenerateResponse(
             request_id=opened.request.request_id,

@@ -48,14 +48,13 @@ class EnginePool:
         self._index = {server.name: index for index, server in enumerate(servers)}
         self._router = Router(len(servers), slots)
         self._sent: list[dict[str, None]] = [{} for _ in servers]
-        """Sampling requests of each server, in order of arrival; those beyond its slots queue."""
+        """Requests of each server, in order of arrival; requests beyond its slots queue."""
         self._busy_s = [0.0] * len(servers)
         self._changed = asyncio.Event()
         self._interrupted = self._tokens = 0
 
     @property
     def load(self) -> dict[str, int]:
-        """Number of logical requests in flight, by server."""
         return {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
 
     def busy_s(self, now_s: float) -> dict[str, float]:
@@ -65,7 +64,6 @@ class EnginePool:
 
     @property
     def down(self) -> tuple[str, ...]:
-        """Servers that get no work."""
         return tuple(one.name for index, one in enumerate(self.servers) if index not in self._router.up)
 
     def gauges(self) -> dict[str, float]:
@@ -152,7 +150,6 @@ class EnginePool:
     async def _sample_on(
         self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None, on_spent: OnSpent | None
     ) -> None:
-        """Sample segments on one server until the request ends or must move."""
         index = seat.index
         empty = EmptySegments(self.servers[index], join.request.request_id)
         while True:
@@ -209,7 +206,7 @@ class EnginePool:
     async def _abort(
         self, server: EngineClient, request_ids: list[str], timeout_s: float = ABORT_TIMEOUT_S
     ) -> None:
-        """Abort requests. The waiting calls detect a lost server."""
+        """Abort requests. Waiting calls detect a lost server."""
         with contextlib.suppress(EngineError):
             await server.abort(request_ids, timeout_s=timeout_s)
 
@@ -311,7 +308,6 @@ class SegmentJoin:
         """Top logprobs, if requested; unknown for an earlier process."""
         self._routed = RoutedTokens(len(request.prompt_ids))
         self._num_told = len(self.token_ids)
-        """Tokens reported to on_segment."""
         self._has_stopped = False
 
     @property
@@ -346,11 +342,9 @@ class SegmentJoin:
         )
 
     def add_chunk(self, chunk: GenerateChunk, engine: int = -1) -> None:
-        """Append a checked part of a segment from engine server number `engine`."""
         self._append(chunk, engine)
 
     def add(self, segment: GenerateResponse, engine: int = -1) -> None:
-        """Append a segment, or its rest after the chunks."""
         num_before = len(self.token_ids)
         self._append(segment, engine)
         self._routed.add(segment.routing, num_before, len(self.token_ids))
@@ -382,7 +376,6 @@ class SegmentJoin:
         self._num_told = len(self.token_ids)
 
     def _append(self, part: GenerateChunk | GenerateResponse, engine: int) -> None:
-        """Append a part, joining continued spans."""
         shift = len(self.token_ids)
         for span in part.version_spans:
             last = self.spans[-1] if self.spans else None

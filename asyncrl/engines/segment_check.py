@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN = NO_EXPERT.to_bytes(2, "little")
 _LOGPROB_SLACK = 1e-3
-"""Float32 rounding may raise a logprob above 0 by at most this."""
+"""Maximum float32 rounding of a logprob above 0."""
 
 
 class SegmentCheck:
@@ -34,13 +34,11 @@ class SegmentCheck:
         self._num_told, self._version = 0, oldest
 
     def chunk(self, chunk: GenerateChunk | GenerateResponse, *, newest: int) -> None:
-        """Check tokens before the end."""
         self._pass(chunk, newest)
         if self._num_told == self._request.max_tokens:
             raise self._wrong(f"chunks of {self._num_told} tokens and no end", "max_tokens is a limit")
 
     def end(self, answer: GenerateResponse, *, newest: int) -> None:
-        """Check the tokens after the last chunk, and the finish_reason."""
         if answer.request_id != self._request.request_id:
             raise self._wrong(f"the answer to {answer.request_id}", "an answer carries its request_id")
         self._pass(answer, newest)
@@ -132,7 +130,6 @@ class RoutedTokens:
         self._num_prompt, self._width = num_prompt, 0
 
     def add(self, routing: bytes, num_before: int, num_after: int) -> None:
-        """Add a part's experts, with the number of sampled tokens before and after it."""
         if not routing:
             return
         end = self._num_prompt + num_after - 1

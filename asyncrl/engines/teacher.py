@@ -58,7 +58,6 @@ class Teacher:
         self._line.cut_nowait()
 
     def renew_nowait(self) -> None:
-        """Switch to a new process."""
         self.down_nowait()
         self._line = Lifeline(self._caller)
 

@@ -18,7 +18,6 @@ from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import GenerateRequest
 
 START_LABEL = "default"
-"""vLLM's label of its initial weights."""
 GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
@@ -70,7 +69,6 @@ class VllmProcess(Routes):
         self.model: str | None = None
         """Adapter that serves; None is the base model."""
         self.adapter_folder: Path | None = None
-        """Folder of the adapter loaded last."""
         self.asleep: set[EnginePart] = set()
         self.has_content = True
         """False from a sleep of the weights until a commit."""
@@ -80,23 +78,19 @@ class VllmProcess(Routes):
         """True if the server has our plugin. Set when ready."""
         self.is_committing, self.is_settled = False, True
         self.distrusted: set[str] = set()
-        """Labels of loads whose canary failed."""
         self._num_loads = self._last_kept_kv = 0
         self._segments: dict[str, Segment] = {}
         self._changed = asyncio.Event()
 
     @property
     def sent(self) -> list[Segment]:
-        """Sent and unanswered segments."""
         return [one for one in self._segments.values() if one.is_sent and not one.answered.is_set()]
 
     @property
     def num_waiting(self) -> int:
-        """Number of segments that were not sent."""
         return sum(not segment.is_sent for segment in self._segments.values())
 
     def segments(self, request_ids: Sequence[str] | None) -> list[Segment]:
-        """Return segments in flight of these requests (None: all)."""
         found = self._segments.values()
         return [one for one in found if request_ids is None or one.request.request_id in request_ids]
 
@@ -114,7 +108,6 @@ class VllmProcess(Routes):
         return int(text) if text.isdecimal() and label.endswith(self._mark) else -1
 
     def change_nowait(self) -> None:
-        """Wake all waiters."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -132,7 +125,7 @@ class VllmProcess(Routes):
         self.change_nowait()
 
     def is_certain(self, segment: Segment) -> bool:
-        """Return whether the segment's version is certain: no load began since it was sent."""
+        """Return whether no load began since the segment was sent."""
         return segment.num_loads == self._num_loads
 
     def is_stale(self, segment: Segment) -> bool:
@@ -149,7 +142,6 @@ class VllmProcess(Routes):
         segment.is_sent = not segment.is_aborted
 
     async def wait_settled(self, segment: Segment) -> None:
-        """Wait until the weights that sampled the segment are known."""
         while not self.is_certain(segment) and not self.is_settled:
             await self._changed.wait()
 

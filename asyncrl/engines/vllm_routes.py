@@ -32,19 +32,16 @@ Sent = RootModel[dict[str, Any]]
 
 
 class Read(BaseModel):
-    """Base of answers; further fields are ignored."""
-
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Said(Read):
-    """An answer without relevant content, or as text."""
+    """An answer without relevant content."""
 
     text: str = ""
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **_: Any) -> Self:
-        """Accept any body."""
         return cls(text=json_data if isinstance(json_data, str) else json_data.decode(errors="replace"))
 
 
@@ -72,8 +69,6 @@ class TokenLogprob(Read):
 
 
 class Logprobs(Read):
-    """Logprobs, an entry per sampled token."""
-
     content: list[TokenLogprob] | None = None
 
 
@@ -161,7 +156,6 @@ class Routes(Lifeline):
     async def tell(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> None:
-        """POST and ignore the answer."""
         await self.post(path, body, Said, timeout_s)
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Generated, None]:
@@ -180,7 +174,6 @@ class Routes(Lifeline):
                         yield part
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort the requests that vLLM knows."""
         await self.tell("/abort_requests", {"request_ids": [_WIRE_ID.format(name) for name in request_ids]})
 
     async def rpc(self, method: str, argument: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -194,7 +187,6 @@ class Routes(Lifeline):
         return answer.results
 
     async def set_label(self, label: str) -> None:
-        """Label tokens from here on."""
         await self.tell("/update_weight_version", {"new_version": label})
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
@@ -227,7 +219,6 @@ def _vllm_errors() -> Iterator[None]:
 
 
 def _metric(text: str, name: str) -> float:
-    """Return a metric's sum over its labels."""
     return sum(
         float(value) for value in re.findall(rf"^vllm:{name}(?:\{{.*?\}})? (\S+)$", text, re.MULTILINE)
     )

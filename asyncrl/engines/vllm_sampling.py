@@ -63,7 +63,6 @@ def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFac
 
 
 def ids_of(request: GenerateRequest) -> list[int]:
-    """Return the prompt as a list."""
     found: list[int] = np.asarray(request.prompt_ids).tolist()
     return found
 
@@ -111,7 +110,6 @@ def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict
         "stop": [text for text in request.stop if text],
         "stop_token_ids": [*facts.end_ids, *special],
         "detokenize": bool(request.stop),
-        # the sampled token takes a place
         "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
     }
     if request.grammar is not None:
@@ -148,7 +146,6 @@ class SampledSegment:
         self._num_cached = self._num_told = 0
 
     def add(self, part: Generated) -> None:
-        """Add a whole answer, or a part of a stream."""
         for choice in part.choices:
             content = [] if choice.logprobs is None else choice.logprobs.content or []
             self._token_ids += choice.token_ids or []
@@ -192,7 +189,6 @@ class SampledSegment:
             self._num_told = len(self._token_ids)
 
     def _cut(self, num_tokens: int, finish: Finish) -> None:
-        """Drop the tokens after `num_tokens`."""
         del self._token_ids[num_tokens:], self._logprobs[num_tokens:], self._top[num_tokens:]
         self._finish = finish
 
@@ -307,7 +303,6 @@ class JointWatch:
 
 
 def joint_watch(request: GenerateRequest, decode: Decode | None) -> JointWatch | None:
-    """Return a watch if a stop string may span two segments."""
     if decode is None or not request.num_resumed or not any(request.stop):
         return None
     return JointWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])

@@ -67,9 +67,7 @@ class VllmServer:
         self._process = VllmProcess(self._caller, self._start_version, self._mark)
         self._staged: Load | None = None
         self._num_chunks = 0
-        """Chunks received of the current push."""
         self._unchecked: Commit | None = None
-        """Commit to check after waking."""
 
     @property
     def policy_version(self) -> int:
@@ -108,7 +106,6 @@ class VllmServer:
         return await sample(process, Segment(request, wire_id, on_chunk), self.facts, self._decode)
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
-        """Abort requests and wait until they have ended."""
         process = self._process
         found = process.segments(request_ids)
         for segment in found:
@@ -156,7 +153,7 @@ class VllmServer:
         if is_same and process.is_settled and process.has_content:
             self._leave_meeting_nowait()
             return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
-        self._num_chunks = 0  # a commit ends its push in any case
+        self._num_chunks = 0
         is_other = version == process.version and process.digest not in ("", digest)
         is_staged = load is not None and (load.version, load.digest) == (version, digest)
         if load is None or not is_staged or is_other or version < process.version or process.is_committing:
@@ -207,7 +204,7 @@ class VllmServer:
                 if stays:
                     await process.tell("/pause?mode=abort&clear_cache=true")
                 else:
-                    await self._wake(asleep_before)  # vLLM sleeps as a whole
+                    await self._wake(asleep_before)
                     await process.tell(f"/sleep?level={2 if is_dropped else 1}&mode=abort")
                 await process.end(process.sent)
                 if not stays:

@@ -72,7 +72,6 @@ class Load:
 
 
 def load_of(name: str, manifest: ExportResponse, rules: PushRules, meeting: Broadcasts | None) -> Load:
-    """Return the load for a whole set of weights by its transport."""
     if meeting is not None and manifest.is_held:
         return BroadcastLoad(name, manifest, meeting)
     if manifest.kind == "lora":
@@ -100,7 +99,7 @@ class FileLoad(Load):
         while True:
             workers = await process.rpc("asyncrl_stage", asked)
             if all(worker.get("state") == "staged" for worker in workers):
-                return str(workers[0]["digest"])  # each worker has compared it
+                return str(workers[0]["digest"])
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _ASK_AGAIN_MAX_S)
 
@@ -132,7 +131,6 @@ class BroadcastLoad(Load):
         return self.digest
 
     async def load(self, process: VllmProcess) -> None:
-        """Wait for all engines, then receive."""
         expected = self.manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
         async def take(seat: GroupSeat) -> None:
@@ -162,7 +160,6 @@ class AdapterLoad(Load):
         return await asyncio.to_thread(write_adapter_folder, self.name, self.manifest, self._folder)
 
     async def load(self, process: VllmProcess) -> None:
-        """Replace the previous adapter under the same name and delete its folder."""
         adapter = {"lora_name": ADAPTER, "lora_path": str(self._folder), "load_inplace": True}
         await process.tell("/v1/load_lora_adapter", adapter)
         before, process.adapter_folder = process.adapter_folder, self._folder
@@ -264,7 +261,7 @@ class Commit:
 
     async def _swap(self, interrupt: Interrupt) -> None:
         process, clock = self._process, asyncio.get_running_loop().time
-        if process.asleep:  # nothing runs, and waking resumes
+        if process.asleep:
             await self._load_under_label(interrupt)
             return
         num_running, started = len(process.sent), clock()
@@ -312,7 +309,7 @@ class Commit:
             try:
                 async with process.calls():
                     return await process.tell("/resume", timeout_s=max(0.1, until_s - clock()))
-            except EngineError as error:  # a given-up process is broken already
+            except EngineError as error:
                 if is_last or process.is_cut or clock() >= until_s:
                     what = f"was paused and could not be resumed: {error.fault}"
                     return process.break_nowait(what, rule="a pause ends with its commit")

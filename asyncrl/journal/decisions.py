@@ -20,7 +20,6 @@ from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, 
 Ended = Literal["ready", "failed", "filtered", "handed_back"]
 _GROUPS_A_STEP = 200
 EPOCH = "epoch/"
-"""Key prefix of epochs, before their number and task."""
 
 
 decided_s: ContextVar[float] = ContextVar("decided_s")
@@ -273,7 +272,6 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
 
 
 def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: int) -> None:
-    """Delete lost segments and count their tokens."""
     query = f"SELECT sum(num_tokens) FROM segments WHERE {where}"
     (num_tokens,) = connection.execute(query, (group_id, *rest)).fetchone()
     if num_tokens is not None:

@@ -40,7 +40,6 @@ class _Job(NamedTuple):
 def _later(
     decide: Callable[Concatenate[sqlite3.Connection, Args], None],
 ) -> Callable[Concatenate[Journal, Args], None]:
-    """Return the method of an unawaited decision."""
 
     def put(journal: Journal, /, *args: Args.args, **options: Args.kwargs) -> None:
         journal._put(lambda connection: decide(connection, *args, **options))
@@ -136,7 +135,7 @@ class Journal:
             pass
 
     async def aclose(self) -> None:
-        """Write the queue and close. Idempotent. Raises JournalError if anything was not written."""
+        """Write the queue and close. Idempotent. Raises JournalError."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.put(None)

@@ -23,7 +23,6 @@ from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Unfi
 
 MAX_EVENTS = 1000
 _COUNTED_BY_TASK = {"rollout/failed": "total(num_failed)", "rollout/filtered": "total(state = 'filtered')"}
-"""Counters by task."""
 _COUNTED = {
     "tokens/generated": "total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments)",
     "rollout/failed": "total(num_failed)",
@@ -156,7 +155,6 @@ def _epochs(connection: sqlite3.Connection) -> tuple[tuple[str, int, str], ...]:
 
 
 def _observed(connection: sqlite3.Connection) -> tuple[tuple[str, float, int], ...]:
-    """Return each finished group once."""
     query = "SELECT prompt_id, reward_sum / num_rollouts, start_version FROM groups"
     ended = "WHERE state IN ('ready', 'taken', 'filtered') AND num_rollouts"
     return tuple(connection.execute(f"{query} {ended} ORDER BY group_id"))
@@ -204,7 +202,6 @@ def _deleted(version: int) -> JournalError:
 def _alive(
     connection: sqlite3.Connection,
 ) -> tuple[tuple[tuple[Ticket, Group], ...], tuple[UnfinishedGroup, ...]]:
-    """Return ready and running groups, oldest first."""
     ready, running = list[tuple[Ticket, Group]](), list[UnfinishedGroup]()
     for state, start_version, group_id, *prompt in connection.execute(
         "SELECT state, start_version, group_id, prompt_id, num_handed_back, messages FROM groups"
@@ -337,7 +334,6 @@ def group_story(connection: sqlite3.Connection, group_id: int) -> dict[str, Any]
 
 
 def _rows(connection: sqlite3.Connection, query: str, *values: int) -> list[dict[str, Any]]:
-    """Return each row by column name."""
     found = connection.execute(query, values)
     names = [name for name, *_ in found.description]
     return [dict(zip(names, row, strict=True)) for row in found]

@@ -79,14 +79,12 @@ CREATE TABLE events (
 
 
 def damaged(where: object, why: str) -> JournalError:
-    """Return the error of a damaged file."""
     return JournalError(
         f"{where} is damaged: {why}", rule="a run goes on from a whole journal alone", way_out=MOVE_ASIDE
     )
 
 
 def cannot_use(path: Path, error: Exception) -> JournalError:
-    """Return the error of a failed file access."""
     name = getattr(error, "sqlite_errorname", "")
     if isinstance(error, UnicodeDecodeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return damaged(path, str(error))
@@ -236,7 +234,6 @@ def _commits_in(log: Path) -> list[int]:
 
 
 def _is_whole(header: bytes) -> bool:
-    """Return whether the header's checksum is valid."""
     words = struct.unpack(">6I" if header[3] & 1 else "<6I", header[:24])
     one = two = 0
     for first, second in zip(words[::2], words[1::2], strict=True):

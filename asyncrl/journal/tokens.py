@@ -120,7 +120,6 @@ def decode_partial(blob: bytes, group_id: int, sample_index: int) -> PartialComp
 
 
 def _place(group_id: int, sample_index: int, branch: int) -> list[int]:
-    """Return the place; branch 0 is omitted."""
     return [int(group_id), int(sample_index), *([int(branch)] if branch else [])]
 
 

@@ -207,6 +207,7 @@ class Producers:
         self._returning.append((start_version, prompt))
 
     async def aclose(self) -> None:
+        """Cancel running rollouts. Idempotent."""
         for group in self._groups.values():
             group.cancel()
         self._groups.clear()

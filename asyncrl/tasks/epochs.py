@@ -30,7 +30,6 @@ class Epochs:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Contribution to Feed.order."""
         return {}
 
     def reach_nowait(self, draw: int, version: int | None) -> None:
@@ -53,7 +52,7 @@ class Epochs:
         return epoch * self.num_prompts + int(self._order(epoch)[1][index])
 
     def memory(self) -> dict[str, Any]:
-        """Return state beyond the settings, for JSON; {} if none."""
+        """Return state for JSON; {} if none."""
         return {}
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
@@ -171,7 +170,7 @@ class ByDifficulty(Epochs):
         return np.unpackbits(bits, count=self.num_prompts).astype(np.bool_)
 
     def _make_order(self, epoch: int) -> tuple[Indices, Indices]:
-        """Return the order; the place of an excluded prompt is -1."""
+        """Return the order; excluded prompts have place -1."""
         order, _ = super()._make_order(epoch)
         order = order[self._has(self._epochs[epoch])[order]]
         places = np.full(self.num_prompts, -1, np.int64)
@@ -184,6 +183,7 @@ def _as_text(values: npt.NDArray[Any]) -> str:
 
 
 def _from_text(text: str) -> bytes:
+    """Raises ValueError."""
     try:
         return zlib.decompress(base64.b64decode(text, validate=True))
     except zlib.error as error:

@@ -13,7 +13,6 @@ from asyncrl.tasks.epochs import ByDifficulty, Epochs
 from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, user_code
 
 _POSITION = ("num_drawn", "handed_back", "memory")
-"""State keys outside the order."""
 
 
 class Feed:
@@ -68,7 +67,7 @@ class Feed:
         self._epochs.observe_nowait(self._index_of(prompt_id)[1], reward, version)
 
     def make_again(self, prompt_id: str, num_handed_back: int) -> Prompt:
-        """Return a previously drawn prompt. Raises TaskError."""
+        """Return a drawn prompt again. Raises TaskError."""
         return self._make(self._draw_of(prompt_id), num_handed_back)
 
     def _make(self, draw: int, num_handed_back: int) -> Prompt:
@@ -85,7 +84,7 @@ class Feed:
         return self._epochs.draw_of(*self._index_of(prompt_id))
 
     def _index_of(self, prompt_id: str) -> tuple[int, int]:
-        """Return (epoch, index). Raises ValueError for an unknown id."""
+        """Return (epoch, index). Raises ValueError."""
         epoch, index = (int(part) for part in prompt_id.removeprefix(self._prefix).split("/"))
         return epoch, index
 
@@ -154,7 +153,7 @@ class Feed:
             self._epochs.load_memory(found)
 
     def load_epoch(self, name: str, epoch: int, text: str) -> None:
-        """Restore an epoch of the named task. Raises ValueError."""
+        """Restore an epoch. Raises ValueError."""
         if isinstance(self._epochs, ByDifficulty):
             self._epochs.load_epoch(epoch, text)
 
@@ -222,7 +221,7 @@ class Rota:
             self._places[name].append(turn - 1)
 
     def turn(self, draw: int) -> tuple[str, int]:
-        """Return (task, number of its previous draws) of a draw of all tasks."""
+        """Return (task, number of its previous draws)."""
         cycle, place = divmod(draw, self._length)
         name, before = self._turns[place]
         return name, cycle * self.shares[name] + before

@@ -20,7 +20,7 @@ from asyncrl.tasks.task import PromptTask, RowTask, Score, UserCodeFailed, no_re
 from asyncrl.user_code import check_call, load_function, load_object
 
 LoadTaskset = Callable[[], Any]
-"""Loads the taskset of generator.verifiers. Raises ConfigError."""
+"""Loads a taskset. Raises ConfigError."""
 
 
 def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> PromptTask:
@@ -152,7 +152,6 @@ def _reward_function(config: TaskConfig) -> Score:
 
 
 EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
-"""The task, and its first `num_prompts` prompts."""
 
 
 def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
@@ -171,7 +170,6 @@ def look_at_eval_task(config: EvalConfig, label: str = "") -> tuple[EvalTask | N
 
 
 def _taken(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
-    """Return the task with its first prompts, in file order."""
     prompt, name, label = config.task.system_prompt, task_name(config.task), label or config.name or ""
     feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name, label=label)
     if len(task) < config.num_prompts:

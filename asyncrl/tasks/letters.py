@@ -17,7 +17,6 @@ from asyncrl.messages.records import Prompt
 from asyncrl.tasks.task import Item
 
 MAX_DRAWS = 10_000
-"""Maximum draws to find a suitable pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,6 @@ class Letters:
         return self.size
 
     def prompt(self, index: int) -> Item:
-        """Return prompt number `index`, e.g. "b 7"."""
         draw = random.Random(f"letters/{self.seed}/{index}")
         for _ in range(MAX_DRAWS):
             count = round(self.median_count * math.exp(draw.gauss(0.0, self.sigma)))
@@ -70,7 +68,6 @@ class Letters:
 
 
 def right_answer(pair: str) -> str:
-    """Return the letters that the prompt `pair` asks for."""
     letter, count = pair.split(" ")
     return letter * int(count)
 

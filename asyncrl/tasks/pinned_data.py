@@ -87,7 +87,7 @@ class DataPin:
             )
 
     def write(self) -> None:
-        """Save the digests at the start. Raises OSError."""
+        """Save the digests. Raises OSError."""
         if self._found:
             write_whole(self.path, json.dumps(self._found, indent=1) + "\n")
 

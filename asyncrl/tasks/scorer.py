@@ -47,7 +47,6 @@ class TaskScorer:
         name = f"the reward function {config.reward or config.python}"
         self._calls = UserCalls(name, error=partial(TaskError, "tasks"), warn=warn)
         self._pool: ThreadPool | ProcessPool | None = None
-        """None: the function runs on the event loop."""
         if config.has_score and kind == "thread":
             self._pool = ThreadPool(task.score, config)
         elif config.has_score and kind == "process":
@@ -55,11 +54,9 @@ class TaskScorer:
 
     @property
     def num_abandoned(self) -> int:
-        """Number of abandoned calls."""
         return self._calls.num_abandoned
 
     def gauges(self) -> dict[str, float]:
-        """Return values for the metrics in observe/metrics.py."""
         return {"rollout/abandoned": self.num_abandoned}
 
     def scores(self, prompt: Prompt) -> bool:
@@ -102,8 +99,6 @@ class TaskScorer:
 
 
 class Scorers:
-    """Scorers of all tasks, by name."""
-
     def __init__(
         self,
         tasks: Mapping[str, PromptTask],
@@ -130,6 +125,7 @@ class Scorers:
         return await self._scorers[prompt.task].score(prompt, completion)
 
     async def aclose(self) -> None:
+        """End all processes. Idempotent."""
         for scorer in self._scorers.values():
             await scorer.aclose()
 

@@ -51,7 +51,6 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
 
 
 def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
-    """Return rows by their places."""
     found: dict[str, Mapping[str, Any]] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -150,7 +149,6 @@ class GymTask:
         return Item(entry["question"], answer={"answer": entry["answer"], "metadata": entry["metadata"]})
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Return the library's own score, 0 to 1."""
         answer = self._extract(completion)
         entry = {"question": prompt.messages[-1]["content"], **prompt.answer}
         said = completion.strip() if answer is None else answer

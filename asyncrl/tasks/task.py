@@ -55,7 +55,7 @@ class _ChatMessage(Message):
     @model_validator(mode="before")
     @classmethod
     def _without_none(cls, given: Any) -> Any:
-        """Drop fields that are None, as in parquet files."""
+        """Drop None fields of parquet files."""
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
 
 
@@ -166,7 +166,6 @@ def as_reward(value: Any) -> float:
 
 
 def no_reward(prompt: Prompt) -> RewardFailure:
-    """Return the failure of a rollout without a reward from harness or task."""
     return RewardFailure(
         f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
         rule="each rollout needs a reward, from its harness (or verifiers environment) or from the task",

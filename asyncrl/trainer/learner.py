@@ -58,10 +58,9 @@ log = logging.getLogger("asyncrl.trainer")
 
 
 class StepSums:
-    """Sums over the micro-batches of an optimizer step or forward pass; logprobs and entropies [N] are set
-    for loss tokens.
+    """Sums over micro-batches; logprobs and entropies [N] are set for loss tokens.
 
-    Results stay on the device until all micro-batches are launched, because reading waits for the device.
+    Results stay on the device until all micro-batches are launched, because reading waits for it.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -71,7 +70,6 @@ class StepSums:
         self._unread = list[tuple[IntN, Tensor, Tensor, Tensor | float, Stats]]()
 
     def add(self, micro: MicroBatch, scores: Scores, loss: Tensor | float, stats: Stats) -> None:
-        """Add a micro-batch's results, unread, and its loss without gradient."""
         self._unread.append((micro.source_M, scores.logprob_M.detach(), scores.entropy_M, loss, stats))
 
     def read(self) -> None:
@@ -84,7 +82,7 @@ class StepSums:
         self._unread.clear()
 
     def add_up(self, ranks: Ranks) -> None:
-        """Replace the sums by their sums over all ranks, so that all ranks decide alike."""
+        """Replace the sums by their sums over all ranks."""
         ranks.add_up(self.logprobs_N, self.entropies_N)
         parts = ranks.gather([self.loss, self.stats])
         self.loss, self.stats = 0.0, Counter()
@@ -123,16 +121,13 @@ class Learner:
         self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
-        """gaps_of_rollouts() of the last batch."""
         self.rollout_advantages: list[tuple[int, int, float]] = []
-        """advantages_of_rollouts() of the last batch."""
         self._schedule_ahead = 0
-        """Steps that the current settings would have taken minus steps taken; nonzero only after a resume
-        with changed settings.
+        """Steps of the current settings so far minus steps taken; nonzero after a resume with changed
+        settings.
         """
         self._has_recorded = False
         self._allowed: AllowedSets | None = None
-        """Grammar masks of the current batch."""
         self._objective = Objective(spec)
         parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
         self.device, self.dtype, self.policy = parts.device, parts.dtype, parts.policy
@@ -192,11 +187,11 @@ class Learner:
         return TokenGrammars(load_tokenizer(self.spec.model_path, self.spec.chat_template), vocab_size)
 
     def _grammars(self) -> TokenGrammars:
-        """Return the tokenizer's grammars, created on first use. Raises GrammarError."""
+        """Raises GrammarError."""
         return self._token_grammars
 
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
-        """Compute everything needed before the first step changes the weights."""
+        """Compute everything required before the weights change."""
         batch = BatchNumbers(header, arrays, has_loss)
         if self._objective.needs_proximal:
             batch.proximal_N, batch.entropy_N = self._forward(self.policy, header, arrays, has_loss)
@@ -214,7 +209,7 @@ class Learner:
     def _forward(
         self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> tuple[Float32N, Float32N]:
-        """Return logprobs and entropies of loss tokens, both float32 [N], 0 elsewhere; no gradient."""
+        """Return logprobs and entropies of loss tokens, float32 [N], 0 elsewhere."""
         sums = StepSums(len(has_loss))
         micros = self._micro_batches(header, arrays, has_loss)
         self._meter.enter("logprobs")
@@ -232,11 +227,10 @@ class Learner:
     def _micro_batches(
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> list[tuple[MicroBatch, bool]]:
-        """Return this rank's micro-batches, and whether each counts."""
         self._meter.enter("pack")
         plan, max_tokens = self.policy.plan, self.spec.trainer.micro_batch_tokens
         if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
-            max_tokens = 1  # one sequence each, so that every rank runs one forward pass per micro-batch
+            max_tokens = 1  # every rank then runs one forward pass per micro-batch
         return rank_micro_batches(
             header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs, self._allowed
         )
@@ -244,9 +238,7 @@ class Learner:
     def _optimizer_step(
         self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
     ) -> None:
-        """Run forward, backward and one step on the chosen tokens; a non-finite gradient is skipped and
-        counted.
-        """
+        """Take one step on the chosen tokens; a non-finite gradient is skipped and counted."""
         try:
             sums = self._accumulate(batch, chosen)
             if is_first:
@@ -270,7 +262,7 @@ class Learner:
         taken.stats.update(sums.stats)
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
-        """Run forward and backward over all micro-batches, accumulating the step's gradient."""
+        """Accumulate the step's gradient over all micro-batches."""
         numbers = self._objective.step_numbers(batch, chosen)
         sums = StepSums(len(chosen))
         for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
@@ -308,7 +300,7 @@ class Learner:
         """Wait for readers of the weights before they change."""
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
-        """Skip the step and save the batch. Raises Refused if it happens too often."""
+        """Skip the step and save the batch. Raises Refused after too many."""
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1
@@ -319,9 +311,7 @@ class Learner:
         log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
-        """Return metrics of |current - behaviour| on fresh tokens, which both computed with the same weights.
-        Raises Refused above the limit.
-        """
+        """Return metrics of |current - behaviour| on fresh tokens. Raises Refused above the limit."""
         self.rollout_gaps = []
         if not self.spec.measures_gap:
             return {}
@@ -370,6 +360,5 @@ class Learner:
 
 
 def _name(batch: BatchNumbers) -> str:
-    """Return `step 8 (groups 40, 41)`, for `asyncrl inspect --group`."""
     ids = dict.fromkeys(entry.group_id for entry in batch.header.trajectories)
     return f"step {batch.header.version + 1} (groups {', '.join(map(str, ids))})"

@@ -1,5 +1,5 @@
-"""Hugging Face folder of trainer and engines: made from scratch, given, or fetched from the hub; and the
-check that a resumed run uses the same. Loads no model.
+"""Hugging Face folder of trainer and engines: made, given, or fetched; and the check that a resumed run uses
+the same. Loads no model.
 """
 
 from __future__ import annotations
@@ -26,22 +26,18 @@ from asyncrl.messages.base import find_fatal
 from asyncrl.placement.processes import start_process
 
 MAKE_TIMEOUT_S = 300.0
-"""For a model from scratch, including the import of torch and transformers."""
 REACH_TIMEOUT_S = 10.0
-"""Limit for any response of the hub, before a plan proceeds without the model's size."""
 MODEL_PIN = "model.json"
-"""File in the run directory that records the run's model."""
 MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
-"""Minimum read rate of weights, below a hard disk's."""
+"""Minimum read rate of weights."""
 TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.*"),
 )
 SAFETENSORS = "weights are whole safetensors files"
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
-"""File patterns of weights, architecture and tokenizer."""
 
 
 async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | None = None) -> Path:
@@ -50,7 +46,7 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | N
         path, revision = str(config.model.path), config.model.revision
         return await asyncio.to_thread(find_model, path, revision, commit=commit)
     folder, spec = run_dir / "model", run_dir / "specs" / "scratch.json"
-    if folder.exists() and spec.exists():  # a resumed run: the folder is complete
+    if folder.exists() and spec.exists():  # a resumed run
         return folder
     spec.parent.mkdir(parents=True, exist_ok=True)
     scratch = config.model.scratch.model_dump()
@@ -96,7 +92,7 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
     try:
         folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
         _refuse_incomplete(folder, path)
-    except (OSError, ValueError, ConfigError):  # missing or incomplete
+    except (OSError, ValueError, ConfigError):
         return None
     _refuse_truncated(folder)
     return folder if any(folder.glob("tokenizer*")) else None
@@ -127,21 +123,21 @@ def _is_reached(url: str) -> bool:
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=REACH_TIMEOUT_S):
             return True
-    except urllib.error.HTTPError:  # it may require a login
+    except urllib.error.HTTPError:
         return True
     except OSError:
         return False
 
 
 def load_limit_s(folder: Path) -> float:
-    """Return the time limit for loading this folder's model, without the process start."""
+    """Return the time limit for loading the model."""
     paths = [path for pattern in WEIGHTS for path in folder.glob(pattern) if path.is_file()]
     return sum(path.stat().st_size for path in paths) / SLOWEST_BYTES_S
 
 
 def check_model_type(model_type: Any, source: str) -> None:
     """Raise ConfigError if transformers does not know the architecture. `source`: its place in errors."""
-    from transformers.models.auto import auto_mappings  # most names, without importing torch
+    from transformers.models.auto import auto_mappings  # needs no torch
 
     if model_type not in auto_mappings.CONFIG_MAPPING_NAMES:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -161,7 +157,6 @@ def hub_source(folder: Path) -> tuple[str, str] | None:
 
 
 def _find_given(name: str, key: str, revision: str | None) -> Path | None:
-    """Return the folder that `key` names, or None if it is a hub id."""
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -189,9 +184,7 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
     key, index, missing = "model_type", folder / "model.safetensors.index.json", list[str]()
     try:
         model_type = json.loads(path.read_text(encoding="utf-8"))[key]
-        if (
-            index.is_file() and not (folder / "model.safetensors").is_file()
-        ):  # transformers prefers model.safetensors
+        if index.is_file() and not (folder / "model.safetensors").is_file():  # preferred by transformers
             path, key = index, "weight_map"
             named = {*json.loads(path.read_text(encoding="utf-8"))[key].values()}
             missing = sorted(file for file in named if not (folder / file).is_file())
@@ -231,7 +224,7 @@ def _download(hub_id: str, revision: str | None, key: str) -> Path:
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # all hub errors are OSError or ValueError
+    except (OSError, ValueError) as error:
         at = f" at {revision}" if revision else ""
         what = f"{key}={hub_id}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
         way_out = "check the spelling and the network, or give the path of a local folder."
@@ -242,15 +235,13 @@ def _download(hub_id: str, revision: str | None, key: str) -> Path:
 
 
 class PinnedFile(BaseModel, frozen=True, extra="forbid"):
-    """A file, skipped when size and time are unchanged."""
-
     size: int
     mtime_ns: int
     xxh3: str
 
 
 class PinnedModel(BaseModel, frozen=True, extra="forbid"):
-    """Files by name. `given`: ModelConfig.source; `revision`: fetched commit of a hub id."""
+    """Files by name. `given`: ModelConfig.source; `revision`: fetched commit."""
 
     given: str | None
     revision: str | None
@@ -293,7 +284,7 @@ class ModelPin:
         """
         before = {} if self._pinned is None else self._pinned.files
         now = hash_files(folder, PINNED, before)
-        is_of_hub = folder.parent.name == "snapshots"  # layout of the hub's cache
+        is_of_hub = folder.parent.name == "snapshots"
         revision = folder.name if is_of_hub else None
         self._found = PinnedModel(given=self._given, revision=revision, files=now)
         contents = ({(name, file.xxh3) for name, file in files.items()} for files in (before, now))
@@ -309,7 +300,7 @@ class ModelPin:
             )
 
     def write(self) -> None:
-        """Save the model's digests. Raises OSError."""
+        """Save the digests. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")
@@ -318,9 +309,7 @@ class ModelPin:
 def hash_files(
     folder: Path, patterns: Sequence[str], known: Mapping[str, PinnedFile]
 ) -> dict[str, PinnedFile]:
-    """Return a model's files by name. Files with a `known` size and time are not read again. Raises
-    ConfigError.
-    """
+    """Return a model's files by name, reusing digests of `known` sizes and times. Raises ConfigError."""
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     try:
         return {path.name: _hash(path, known.get(path.name)) for path in paths}

@@ -33,7 +33,6 @@ from asyncrl.user_code import load_advantage, load_loss
 
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
-"""Sums over tokens, one number each, possibly on the device."""
 LOGPROB_SLACK = 1e-3
 """Maximum float32 rounding of a logprob above 0, in nats."""
 
@@ -79,7 +78,6 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
 
 
 def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> None:
-    """Raise Refused (409) for a batch without loss tokens."""
     if not has_loss.any():
         raise Refused(
             409,
@@ -91,7 +89,6 @@ def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) ->
 
 
 def _token_name(header: BatchHeader, index: int) -> str:
-    """Return `g17/r3/b0, position 8`."""
     entry = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
     return f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {index - entry.start}"
 
@@ -111,7 +108,6 @@ class Units:
 
 
 def find_units(header: BatchHeader, num_tokens: int) -> Units:
-    """Return the units of a batch; a credit's tokens are in its trajectory."""
     rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
@@ -168,14 +164,11 @@ class Objective:
         self._correction = None if correction == "none" else getattr(losses, correction)
         self._is_whole_batch = correction in WHOLE_BATCH
         self.needs_reference = self.settings.kl_coefficient > 0
-        """True if loss or reward need logprobs of the initial weights."""
         self._is_penalised = self.needs_reference and self.settings.kl_in == "reward"
 
     @property
     def needs_proximal(self) -> bool:
-        """True if a forward pass is needed before the first step, because that step's own logprobs or
-        entropies come too late.
-        """
+        """True if the first step's own logprobs or entropies come too late."""
         is_used = self._recipe.ratio == "proximal" or self._correction is not None
         is_recomputed = is_used and self.spec.steps_per_batch > 1 and self.settings.proximal == "recompute"
         is_masked = self.settings.top_entropy < 1
@@ -220,7 +213,7 @@ class Objective:
         return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
-        """Return the combined advantages of reward and teacher, float32 [N]."""
+        """Return the advantages of reward and teacher, float32 [N]."""
         header, arrays, has_loss, settings = batch.header, batch.arrays, batch.has_loss, self.settings
         if arrays.teacher_logprobs is None:
             what = f"batch {header.version} has rollouts without the logprobs of a teacher"
@@ -236,7 +229,7 @@ class Objective:
         return taught_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
-        """Return the data of the step on the tokens of `has_loss` bool [N]."""
+        """Prepare the step on the tokens of `has_loss` bool [N]."""
         tokens_S = torch.tensor(
             [int(has_loss[one.start : one.end].sum()) for one in batch.header.trajectories]
         )

@@ -29,7 +29,6 @@ from asyncrl.weights.ipc import ALIGNMENT
 PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
-"""Storages and their bytes, uint8 in host memory."""
 
 
 class HostMemory:
@@ -40,7 +39,6 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """For the calling thread's current CUDA device. `cuda` pins."""
         self._data = torch.empty(0, dtype=torch.uint8)
         self._cuda = cuda if device.type == "cuda" else None
         self._ordinal = 0 if self._cuda is None else self._cuda.current_device()
@@ -49,7 +47,7 @@ class HostMemory:
         return len(self._data)
 
     def __del__(self) -> None:
-        self.free()  # memory freed while registered cannot be registered again
+        self.free()  # it could not be registered again
 
     def of(self, num_bytes: int) -> Tensor:
         """Return uint8 of this size; growing loses the old content. Raises MemoryError if the host lacks
@@ -73,12 +71,12 @@ class HostMemory:
 
     @property
     def is_short(self) -> bool:
-        """True if others need the host's memory more."""
+        """True if the host is short of memory."""
         return available_memory() < len(self)
 
     def _call(self, name: str, *arguments: int) -> None:
         if self._cuda is not None:
-            with self._cuda.device(self._ordinal):  # else a thread creates a context on the first device
+            with self._cuda.device(self._ordinal):  # else a context is created on the first device
                 try:
                     self._cuda.check_error(getattr(self._cuda.cudart(), name)(*arguments))
                 except RuntimeError:
@@ -104,7 +102,7 @@ class Offload:
         tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
         address: str,
     ) -> None:
-        """`tensors_of` a part: DTensors or not, each storage in one part only. `address`: of this host."""
+        """`tensors_of` a part: each storage in one part only."""
         self._address = address
         self._ranks, self._device, self._folder, self._tensors_of = ranks, device, folder, tensors_of
         self._pinned = {part: HostMemory(device) for part in PARTS if device.type == "cuda"}
@@ -170,9 +168,7 @@ class Offload:
         return local
 
     def _refuse_more_than_hosts_have(self, found: dict[TrainerPart, list[torch.UntypedStorage]]) -> None:
-        """Raise Refused before any rank allocates: each rank sees the memory that all ranks of its host
-        need.
-        """
+        """Raise Refused before any rank allocates, if a host lacks memory for its ranks."""
         if not self._pinned:
             return
         sizes = {part: sum(map(_aligned, storages)) for part, storages in found.items()}
@@ -188,7 +184,6 @@ class Offload:
                 raise Refused(507, what, way_out="free host memory.")
 
     def _storages(self, part: TrainerPart) -> list[torch.UntypedStorage]:
-        """Return each movable storage on the device once."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors_of(part):
             local = local_of(tensor)
@@ -240,22 +235,18 @@ class Offload:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _aligned(storage: torch.UntypedStorage) -> int:
-    """Return the aligned size of its copy."""
     return -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a uint8 view of all of it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _free(copied: Copies) -> int:
-    """Free the storages' memory; return its bytes."""
     for storage, _ in copied:
         storage.resize_(0)
     return sum(len(data) for _, data in copied)

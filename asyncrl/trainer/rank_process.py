@@ -78,9 +78,8 @@ ENDPOINTS = (
     *("begin_save_state", "wait_save_state", "load_state", "offload", "onload"),
 )
 KEPT_EXPORTS = 2
-"""Engines may still read the previous export."""
 GRACE_S = 10.0
-"""Delay of a rank's exit after another was lost, so that the run's error names the other."""
+"""Delay of the exit after another rank was lost, so that the run's error names the other."""
 
 
 class TrainerService:
@@ -93,7 +92,6 @@ class TrainerService:
         self.num_waiting = 0
         self._broken = ""
         self._begun: Callable[[], ExportResponse] | None = None
-        """Export that was begun and not requested yet."""
         # torch's number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
             lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
@@ -105,7 +103,6 @@ class TrainerService:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` on the torch thread, in order."""
         self.num_waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
@@ -126,7 +123,7 @@ class TrainerService:
             self.step.ranks.send(command)
             return _perform(self.step, command)
         except Refused:
-            raise  # same on all ranks
+            raise
         except (OSError, SafetensorError) as error:  # file errors do not desynchronize the ranks
             raise _cannot_write(name, arguments.get("path", "its file"), error) from error
         except Exception as error:
@@ -136,13 +133,12 @@ class TrainerService:
             raise
 
     def _check_lost(self, error: Exception) -> None:
-        """Raise Refused if the error means that another rank is lost."""
+        """Raise Refused if the error means a lost rank."""
         if (words := loss_behind(error, self._spec)) is not None:
             self._lost = Refused(LOST_STATUS, words.error, rule=words.rule, way_out=words.way_out)
             raise self._lost from error
 
     def _beat(self) -> None:
-        """Send heartbeats to the other ranks, in a thread of rank 0."""
         period_s, never = self._spec.trainer.timeout_s / BEATS, threading.Event()
         while not self._broken and not never.wait(period_s):
             try:
@@ -153,7 +149,6 @@ class TrainerService:
                     self._check_lost(error)
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """Run together() after all earlier requests."""
         return await self.run(lambda: self.together(name, **arguments))
 
     # Endpoints. Reads of the version run on the torch thread.
@@ -218,7 +213,6 @@ class TrainerService:
         return answer
 
     async def export_chunk(self, message: ExportChunkRequest) -> ExportChunkResponse:
-        """Write a chunk of the weights over the previous one."""
 
         def work() -> ExportChunkResponse:
             names = self.step.chunk_names(message.version, message.index)
@@ -237,12 +231,10 @@ class TrainerService:
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
 
     async def save(self, message: SaveRequest) -> TrainerHealth:
-        """Write a Hugging Face folder, or only the adapters."""
         await self.call("save", path=message.path, merged=message.merged)
         return await self.health()
 
     async def begin_save_state(self, message: StateRequest) -> TrainerHealth:
-        """Begin to save the state. Returns once training may continue."""
         await self.call("begin_save_state", path=message.path)
         return await self.health()
 
@@ -252,7 +244,6 @@ class TrainerService:
         return await self.health()
 
     async def load_state(self, message: StateRequest) -> TrainerHealth:
-        """Continue from a saved folder."""
         await self.call("load_state", path=message.path)
         return await self.health()
 
@@ -275,7 +266,7 @@ class TrainerService:
                 except Refused as refused:
                     log.warning("%s was refused: %s", command.name, refused)
                 self.num_waiting = 0
-        except Exception as error:  # top of the thread: log the error and end the process
+        except Exception as error:
             log.exception("rank %d cannot go on", self.step.ranks.rank)
             lost = loss_behind(error, self._spec)
             if lost is not None:
@@ -285,7 +276,6 @@ class TrainerService:
 
 
 def _perform(step: TrainStep, command: Command) -> Any:
-    """Execute this rank's part of a command."""
     if command.name == "train":
         try:
             header, arrays = unpack_batch(command.body)
@@ -305,7 +295,6 @@ def _cannot_write(name: str, path: object, error: Exception) -> Refused:
 
 
 def _words(error: Exception) -> ErrorBody:
-    """Return the error for an answer or the log's last line."""
     if isinstance(error, ConfigError):
         return ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
     way_out = "the trainer's log has the traceback."
@@ -318,7 +307,6 @@ def _words(error: Exception) -> ErrorBody:
 
 
 def make_service(service: TrainerService, secret: str) -> web.Application:
-    """Return the app: all endpoints on rank 0, /health on the others."""
     app = make_app(secret, words=_words)
     add_route(app, "GET", "/health", service.health)
     for name in ENDPOINTS if service.step.ranks.is_first else ():
@@ -335,7 +323,6 @@ def main() -> None:
     orphaned = partial(shutil.rmtree, spec.staging_dir, ignore_errors=True)
     die_with_parent(*([orphaned] if spec.rank == 0 else []))
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Do not wait for a running step.
         signal.signal(number, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     disable_progress_bar()

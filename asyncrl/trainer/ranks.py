@@ -32,13 +32,10 @@ from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interfac
 
 T = TypeVar("T")
 BEATS = 2
-"""Heartbeats of rank 0 per trainer.timeout_s, in the absence of commands."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Request of rank 0 to the others: a name, JSON, and bytes."""
-
     name: str
     arguments: dict[str, Any]
     body: bytes
@@ -65,7 +62,6 @@ class Ranks:
         self.rank, self.size, self.mesh, self._commands, self.group = rank, size, mesh, commands, group
         self._timeout = timeout
         self.is_first = rank == 0
-        """Rank 0 writes files and answers."""
 
     def beside(self) -> Ranks:
         """Return the same ranks for another thread's calls. All ranks must call it together."""
@@ -73,7 +69,6 @@ class Ranks:
         return Ranks(self.rank, self.size, group=group, timeout=self._timeout)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return each rank's JSON value, in order."""
         if self.size == 1:
             return [value]
         mine = _bytes_tensor(json.dumps(value).encode())
@@ -96,12 +91,10 @@ class Ranks:
         return answer[0]
 
     def add_up(self, *arrays: npt.NDArray[np.float32]) -> None:
-        """Replace each array by its sum over all ranks."""
         for array in arrays if self.size > 1 else ():
             dist.all_reduce(torch.from_numpy(array))
 
     def send(self, command: Command) -> None:
-        """Send the command from rank 0 to the others."""
         if self.size > 1:
             head = json.dumps({"name": command.name, "arguments": command.arguments}).encode()
             dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self._commands)
@@ -113,7 +106,6 @@ class Ranks:
         dist.all_reduce(torch.zeros(1), group=self._commands)
 
     def wait_command(self) -> Command:
-        """Wait for the next command of rank 0."""
         lengths = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(lengths, 0, group=self._commands)
         while not lengths[0]:
@@ -126,7 +118,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""Single process without process group and sharding."""
 
 
 @dataclass
@@ -167,7 +158,6 @@ class Rendezvous:
         return self._in_time(what, lambda: dist.TCPStore(host, int(port), **options))  # type: ignore[attr-defined]
 
     def here(self, store: Any) -> None:
-        """Wait until all ranks are present."""
         keys = {f"here-{rank}": rank for rank in range(self.spec.trainer.world_size)}
 
         def wait() -> str:
@@ -187,7 +177,6 @@ class Rendezvous:
             raise ConfigError(what, rule=rule, way_out=f"read the log of rank {missing}; {OPEN_PORTS}.")
 
     def connected(self, connect: Callable[[], T]) -> T:
-        """Return the process groups that `connect` makes with the others."""
         return self._in_time(f"{self._me} has met the others, and cannot connect to each of them", connect)
 
     def _in_time(self, what: str, work: Callable[[], T]) -> T:
@@ -238,7 +227,6 @@ def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
     """
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
-    # without gloo's source location and advice to developers
     why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])
     return ErrorBody(
         error=f"rank {spec.rank} ({spec.address}) has lost the other ranks of the trainer: {why[:500]}",

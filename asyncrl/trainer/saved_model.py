@@ -98,7 +98,6 @@ def save_peft(
 
 
 def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return adapters under the names of Adapters.tensors()."""
     named = read_weights(state, shapes)
     return {name.replace(f".{ADAPTER}.weight", ".weight"): tensor.to(dtype) for name, tensor in named}
 

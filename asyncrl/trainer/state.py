@@ -49,7 +49,7 @@ READ_BYTES = 2**30
 INDEX, STATE = ".metadata", "state.json"
 INDEX_CLASSES = {
     "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),  # new location in Python 3.13
+    "pathlib._local": ("PosixPath",),  # moved in Python 3.13
     "torch": ("Size", "float32", "uint8"),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
@@ -62,8 +62,6 @@ INDEX_CLASSES = {
 
 
 class Progress(BaseModel, frozen=True):
-    """Counts of a TrainStep."""
-
     policy_version: int = 0
     num_optimizer_steps: int = 0
     num_skipped_in_a_row: int = 0
@@ -108,7 +106,6 @@ class TrainerState:
         # with cpu_offload the state is on the host, and pinning gains nothing
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
         self._is_lent = False
-        """True while the offload's memory is written from."""
         self.copying: Future[None] | None = None
         self.pending: Future[None] | None = None
         self._copier = ThreadPoolExecutor(1, "copy state")
@@ -197,7 +194,7 @@ class TrainerState:
                 self._memory.free()
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        """Return a weight's optimizer state, created like AdamW's if missing, to be overwritten."""
+        """Return a weight's optimizer state, created if missing."""
         if state := self._optimizer.state.get(master):
             return dict(state)
         moments = {moment: torch.zeros_like(master).detach() for moment in MOMENTS}
@@ -210,7 +207,6 @@ class TrainerState:
         return states
 
     def _live(self, moments: dict[str, dict[str, Tensor]], rng: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors of the folder, by name."""
         live = {f"weights.{name}": master.detach() for name, master in self._masters.named.items()}
         for name, state in moments.items():
             live |= {f"adamw.{moment}.{name}": state[moment] for moment in MOMENTS}
@@ -230,7 +226,7 @@ class TrainerState:
         with reading:
             locals_ = {name: local_of(tensor) for name, tensor in live.items()}
             found = {name: content_of(local) for name, local in locals_.items()}
-            self._host = {}  # views of replaceable memory
+            self._host = {}
             try:
                 places = self._places(locals_)
             except MemoryError:
@@ -291,7 +287,7 @@ def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tu
         some = {f"weights.{name}": torch.empty([*shapes[name]]) for name in names}
         planner = _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _errors(path), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # DCP warns without a process group
+            warnings.simplefilter("ignore", UserWarning)
             dcp_load(some, storage_reader=_Reader(path), planner=planner, no_dist=True)
         yield from ((name, some.pop(f"weights.{name}")) for name in names)
 
@@ -309,7 +305,7 @@ class _HostPlanner(DefaultSavePlanner):
 
 class _TensorPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")  # DCP would unpickle it
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
 
 class _Reader(FileSystemReader):
@@ -332,7 +328,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Raise Refused for file errors. DCP reports a failure of one rank on all."""
+    """Raise Refused for file errors of any rank."""
     try:
         yield
     except (OSError, CheckpointException) as error:
@@ -354,7 +350,7 @@ def _read_index(path: Path) -> Metadata:
     """Read the index. Raises Refused with the reason, which DCP of torch 2.11 hides."""
     try:
         return _Reader(path).read_metadata()
-    except Exception as error:  # damaged pickles raise anything
+    except Exception as error:
         raise _failed(path, error) from error
 
 

@@ -67,6 +67,7 @@ class TrainStep(Learner):
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
+        """Raises ConfigError."""
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
@@ -81,7 +82,6 @@ class TrainStep(Learner):
 
     @property
     def offloaded(self) -> list[TrainerPart]:
-        """Offloaded parts. Thread-safe."""
         return sorted(self._offload.away)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
@@ -123,7 +123,7 @@ class TrainStep(Learner):
         self._state.wait_lent()
         parts, adapters = frozenset(parts), self._adapters
         if adapters is not None and "weights" in parts:
-            adapters.forget_merged()  # now, since the freed memory is used after the move
+            adapters.forget_merged()  # the freed memory is used after the move
         try:
             return self._offload.offload(parts)
         finally:
@@ -149,7 +149,7 @@ class TrainStep(Learner):
         if not self.ranks.is_first:
             gather_along(weights, self.dtype)
             return
-        gathered = in_export_dtype(weights, self.dtype)  # first: the other ranks gather too
+        gathered = in_export_dtype(weights, self.dtype)  # the other ranks gather too
         if adapters is None:
             tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
             save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
@@ -175,9 +175,9 @@ class TrainStep(Learner):
         self._offload.need("load a state", "weights", "optimizer")
         self.before_change()
         self._chunks.forget()
-        vars(self).update(self._state.load(path))  # the fields of Progress
+        vars(self).update(self._state.load(path))
         self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps
-        self._note_restored(self.policy_version)  # now: no batch may follow
+        self._note_restored(self.policy_version)  # no batch may follow
 
     def weights_digest(self) -> str:
         """Return the digest of the trained float32 master weights, only the adapters with trainer.lora."""
@@ -213,7 +213,7 @@ class TrainStep(Learner):
             return None
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         ids = np.random.default_rng(0).integers(0, vocab_size, self.spec.canary_tokens)
-        text = np.append(ids, 0)  # the last token is only predicted
+        text = np.append(ids, 0)
         scores = self.policy(pack_texts([[text]], self.device))
         reshard(self.policy)
         logprobs = scores.logprob_M[:-1].tolist()
@@ -236,7 +236,6 @@ class TrainStep(Learner):
             raise ConfigError(what, way_out=way_out) from error
 
     def _merge_again(self) -> None:
-        """Merge adapters again after a move, if all weights are here."""
         adapters = self._adapters
         if adapters is not None and adapters.is_forgotten and "weights" not in self.offloaded:
             adapters.keep_merged()

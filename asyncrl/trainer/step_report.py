@@ -42,7 +42,6 @@ Float32M = npt.NDArray[np.float32]
 BoolN = npt.NDArray[np.bool_]
 
 GAP_WARNING = 0.05
-"""Mean logprob gap on fresh tokens, in nats, that causes a warning."""
 MIN_ENGINE_TOKENS = 64
 """Minimum fresh tokens of an engine to judge its mean; with fewer, a single unlikely token dominates."""
 GAP_ADVICE = (
@@ -72,7 +71,6 @@ sparsity (half of the sparse number), float32 without TF32, which the trainer do
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return a device's peak FLOP/s; None if unknown."""
     words = set(device_name.replace("-", " ").split())
     found = (peaks for name, peaks in PEAK_FLOPS.items() if words.issuperset(name.split()))
     return next(found, {}).get(dtype)
@@ -89,7 +87,6 @@ class StepMeter:
     """
 
     def __init__(self, ranks: Ranks, dtype: str, cuda: Any = None) -> None:
-        """`cuda`: torch.cuda, if the trainer uses it."""
         self._ranks, self._cuda = ranks, cuda
         device_name = "cpu" if cuda is None else cuda.get_device_name()
         self._peak_flops = peak_flops(device_name, dtype)
@@ -164,7 +161,7 @@ class StepMeter:
 
 
 def _peak_host_bytes() -> int:
-    """Return this process's peak resident memory, 0 if unknown. ru_maxrss would include the parent's."""
+    """Return this process's peak memory, 0 if unknown; ru_maxrss would include the parent's."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
@@ -312,7 +309,7 @@ def note_restored(path: Path, version: int) -> None:
         if not line.endswith(b"\n"):
             cut_at(path, start)
             continue
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # damage by a power cut
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             told = json.loads(line)
             reached = told["restored"] - 1 if "restored" in told else told["version"]
             break
@@ -323,7 +320,6 @@ def note_restored(path: Path, version: int) -> None:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append a line and flush."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -44,12 +44,11 @@ from asyncrl.waits import computed, waiting
 Answer = TypeVar("Answer", bound=BaseModel)
 
 RECOVERED_TIMEOUT_S = 60.0
-"""Limit of /health right after the last repeated batch."""
 LOST_STATUS = 503
 """Status of rank 0's answers once other ranks are lost; new ranks can continue."""
 RENDEZVOUS = "rendezvous"
 _STORE = r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$"
-"""File in the staging folder for the ranks' meeting. New ranks need a new file."""
+"""RENDEZVOUS: file in the staging folder; new ranks need a new file."""
 
 
 class TrainerSpec(FrozenConfig):
@@ -57,9 +56,8 @@ class TrainerSpec(FrozenConfig):
 
     model_path: str
     dtype: DType = "auto"
-    """Type of exported weights and forward pass; master weights are always float32."""
+    """Type of exported weights and forward pass."""
     device: Device = "auto"
-    """auto = CUDA if a device exists, else CPU."""
     share: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of CUDA memory for torch (none = all free memory)."""
     seed: int = Field(default=0, ge=0)
@@ -67,13 +65,10 @@ class TrainerSpec(FrozenConfig):
     threads: int = Field(default=1, ge=1)
     """CPU threads per rank. On CPU the same number gives the same bits."""
     rank: int = Field(default=0, ge=0)
-    """Number of this worker among trainer.world_size."""
     local_rank: int | None = Field(default=None, ge=0)
     """Number among its node's ranks and CUDA devices (none = rank)."""
     address: str = "127.0.0.1"
-    """IPv4 address of its node for the other ranks; a placeholder until the process starts
-    (placement/nodes.py).
-    """
+    """IPv4 address of its node; a placeholder until the process starts (placement/nodes.py)."""
     store: str = Field(default="", pattern=_STORE)
     """Meeting place of the ranks: ADDRESS:PORT of rank 0's node, '' = a file in the shared staging folder."""
     meet_s: float = Field(default=240.0, gt=0)
@@ -83,7 +78,6 @@ class TrainerSpec(FrozenConfig):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature: logprobs are of logits / temperature."""
     max_tokens: int = Field(default=256, ge=1)
-    """rollout.max_tokens: the longest completion."""
     transport: TransportName = "shm"
     """Contents of /export: all weights, or only adapters (lora). nccl: it keeps a copy for /broadcast
     instead.
@@ -95,7 +89,6 @@ class TrainerSpec(FrozenConfig):
     per group.
     """
     chunk_bytes: int = Field(default=2**28, ge=1)
-    """weight_sync.chunk_bytes: size of a chunk of /export_chunk."""
     chunks: Literal["file", "memory", "memories"] = "file"
     """Destination of /export_chunk: a safetensors file, or memory shared with engines
     (asyncrl/weights/ipc.py) on rank 0's device or on every rank's; for embedded engines and vLLM with
@@ -110,7 +103,6 @@ class TrainerSpec(FrozenConfig):
     gone.
     """
     record_path: Path
-    """trained.jsonl: one line per batch, see asyncrl/trainer/step_report.py."""
     failed_dir: Path
     """Folder for batches that give NaN. CPU ranks offload next to it."""
     chat_template: Path | None = None
@@ -118,7 +110,6 @@ class TrainerSpec(FrozenConfig):
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps per batch."""
         return self.trainer.mini_batches * self.trainer.epochs
 
 
@@ -138,7 +129,6 @@ class TrainerClient:
         self._changed = asyncio.Event()
 
     async def train(self, batch: Batch) -> TrainResponse:
-        """Train one batch."""
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
             report = await self._train(batch)
         self._reached(report.policy_version)
@@ -156,7 +146,6 @@ class TrainerClient:
         self._changed = asyncio.Event()
 
     async def wait_version_above(self, version: int) -> int:
-        """Return policy_version once it is greater than `version`."""
         while self.policy_version <= version:
             await self._changed.wait()
         return self.policy_version
@@ -169,12 +158,10 @@ class TrainerClient:
             return (await self._post("/begin_export", b"", TrainerHealth)).policy_version
 
     async def export(self) -> ExportResponse:
-        """Export the newest weights, or wait for a begun export."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return await self._post("/export", b"", ExportResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the held weights to the whole group, during training."""
         return await self._post("/broadcast", request, BroadcastResponse)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
@@ -182,11 +169,9 @@ class TrainerClient:
         return await self._post("/offload", OffloadRequest(parts=list(parts)), Moved)
 
     async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Move these parts back. Idempotent. An error moves nothing."""
         return await self._post("/onload", OffloadRequest(parts=list(parts)), Moved)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Write chunk `index` of the newest weights over the previous one."""
         request = ExportChunkRequest(version=version, index=index)
         with waiting(f"chunk {index} of policy_version {version}", on=self._caller.name, who="publisher"):
             return await self._post("/export_chunk", request, ExportChunkResponse)
@@ -207,7 +192,7 @@ class TrainerClient:
         return saved.policy_version
 
     async def wait_save_state(self) -> None:
-        """Wait until the begun save is complete. Raises CheckpointError."""
+        """Wait until the save is complete. Raises CheckpointError."""
         with waiting("the state of the trainer on disk", on=self._caller.name):
             await self._post_state("/wait_save_state", b"")
 
@@ -229,11 +214,11 @@ class TrainerClient:
         self._reached(max(health.policy_version, self.policy_version))
 
     async def health(self, timeout_s: float) -> TrainerHealth:
-        """Ask whether the worker is alive, even during a step."""
         with _trainer_errors():
             return await self._caller.get("/health", TrainerHealth, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
+        """Close the connections. Idempotent."""
         await self._caller.aclose()
 
     async def _post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
@@ -351,7 +336,7 @@ def sampled_by(
     for trajectory, its_versions, _ in parts:
         num_masked = np.count_nonzero(trajectory.loss_mask)
         is_its = is_whole or np.array_equal(its_versions >= 0, trajectory.loss_mask)
-        if not is_its or trajectory.num_sampled != num_masked:  # incomplete record
+        if not is_its or trajectory.num_sampled != num_masked:
             what = f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover "
             raise TrainerError(
                 "trainer",

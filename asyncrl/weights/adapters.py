@@ -30,7 +30,6 @@ class AdapterTransport(Transport):
     sends_chunks = False
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Write the small file at once, on rank 0."""
         assert exported.adapters is not None, "the config has it so"
         tensors = exported.adapters()
         if not self.end.is_first:

@@ -4,10 +4,10 @@ Ranks use the model's names, exports the checkpoint's: stacked experts are gathe
 writing (tensor_files.stored_pieces).
 
 Sharded weights are gathered tensor by tensor on rank 0; the other ranks take part (gather_along), or all
-gather if each rank writes chunks to its own device. A chunk contains as many tensors, in export order, as fit
-into chunk_bytes, or one larger tensor. All chunks share one place: requesting the next one means that the
-previous one is loaded, and any chunk may be requested at any time, even from a restarted trainer. Gathering
-needs the memory of one more tensor.
+gather if each rank writes chunks to its own device. A chunk contains tensors, in export order, up to
+chunk_bytes, or one larger tensor. All chunks share one place: requesting the next one means that the previous
+one is loaded, and any chunk may be requested at any time, even from a restarted trainer. Gathering needs the
+memory of one more tensor.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class LazyWeights(Mapping[str, Tensor]):
         return not self._computed and not any(isinstance(one, DTensor) for one in self.like.values())
 
     def only(self, names: list[str]) -> LazyWeights:
-        """Return a subset."""
         return LazyWeights({name: self.like[name] for name in names}, self._computed, self.pieces)
 
 
@@ -152,7 +151,6 @@ def gathered(
 
 
 def in_export_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all whole_tensors."""
     return dict(whole_tensors(weights, dtype))
 
 
@@ -271,7 +269,6 @@ def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
-    """Return the exported entries."""
     return [
         (piece, dtype_name(_export_dtype(tensor, dtype)), list(tensor.shape if cut is None else cut.shape))
         for name, tensor in weights.like.items()
@@ -280,7 +277,6 @@ def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
 
 
 def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
-    """Return the exported bytes of each model tensor, sharded or not."""
     return {
         name: tensor.numel() * _export_dtype(tensor, dtype).itemsize for name, tensor in weights.like.items()
     }
@@ -288,7 +284,7 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 
 class ChunkPlace(Protocol):
     """Destination of chunks: ChunkFile, or SharedChunk of ipc.py. `device`: required device of tensors. put
-    overwrites the place with the tensors of `entries` and returns their digests; it raises OSError. told
+    overwrites the place with the tensors of `entries` and returns their digests; it raises OSError. `told()`
     returns the place's fields of an ExportChunkResponse.
     """
 
@@ -312,7 +308,6 @@ class Chunks:
         self.forget()
 
     def forget(self) -> None:
-        """Forget digests: the weights changed."""
         self._version = -1
         self._digests: dict[str, bytes] = {}
 
@@ -379,7 +374,7 @@ def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> lis
 
 
 def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
-    """Return names by chunk, in order: as many as fit into chunk_bytes, or one larger tensor."""
+    """Return names by chunk, in order: up to chunk_bytes, or one larger tensor."""
     chunks: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

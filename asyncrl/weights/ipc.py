@@ -43,11 +43,9 @@ from asyncrl.weights.tensor_files import (
 )
 
 ALIGNMENT = 256
-"""Alignment of tensors, as in torch's allocators."""
 GRANULE = 2**21
 """CUDA may place smaller allocations into one block and share all of it; whole blocks are shared here."""
 LAZY_PEER_ACCESS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag."""
 
 
 def limit_memory(device: torch.device, share: float | None, cuda: Any = torch.cuda) -> None:
@@ -134,7 +132,6 @@ def open_cuda_memory(
 
 
 def device_tensor(allocation: Any, device: torch.device) -> Tensor:
-    """Return a tensor over the allocation that keeps it alive."""
     return torch.as_tensor(allocation, device=device)
 
 
@@ -203,7 +200,6 @@ class CudaDriver:
         return bytes(uuid).hex()
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a driver function."""
         code = self.library[name](*arguments)
         if code != 0:
             text = ctypes.c_char_p()
@@ -212,8 +208,6 @@ class CudaDriver:
 
 
 class ChunkFile:
-    """Reusable safetensors file."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.device = path, torch.device("cpu")
 
@@ -266,7 +260,6 @@ class SharedChunk:
 
 
 def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
-    """Return each tensor's offset, and the buffer's size."""
     placed, end = [], 0
     for name, dtype, shape in entries:
         placed.append(PlacedTensor(name=name, dtype=dtype, shape=shape, start=end))

@@ -57,7 +57,6 @@ SENDER = 0
 _LATE_S = 1.0
 """Extra time of a torch thread, so that its own error is reported."""
 _LOOK_S = 0.0005
-"""Polling interval of NCCL calls."""
 OPEN_PORTS = "let the nodes of the run reach each other at every TCP port of their own network"
 
 
@@ -85,7 +84,6 @@ class BroadcastTransport(Transport):
         self._in_use = threading.Lock()
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Export; the copy is complete on return."""
         return done(self.export(exported, path))
 
     def export(self, exported: Exported, path: Path) -> ExportResponse:
@@ -247,9 +245,7 @@ def _cuda_of(device: torch.device) -> Any:
 def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
     store, interfaces = _meet(seat, timeout)
     if device.type == "cuda":
-        if (
-            device.index is not None
-        ):  # for this thread; a trainer's rank 0 without index uses the first device
+        if device.index is not None:  # for this thread
             torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # our limit comes first

@@ -57,7 +57,6 @@ class RawTensor:
     data: memoryview
 
     def as_torch(self) -> Tensor:
-        """Return a CPU tensor over the same memory."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -140,7 +139,6 @@ def _together(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return float32, bfloat16, ..."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -179,12 +177,10 @@ def finish_digests(begun: Mapping[str, BegunDigest]) -> dict[str, bytes]:
 
 
 def digest_and_size(tensors: Mapping[str, Tensor]) -> tuple[dict[str, bytes], int]:
-    """Return the digest of each tensor, and the total bytes."""
     return digests_of(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return weights_digest of torch tensors."""
     return joint_digest(digests_of(tensors).values())
 
 
@@ -225,7 +221,6 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def adapted_modules(names: Iterable[str]) -> list[str]:
-    """Return the adapted layers in a file with these tensors."""
     return sorted({name.removesuffix(end) for name in names for end in SUFFIXES if name.endswith(end)})
 
 

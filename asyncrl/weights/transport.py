@@ -49,12 +49,10 @@ class Exported:
 
 
 def only_gathered(version: int) -> ExportResponse:
-    """Return the answer of a rank that writes nothing."""
     return ExportResponse(version=version, path="", digest="", num_tensors=0, num_bytes=0)
 
 
 def done(answer: ExportResponse) -> Future[ExportResponse]:
-    """Return the future of a finished export."""
     future: Future[ExportResponse] = Future()
     future.set_result(answer)
     return future
@@ -64,7 +62,6 @@ class Transport:
     """Trainer end of a transport, writing a file. Constructed on every rank; all call begin() together."""
 
     sends_chunks = True
-    """True if it supports chunks."""
     version = -1
     """Version of the held copy; -1: none."""
 
@@ -92,7 +89,6 @@ class Transport:
 
 
 def make_transport(name: TransportName, end: TrainerEnd) -> Transport:
-    """Return the transport of this name."""
     from asyncrl.weights.adapters import AdapterTransport
     from asyncrl.weights.nccl import BroadcastTransport
 

@@ -26,9 +26,8 @@ ANY = -1
 
 @dataclass(frozen=True)
 class AllowedSets:
-    """K token sets as bits, uint8 [K, B]: entry v of the vocabulary is bit v % 8 of byte v
-
-    8, lowest bit first. `set_N` int32 [N]: each token's set, or ANY.
+    """K token sets as bits, uint8 [K, B]: entry v of the vocabulary is bit v % 8 of byte v >> 3, lowest bit
+    first. `set_N` int32 [N]: each token's set, or ANY.
     """
 
     bits_KB: npt.NDArray[np.uint8]
@@ -49,7 +48,6 @@ class AllowedRows:
     def of(
         cls, bits_KB: npt.NDArray[np.uint8], set_M: npt.NDArray[np.int64], device: torch.device
     ) -> AllowedRows:
-        """Move the sets to the device."""
         arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
         return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
 
@@ -59,7 +57,7 @@ class AllowedRows:
         return AllowedRows(self.bits_KB, set_M, (set_M != ANY).nonzero()[:, 0])
 
     def mask(self, logits_MC: Tensor, part: slice) -> None:
-        """Mask forbidden entries of this vocabulary part in place."""
+        """Mask forbidden entries in place."""
         rows = self.row_R
         first, last = part.start // 8, -(-part.stop // 8)
         bytes_RB = self.bits_KB[self.set_M[rows], first:last]

@@ -47,7 +47,6 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 _layouts: WeakValueDictionary[int, Layout] = WeakValueDictionary()
-"""Layouts by number."""
 _numbers = itertools.count()
 
 
@@ -126,11 +125,9 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, s
 
 
 class _Packed(torch.autograd.Function):
-    """Merges the flash-kernel passes of a layout."""
-
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        # A token's heads are contiguous, so that gathering tokens is fast.
+        # A token's heads are contiguous, for fast gathering.
         query, key, value = (_by_token(tensor) for tensor in (query, key, value))
         output, logsum = _merged(query, key, value, layout, scale)
         ctx.save_for_backward(query, key, value, output, logsum)
@@ -153,7 +150,7 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
     for call in calls_of(layout, query.device):
         own = call.queries
         found, found_logsum = run((query, key, value), call, scale)
-        if not call.is_causal:  # tokens that earlier calls handled
+        if not call.is_causal:
             before, before_logsum = _at(output, own), _at(logsum, own)
             weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
             found = torch.lerp(before.to(wide), found.to(wide), weight).to(output.dtype)
@@ -190,7 +187,7 @@ def _merged_backward(
 
 
 def number_of(layout: Layout) -> Tensor:
-    """Return a number, int64 on CPU, that identifies the layout in compiled layers while it lives."""
+    """Return the layout's number, int64 on CPU, for compiled layers."""
     number = next(_numbers)
     _layouts[number] = layout
     return torch.tensor(number)
@@ -271,7 +268,7 @@ def choose_flash(capability: tuple[int, int], heads: Heads | None, device: torch
         except Exception:
             restore()
             raise
-    except Exception as error:  # third-party kernels raise their own errors
+    except Exception as error:
         log.warning("FlashAttention 3 is installed and cannot be used, so FA2 is: %s", error)
         return "FA2"
     return "FA3"
@@ -282,7 +279,7 @@ def _try_flash(heads: Heads, device: torch.device) -> None:
     variable lengths, the backward pass, a head size or this CUDA.
     """
     num_heads, num_key_heads, size = heads
-    shared, first, second = 64, 137, 63  # two sequences
+    shared, first, second = 64, 137, 63
     own = Piece(0, first, 0, first), Piece(first, second, first, second)
     left = Piece(first, second, 0, shared)
     layout = Layout(
@@ -305,14 +302,12 @@ def _by_token(tensor: Tensor) -> Tensor:
 
 
 def _at(tensor: Tensor, places: Places, num_rows: int = 1) -> Tensor:
-    """Return these tokens of [1, H, N, ...] as [rows, H, T, ...]."""
     if isinstance(places, slice):
         return tensor[:, :, places]
     return _by_row(tensor[0].transpose(0, 1).index_select(0, places), num_rows)
 
 
 def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
-    """Reshape [rows * T, H, ...] to [rows, H, T, ...]."""
     return tokens.view(num_rows, -1, *tokens.shape[1:]).transpose(1, 2)
 
 
@@ -380,7 +375,6 @@ def _backward_cuda(
 
 
 def _lengths(call: KernelCall, device: torch.device) -> tuple[Any, ...]:
-    """Return ends of sequences, maximum lengths, dropout and causality."""
     queries, keys = call.query_lengths, call.key_lengths
     return _ends(queries, device), _ends(keys, device), max(queries), max(keys), 0.0, call.is_causal
 

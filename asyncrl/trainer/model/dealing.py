@@ -4,10 +4,10 @@ FSDP's collectives keep ranks in lockstep: each micro-step waits for its slowest
 sum of the maximum costs of all micro-steps: few micro-steps, with equal costs in each. Every rank computes
 the same plan.
 
-1. First-fit decreasing by tokens gives the minimum number of micro-batches. 2. Longest processing time first
-(Graham 1969) deals by cost into this number, rounded up to whole micro-steps: the costliest goes to the bin
-with the least total. If something does not fit, plan 1 stays. 3. Micro-batches sorted by cost form
-micro-steps.
+1. First-fit decreasing by tokens gives the minimum number of micro-batches.
+2. Longest processing time first (Graham 1969) deals by cost into this number, rounded up to whole
+   micro-steps: the costliest goes to the bin with the least total. If something does not fit, plan 1 stays.
+3. Micro-batches sorted by cost form micro-steps.
 
 The unit is a bundle: neighbors in a group's prefix tree. Small bundles balance better and large ones share
 more; the size with the least sum wins. A single rank uses whole groups.
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from asyncrl.trainer.model.tree import TokenRange, in_tree_order
 
 BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
-"""Bundles are limited to this fraction of a micro-batch; the last means single sequences."""
+"""Bundles are limited to this fraction of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class Costs:
     trained: float = 1.0
 
     def of(self, length: int, shared: int, num_loss: int) -> float:
-        """Return the cost of a sequence whose first `shared` tokens exist already."""
         num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
@@ -76,7 +75,7 @@ def heads_of(config: Any) -> Heads | None:
     num_heads = getattr(text, "num_attention_heads", None)
     if not num_heads:
         return None
-    if getattr(text, "qk_rope_head_dim", None):  # multi-head latent attention: all heads have keys
+    if getattr(text, "qk_rope_head_dim", None):  # multi-head latent attention
         return num_heads, num_heads, text.qk_nope_head_dim + text.qk_rope_head_dim
     num_key_heads = getattr(text, "num_key_value_heads", None) or num_heads
     return num_heads, num_key_heads, getattr(text, "head_dim", None) or text.hidden_size // num_heads
@@ -125,15 +124,11 @@ class Bundle:
 
 @dataclass
 class Bin:
-    """Bundles of one micro-batch."""
-
     sequences: list[TokenRange] = field(default_factory=list)
     cost: float = 0.0
 
 
 class GroupTree:
-    """A group's sequences in tree order, to cut into bundles."""
-
     def __init__(
         self, number: int, group: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], costs: Costs
     ) -> None:
@@ -185,7 +180,6 @@ def deal(
     num_bins = num_ranks * math.ceil(sum(tree.num_tokens for tree in trees) / (num_ranks * max_tokens))
     share = sum(tree.cost for tree in trees) / num_bins
     plans = [_plan(trees, max_tokens, share / size, num_ranks) for size in BUNDLE_SIZES]
-    # The first bin of each micro-step is the slowest.
     steps = min(plans, key=lambda plan: sum(step[0].cost for step in plan))
     return [[one.sequences for one in step] for step in steps]
 

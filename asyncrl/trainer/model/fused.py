@@ -22,15 +22,10 @@ from asyncrl.weights.tensor_files import float32_names
 
 ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
-"""Backend of torch.compile."""
 MOST_GRAPHS = 64
-"""Compiled variants of a layer: with and without gradients, trained or frozen, one token or more, each
-kind.
-"""
+"""Maximum variants per layer kind: with and without gradients, frozen, single token."""
 GROUPED = "grouped_mm"
-"""transformers' implementation that multiplies with all experts at once, so that shapes do not depend on
-routing.
-"""
+"""Expert implementation whose shapes do not depend on routing."""
 CHECKPOINTING = "forward_with_checkpointing"
 """transformers' wrapper of a layer's forward; older versions wrap the call."""
 _norm_backward = torch.ops.aten.native_layer_norm_backward
@@ -39,7 +34,7 @@ _norm_backward = torch.ops.aten.native_layer_norm_backward
 def fuse(model: nn.Module) -> None:
     """Replace supported modules in place, in this model only."""
     for module in model.modules():
-        forward = inspect.unwrap(type(module).forward)  # transformers 5.24 wraps it for renamed arguments
+        forward = inspect.unwrap(type(module).forward)  # transformers 5.24 wraps it
         if not isinstance(forward, FunctionType):
             continue
         if _code(forward) == _code(llama.LlamaRMSNorm.forward):
@@ -74,9 +69,7 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
 
 
 def experts_compile_on_cpu() -> bool:
-    """Return whether transformers has the operator for expert gradients on CPU (since 5.23). CUDA needs
-    none.
-    """
+    """Return whether transformers has CPU expert gradients (since 5.23)."""
     return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
 
 
@@ -106,7 +99,6 @@ def _as_it_is(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint like transformers, around the compiled function."""
     run = partial(forward, layer, **kwargs)
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(run, *args)
@@ -114,7 +106,7 @@ def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_llamas_rotary(function: Any) -> bool:
-    """Return whether it and rotate_half equal Llama's: NanoChat and Blt differ only in rotate_half."""
+    """Return whether it and rotate_half equal Llama's."""
     half = getattr(function, "__globals__", {}).get("rotate_half")
     return all(
         _code(one) == _code(other)

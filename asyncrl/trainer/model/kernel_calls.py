@@ -76,12 +76,10 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
 
 
 def calls_by_pass(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    """Return one call per pass."""
     return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in layout.passes)
 
 
 def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]:
-    """Yield the parts of a piece without queries of short paths."""
     is_long = ~is_short_N[piece.query : piece.query + piece.num_queries]
     if not is_long.any():
         return
@@ -91,11 +89,10 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
 
 
 Stretch = tuple[int, int]
-"""(start, length) of places."""
 
 
 def _left_by(path: Piece, pieces: Sequence[Piece]) -> list[Stretch]:
-    """Return the path's earlier keys: the keys of pieces that include its queries."""
+    """Return the keys of pieces that include the path's queries."""
     return [(one.key, one.num_keys) for one in pieces if 0 <= path.query - one.query < one.num_queries]
 
 
@@ -126,7 +123,7 @@ def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> Ker
     index_QK = index_K[:width, None] >= index_K
     seen_BQK = sees[np.minimum(owner_BK[:, :width], len(paths) - 1)[:, :, None], owner_BK[:, None]]
     seen_BQK &= is_key_BK[:, None] & (index_QK | ~is_own_BK[:, None])
-    seen_BQK[~is_own_BK[:, :width], 0] = True  # padding gets one key, since softmax needs one
+    seen_BQK[~is_own_BK[:, :width], 0] = True  # softmax needs a key
     query_R, is_query_R = (torch.from_numpy(one[:, :width].flatten()) for one in (key_BK, is_own_BK))
     tiles = Tiles(
         num_rows=len(stretches),
@@ -170,14 +167,13 @@ def _call(pieces: list[Piece], device: torch.device, *, is_causal: bool) -> Kern
 
 
 def _gathered(places: list[slice], device: torch.device) -> Places:
-    """Return the places in order, as a slice if contiguous."""
     if all(one.stop == other.start for one, other in zip(places, places[1:], strict=False)):
         return slice(places[0].start, places[-1].stop)
     return to_device(torch.cat([torch.arange(place.start, place.stop) for place in places]), device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device, pinned for CUDA; otherwise the host would wait for all work there."""
+    """Copy a host tensor to the device, pinned for CUDA, without waiting."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -38,7 +38,6 @@ STATE_BYTES = 12
 
 @contextmanager
 def loading(folder: str | Path) -> Iterator[None]:
-    """Turn loading errors into ConfigError."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
@@ -60,16 +59,16 @@ def load_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype, *, i
             spec.model_path,
             dtype=dtype if is_adapted else torch.float32,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
+            ignore_mismatched_sizes=True,
         )
     missing = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]
     _refuse_others(spec.model_path, missing, info["unexpected_keys"])
-    if not is_adapted:  # adapters' gradients and optimizer state are small
+    if not is_adapted:
         _check_memory(model, device, spec.trainer)
-    for parameter in model.parameters():  # an offload cannot free a mapped file's memory
+    for parameter in model.parameters():  # an offload cannot free a mapped file
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
-    # dropout would change the trainer's logprobs; gradients still flow
+    # dropout would change logprobs
     model.eval()
     return (model if is_sharded else model.to(device)).requires_grad_(True)
 
@@ -134,7 +133,6 @@ class _Cut(NamedTuple):
 
 
 def _cuts_of(model: Any) -> dict[str, list[_Cut]] | None:
-    """Return each model tensor's stored pieces; None if transformers must compute some of them."""
     wanted = model.state_dict(keep_vars=True)
     found = stored_views(model, wanted)
     cuts = {
@@ -151,7 +149,6 @@ def _cut_of_all(name: str, tensor: Tensor) -> _Cut:
 
 
 def _rows_of(piece: StoredPiece, tensor: Tensor) -> range:
-    """Return the rows of the piece; empty if it is no _Cut."""
     row_size = max(1, math.prod(tensor.shape[1:]))
     first, column = divmod(piece.start, row_size)
     is_by_row = piece.stride[:1] == (row_size,)
@@ -172,9 +169,7 @@ class StoredWeights:
         """
         self._folder, self._cuts = folder, dict[str, list[_Cut]]()
         self._files: dict[str, Any] = {}
-        """(open file, stored name) by tensor."""
         self._twins: list[list[str]] = []
-        """Names under which one tensor is stored repeatedly."""
         self.missing: list[str] = []
         wanted, tied = model.state_dict(keep_vars=True), dict[int, list[str]]()
         for name, tensor in wanted.items():
@@ -242,7 +237,6 @@ class StoredWeights:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the files that transformers reads; none without safetensors files."""
     if (one := folder / "model.safetensors").is_file():
         return [one]
     index = folder / "model.safetensors.index.json"
@@ -281,7 +275,7 @@ def fill(policy: Policy, stored: StoredWeights, device: torch.device) -> None:
             continue
         if id(parameter) not in made:
             rank, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
-            num_rows = -(-len(parameter) // size)  # rows of each shard but the last ones
+            num_rows = -(-len(parameter) // size)
             start, stop = (min(edge * num_rows, len(parameter)) for edge in (rank, rank + 1))
             local = torch.empty((stop - start, *parameter.shape[1:]), dtype=parameter.dtype, device=device)
             stored.copy_rows(_stored_name(name), start, local)
@@ -305,7 +299,6 @@ def fill(policy: Policy, stored: StoredWeights, device: torch.device) -> None:
 
 
 def _stored_name(name: str) -> str:
-    """Return a policy parameter's name in files, without prefixes of policy and adapters."""
     return name.removeprefix("model.").replace(".base_layer.", ".")
 
 
@@ -325,7 +318,7 @@ def _check_memory(model: nn.Module, device: torch.device, config: TrainerConfig)
     if device.type == "cuda" and not config.cpu_offload:
         shard = -(-num_parameters // config.world_size)
         needed_bytes, free_bytes = shard * (STATE_BYTES + 4), torch.cuda.mem_get_info(device)[0]
-    else:  # all ranks' shards are in one host's memory
+    else:
         needed_bytes, free_bytes = num_parameters * STATE_BYTES, available_memory()
     if needed_bytes > free_bytes:
         raise ConfigError(

@@ -57,7 +57,6 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
 
 
 ADAPTER = "default"
-"""Peft's name of a layer's only adapter."""
 
 
 class MergedLinear(lora.Linear):
@@ -75,7 +74,6 @@ class MergedLinear(lora.Linear):
         self.register_buffer("kept", None, persistent=False)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Map [..., in] to [..., out]."""
         scale, base = self.scaling[ADAPTER], self.get_base_layer()
         if not scale:
             return base(x)  # type: ignore[no-any-return]
@@ -137,9 +135,7 @@ class Adapters:
         """
         names = find_targets(model, config)
         self._model, self._dtype, self.scale = model, dtype, config.alpha / config.rank
-        """`scale`: factor of B A."""
         self.is_forgotten = False
-        """True if keep_merged() must be repeated."""
         # With a transformers config, peft would rename old names and move dense adapters to experts. A plain
         # holder module prevents it.
         holder = nn.Module()
@@ -151,7 +147,7 @@ class Adapters:
             peft.inject_adapter_in_model(described, holder, ADAPTER)
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         kept = float32_names(model)
-        for name, parameter in model.named_parameters():  # for any dtype of the loaded model
+        for name, parameter in model.named_parameters():
             in_float32 = parameter.requires_grad or name in kept
             parameter.data = parameter.data.to(torch.float32 if in_float32 else dtype)
 
@@ -177,7 +173,6 @@ class Adapters:
                 layer.kept.copy_(merged)
 
     def forget_merged(self) -> None:
-        """Free the merged weights; later passes merge again."""
         self.is_forgotten |= any(layer.kept is not None for layer in self.layers.values())
         for layer in self.layers.values():
             layer.kept = None
@@ -238,7 +233,6 @@ def save_adapter(
 
 
 def peft_config(config: LoraConfig, layers: list[str]) -> peft.LoraConfig:
-    """Return peft's config for adapters of these layers."""
     return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided

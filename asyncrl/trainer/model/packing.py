@@ -53,13 +53,11 @@ class MicroBatch:
     sequence_M: Tensor
     trajectory_S: IntN
     allowed_U: AllowedRows | None = None
-    """Allowed tokens per target."""
     routing_N: Tensor | None = None
     """int32 [N, E]: experts that read each token at sampling, as in BatchArrays."""
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
-    """Return the sequences with a loss token, in the header's order."""
     ranges = []
     for index, entry in enumerate(header.trajectories):
         places = np.flatnonzero(has_loss[entry.start : entry.end])
@@ -119,7 +117,6 @@ def rank_micro_batches(
 def pack(
     header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Return the micro-batches of a single process."""
     micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ALONE, Costs(0.0, 0.0))
     return [micro for micro, _ in micros]
 
@@ -166,7 +163,6 @@ def _assemble(
     pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
     allowed_U = None
     if allowed is not None and (allowed.set_N[source_M] >= 0).any():
-        # The same, if the allowed sets are equal.
         both_U2, pair_M = np.unique(
             np.stack([pair_U[pair_M], allowed.set_N[source_M]], 1), axis=0, return_inverse=True
         )

@@ -83,7 +83,6 @@ class MasterWeights:
 
 
 def _collect(master: Tensor, parameter: Tensor) -> None:
-    """Add a backward pass's gradient to the master's."""
     assert parameter.grad is not None
     if master.grad is None:
         master.grad = parameter.grad.float()
@@ -157,9 +156,8 @@ def sharded_policy(
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
     for module in _sharded(policy) if ranks.size > 1 else ():
-        # The step's loss is a sum over all ranks, not a mean.
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        module.set_force_sum_reduction_for_comms(True)
     # Experts used by only some ranks would give sums of different sizes. Since torch 2.12; before,
     # transformers' stacked experts always have a gradient.
     set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
@@ -182,7 +180,6 @@ def _float32_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(policy: Policy) -> None:
-    """Free gathered weights after a forward pass without backward."""
     for module in _sharded(policy):
         module.reshard()
 
@@ -192,7 +189,6 @@ def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
 
 
 ALLOCATOR_ENV = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables of torch's allocator."""
 
 
 def prepare_cuda(environ: Mapping[str, str]) -> None:
@@ -200,7 +196,7 @@ def prepare_cuda(environ: Mapping[str, str]) -> None:
     opened by CUDA IPC is not torch's (asyncrl/weights/ipc.py).
     """
     if not any(name in environ for name in ALLOCATOR_ENV):
-        # a forked process's torch has read the environment already
+        # a forked process has read the environment
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
@@ -251,7 +247,6 @@ class TrainedModel:
 
             self.adapters = Adapters(model, spec.trainer.lora, dtype)
         compiles = should_compile(spec, model, plan, device, dtype)
-        # Without its adapters the model is the reference.
         frozen = _frozen_copy(model, dtype) if needs_reference and self.adapters is None else None
         if ranks.mesh is None:
             self.reference = None if frozen is None else Policy(frozen, plan, is_compiled=compiles)
@@ -262,7 +257,7 @@ class TrainedModel:
             if frozen is not None:
                 self.reference = sharded_policy(frozen, plan, ranks, dtype, stored, **options)
             self.policy = sharded_policy(model, plan, ranks, dtype, stored, **options)
-            self.masters = MasterWeights(model, torch.float32)  # shards are float32 already
+            self.masters = MasterWeights(model, torch.float32)
         if self.adapters is not None and spec.trainer.keeps_merged and ranks.mesh is None:
             self.masters.then = self.adapters.keep_merged
             self.adapters.keep_merged()
@@ -305,7 +300,6 @@ class RouterReplay:
 
 
 def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the router's forward pass with the current choice."""
     if router.chosen_NK is None:
         return type(router).forward(router, *args, **kwargs)
     with _Chosen(router.chosen_NK, len(router.weight)):
@@ -331,7 +325,6 @@ class _Chosen(TorchFunctionMode):
 
 
 def _frozen_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a frozen copy in the forward pass's dtype."""
     frozen = copy.deepcopy(model).requires_grad_(False)
     _cast(frozen, dtype)
     return frozen

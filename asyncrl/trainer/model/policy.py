@@ -40,13 +40,11 @@ from asyncrl.trainer.model.tree import Layout, places_of
 log = logging.getLogger("asyncrl.trainer")
 
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
-"""Errors of models that cannot take packed tokens."""
 LARGE_LOGIT = 1000.0
 """Far above all soft caps, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 1, 5)
 """Lengths of probe sequences: a shared prefix with continuations, and a separate sequence."""
 MIN_LAYERS, MOST_ENTRIES = 2, 1024
-"""Probe model: minimum layers, maximum vocabulary."""
 
 
 class Scores(NamedTuple):
@@ -99,7 +97,7 @@ class _HeadScores(torch.autograd.Function):
             exponential_MC = logits_MC.exp()
             sum_M += exponential_MC.sum(dim=-1)
             product_M += logits_MC.mul_(exponential_MC).sum(dim=-1)
-            del logits_MC, exponential_MC  # before the next slice is allocated
+            del logits_MC, exponential_MC
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
         ctx.temperature, ctx.allowed_M = temperature, allowed_M
         # log-sum-exp = highest + log(sum), kept separate to preserve digits of large logits.
@@ -147,7 +145,6 @@ def _places(target_M: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 def _logits(
     hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice, temperature: float
 ) -> Tensor:
-    """Return float32 logits, by kernels that sum in float32 or from converted operands."""
     weight_CD = weight_VD[part]
     if hidden_MD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16):
         logits_MC = torch.mm(hidden_MD, weight_CD.t(), out_dtype=torch.float32)
@@ -200,20 +197,18 @@ class Policy(nn.Module):
         self.plan = find_plan(model) if plan is None else plan
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
-        """Called with each pass's routing."""
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
         self.is_compiled = is_compiled
         if is_compiled:
             compile_layers(model)
-        elif not next(model.parameters()).is_cuda:  # on CPU, or to be filled there
+        elif not next(model.parameters()).is_cuda:
             fuse(model)
         if not self.plan.is_packed:
             name = type(model).__name__
             log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
-        """Return the scores of the micro-batch's loss tokens."""
         layout = micro.layout
         if self._packs(layout):
             inputs, allowed_U = packed_inputs(micro), micro.allowed_U
@@ -234,7 +229,6 @@ class Policy(nn.Module):
         return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def size_of(self, micro: MicroBatch) -> PassSize:
-        """Return the size of forward()'s computation."""
         layout = micro.layout
         if self._packs(layout):
             num_pairs = sum(one.num_pairs for one in layout.passes)
@@ -255,7 +249,6 @@ class Policy(nn.Module):
         temperature: float,
         allowed_M: AllowedRows | None,
     ) -> Scores:
-        """Return scores of the targets at these hidden states."""
         if self.plan.has_plain_head:
             hidden_TD = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
             head = self.model.get_output_embeddings()
@@ -290,7 +283,6 @@ class Policy(nn.Module):
 
 
 def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
-    """Return a model's keywords for packed tokens."""
     return {
         "input_ids": micro.token_ids_N[None],
         "position_ids": micro.position_N[None],
@@ -317,7 +309,7 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
         for name, value in by_layer.items():
             setattr(text, name, [value[layer] for layer in chosen])
     text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None  # they may exceed it
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     if hasattr(text, "initializer_range"):  # gives attention the weight of the residual, at any width
         text.initializer_range = text.hidden_size**-0.5
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):

@@ -26,7 +26,6 @@ PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, UNK, END, *ROLES)
 TOOL = "<|tool|>"
-"""Additional special token with model.scratch.has_tool_role."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -40,7 +39,6 @@ CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message
 words.
 """
 OLD_KEYS = {"rope_theta", "rope_scaling"}
-"""Old keys that transformers converts to rope_parameters."""
 
 
 class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
@@ -129,7 +127,7 @@ def main() -> None:
     except (ValueError, TypeError, KeyError) as error:
         way_out = "correct model.scratch in the config; architecture takes the keys of a transformers config."
         fail(f"cannot make a model from model.scratch: {error}", way_out=way_out)
-    except (OSError, SafetensorError) as error:  # SafetensorError on a full disk
+    except (OSError, SafetensorError) as error:
         way_out = "give a run directory that is new, writable, and on a disk with space."
         fail(f"cannot write the scratch model: {error}", way_out=way_out)
 

@@ -73,7 +73,7 @@ class KernelPass:
 
 
 Runs = tuple[tuple[int, int], ...]
-"""(start, length) of a sequence's stretches, in order."""
+"""(start, length) of a sequence's stretches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +88,10 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return max(sum(length for _, length in runs) for runs in self.rows)
 
 
 def places_of(runs: Runs) -> IntN:
-    """Return the places of a sequence's tokens."""
     return np.concatenate([np.arange(start, start + length) for start, length in runs])
 
 
@@ -107,9 +105,7 @@ class TreeNode:
     parent: TreeNode | None
     children: list[TreeNode] = field(default_factory=list)
     ends: list[TokenRange] = field(default_factory=list)
-    """Sequences that end here."""
     behind: int = 0
-    """Tokens of all nodes below."""
     place: int = 0
     path: int = 0
     """Start of its tokens, and of its path."""
@@ -173,10 +169,8 @@ def lay_out(
 
 
 def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> list[TreeNode]:
-    """Return nodes, parents before children."""
 
     def sort_key(one: TokenRange) -> bytes:
-        """Return bytes in numerical order."""
         return token_ids[one.start : one.start + one.length].astype(">i4").tobytes()
 
     ordered, shared = sorted(sequences, key=sort_key), np.zeros(len(sequences), np.int64)
@@ -206,7 +200,7 @@ def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> 
 
 
 def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
-    """Return the nodes without uneconomical branches, whose tokens move to each child."""
+    """Drop uneconomical branches; their tokens move to each child."""
     kept = list[TreeNode]()
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
@@ -249,14 +243,12 @@ def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
             behind = sum(child.length + child.behind for child in node.children[1:])
             passes[num_left + 1].append(Piece(query, behind, start, node.place + node.length - start))
             query += behind
-        # The stack returns them in this order, each with its subtree.
         leaving = [child for node in branches for child in node.children[1:]]
         todo += [(child, num_left + 1) for child in reversed(leaving)]
     return passes
 
 
 def _runs_to(last: TreeNode) -> Runs:
-    """Return the stretches from the root to the end of `last`."""
     runs, node = list[tuple[int, int]](), last
     while True:
         runs.append((node.path, node.place + node.length - node.path))
