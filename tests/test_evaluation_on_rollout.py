@@ -16,7 +16,7 @@ from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import single_turn
-from turn_cases import START_S, EngineRooms, House, play, play_to_its_error
+from turn_cases import EngineRooms, House, play, play_to_its_error
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import SideBySide
@@ -137,26 +137,6 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
     assert stats.held_s == pytest.approx(2 * (ONCE_S - 1.0), abs=0.5)
     assert rooms.evaluation.gauges()["evaluation/held_s"] == stats.held_s
     assert rooms.pool.gauges()["tokens/generated"] == 0, "its tokens are not trained on"
-
-
-@pytest.mark.parametrize("num_engines", [1, 2])
-@pytest.mark.parametrize("how", ["die", "drain"])
-def test_lost_engine_costs_no_sample(how: str, num_engines: int) -> None:
-    async def story(rooms: Apart) -> None:
-        await asyncio.sleep(ONCE_S / 2)
-        if how == "die":
-            rooms.fakes[0].die()
-        else:
-            rooms.tasks.create_task(rooms.pool.drain("engine-0"), name="drain")
-            asyncio.get_running_loop().call_later(START_S, rooms.pool.up_nowait, "engine-0")
-        await rooms.whole()
-
-    rooms = live(story, num_engines=num_engines, last=2)
-    assert [(result.version, len(result.samples), result.num_failed) for result in rooms.results] == [
-        (0, 12, 0),
-        (2, 12, 0),
-    ]
-    assert rooms.evaluated.troubles == []
 
 
 def test_stopped_run_gets_its_engines_back_at_once() -> None:

@@ -25,7 +25,7 @@ from asyncrl.cli import app
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure, RoomError
 from asyncrl.http import Caller
-from asyncrl.messages.base import WORKER_KEY_ENV, find_fatal
+from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.placement.processes import ChildProcess
 
@@ -221,14 +221,6 @@ async def test_worker_process_runs_rollouts_and_ends_on_sigterm(tmp_path: Path) 
             assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), "a harness finds no key"
         assert process.returncode == 0
         assert gateway.queue.gauges()["harness/workers"] == 0, "it said goodbye"
-        async with started(gateway, tmp_path, GeneratorConfig(python="harnesses_for_test:two_turn")) as (
-            process,
-            _,
-        ):
-            await process.wait()
-            fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
-            assert fatal is not None
-            assert fatal.way_out == "did you mean two_turns?"
 
 
 @pytest.mark.slow
@@ -315,12 +307,9 @@ def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.Mo
     key = ["--key", "k"]
     for said, arguments in (
         ("no worker key", []),
-        ("--key-file . cannot be read", ["--key-file", "."]),
         ("greater than or equal to 1", [*key, "--slots", "0", "--command", "c"]),
-        ("one harness", [*key, "--python", "a:b", "--command", "c"]),
         ("one harness", key),
         ("--args is a JSON object", [*key, "--python", "a:b", "--args", "[]"]),
-        ("--env NAME=VALUE", [*key, "--command", "true", "--env", "X"]),
     ):
         refused = CliRunner().invoke(app, ["work", "http://127.0.0.1:9", *arguments])
         assert isinstance(refused.exception, ConfigError)

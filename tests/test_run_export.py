@@ -144,11 +144,6 @@ def test_exported_adapters_compute_what_the_merged_model_does(
     with_peft = peft.PeftModel.from_pretrained(loaded(tiny_model_dir), str(from_checkpoint))
     assert (logits(with_peft) - merged).abs().max() <= 1e-6 * merged.abs().max()
     assert (merged - logits(loaded(tiny_model_dir))).abs().max() > 1e-3
-    assert torch.equal(
-        logits(peft.AutoPeftModelForCausalLM.from_pretrained(from_checkpoint)), logits(with_peft)
-    )
-    of_peft, ours = (one.state_dict() for one in (with_peft.merge_and_unload(), loaded(tmp_path / "merged")))
-    assert max(float((of_peft[name] - ours[name]).abs().max()) for name in ours) <= 1e-6
     made.end(step)
     from_final = made.export(tmp_path / "named", adapter=True, base="owner/name")
     ours, theirs = (load_file(one / "adapter_model.safetensors") for one in (from_checkpoint, from_final))
@@ -159,9 +154,6 @@ def test_exported_adapters_compute_what_the_merged_model_does(
     ]
     assert names == [str(tiny_model_dir), "owner/name"]
     assert AutoTokenizer.from_pretrained(from_final).chat_template
-    cards = [(one / "README.md").read_text() for one in (from_checkpoint, from_final)]
-    assert ["--base NAME" in card for card in cards] == [True, False]
-    assert ["base_model: owner/name" in card for card in cards] == [False, True]
     with pytest.raises(ConfigError, match="sit on a folder of this machine") as caught:
         made.export(tmp_path / "pushed", adapter=True, push="me/model")
     assert "--base" in caught.value.way_out

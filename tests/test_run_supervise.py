@@ -82,27 +82,6 @@ live, fails = partial(play, House), partial(play_to_its_error, House)
 # ---- requests
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_returned_engine_takes_its_share_at_once(is_streamed: bool) -> None:
-    async def story(house: House) -> None:
-        requests = [make_request(f"r{index}", max_tokens=3000, seed=index) for index in range(8)]
-        told = (lambda _: None) if is_streamed else None
-        spawn = house.tasks.create_task
-        running = [spawn(house.pool.generate(request, on_tokens=told)) for request in requests]
-        await asyncio.sleep(1.0)
-        house.fakes[1].die()
-        await asyncio.sleep(1.0 + START_S + 1.0)
-        for _ in range(4):  # though nothing was published; and nothing moves that does not have to
-            assert house.pool.load == {"engine-0": 4, "engine-1": 4}
-            assert [fake.num_running for fake in house.fakes] == [4, 4]
-            house.trainer.step()
-            await asyncio.sleep(1.0)
-        for task in running:
-            assert len((await task).token_ids) == 3000
-
-    live(story, is_frozen=False)
-
-
 # ---- weights
 
 
