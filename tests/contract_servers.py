@@ -1,6 +1,4 @@
-"""Engine servers of each kind for the contract tests, their clients, and in what the kinds differ by
-nature.
-"""
+"""Engine servers of each kind for the contract tests, their clients and their differences."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What the contract tests of engine servers share: a story is told to an EngineClient, whatever stands behind
-it.
-
-What our own servers say on the wire is another contract (test_contract_engines_wire.py).
-"""
+"""Stories and checks that the contract tests of engine servers share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An agent's history costs nothing again, and changes nothing: what goes on from an earlier rendering or body
-is what is rendered and read as a whole, for the chat templates that trl ships and for ones of every habit.
-"""
+"""Continued renderings and bodies equal whole ones, for shipped chat templates and odd ones."""
 
 from __future__ import annotations
 
@@ -201,9 +199,6 @@ def test_wrong_continuation_falls_back_to_whole_renderings(
     for _ in range(2):
         assert renderer.render_on([user("hi")]).text == renderer.render([user("hi")])
     assert caplog.text.count("continued wrongly") == 1
-
-
-# ---- the whole way from bodies to ids
 
 
 class Whole(HFChatTokenizer):

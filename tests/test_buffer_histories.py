@@ -1,4 +1,4 @@
-"""Random histories of the buffer, kills included: the model is one dict, each invariant a docstring line."""
+"""Random histories of the buffer, with kills, against a model of one dict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""look_ahead=auto: against every fixed look-ahead in virtual time, and decision by decision."""
+"""look_ahead=auto against every fixed look-ahead, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sleep and wake, and pushes in chunks into weights that slept, of every engine server."""
+"""The contract of every engine server: sleep, wake and pushes in chunks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,6 @@ async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engi
 
 @contract
 async def test_a_request_at_a_sleeping_server_can_end(server: Server, engine: EngineClient) -> None:
-    """It can be aborted, and its client can go away."""
     await be_awake(engine, server)
     await engine.sleep(["kv"])
     waiting = asyncio.create_task(engine.generate_segment(server.request(request_id="waits")))
@@ -112,12 +111,8 @@ async def test_a_request_at_a_sleeping_server_can_end(server: Server, engine: En
     await engine.wake(["kv"])
 
 
-# pushes in chunks into weights that slept
-
-
 @contract
 async def test_only_a_whole_push_in_order_is_served(server: Server, engine: EngineClient) -> None:
-    """What woke without content serves nothing before; requests wait."""
     old = await be_awake(engine, server) + 1
     await engine.commit(old, await prepare(engine, server, old, scale=1.5), "abort")
     expected = await engine.generate_segment(server.request(max_tokens=60))

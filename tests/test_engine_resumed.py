@@ -1,6 +1,4 @@
-"""The embedded engine over its own past: what an update or a sleep interrupts goes on in its slot, and starts
-of sequences are copied, with the bits of a fresh request on an engine that shares nothing.
-"""
+"""Interrupted and shared sequences of the embedded engine have the bits of fresh requests."""
 
 from __future__ import annotations
 
@@ -101,7 +99,6 @@ def spans_of(reply: Reply) -> list[tuple[int, int, int]]:
     [("commit", 1), ("commit, commit", 2), ("sleep", 0), ("commit, sleep", 1), ("sleep, commit", 1)],
 )
 def test_interrupted_request_keeps_its_slot_and_bits(weights: Weights, between: str, version: int) -> None:
-    """However often it was before it is resumed; what is queued does not overtake it."""
     engine = weights.engine()
     requests = [make_request(f"r{seed}", (1, 2, seed), max_tokens=40 + seed, seed=seed) for seed in range(6)]
     replies = ask(engine, requests, ends=False)
@@ -131,7 +128,6 @@ def test_interrupted_request_keeps_its_slot_and_bits(weights: Weights, between: 
 
 
 def test_turn_reads_only_new_tokens_until_weights_change(weights: Weights, tmp_path: Path) -> None:
-    """By a commit, or by chunks that come while the cache is awake."""
     engine = weights.engine(keeps_turns=True)
     text, num_read = list(range(40)), list[int]()
 
@@ -175,7 +171,6 @@ EVENTS = st.one_of(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(EVENTS, max_size=14), st.booleans())
 def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, Any]], keeps: bool) -> None:
-    """Groups, branches and turns of common starts, in slots that move, over updates and sleeps."""
     rng = random.Random(3)
     texts = [[rng.randrange(50) for _ in range(80)] for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Sleep and wake of the embedded engine: whose memory, whose bits, and what is refused."""
+"""Sleep and wake of the embedded engine: memory, bits and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Abort, resume, failover on the virtual clock: whatever interrupts, the answer is the uninterrupted one."""
+"""Abort, resume and failover on the virtual clock leave each answer as it was."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The pure parts of the pool: what of a segment cannot be is refused; what is told of segments; which server
-takes a request.
-"""
+"""The pure parts of the pool: checks of segments, partial tokens and routing."""
 
 from __future__ import annotations
 
@@ -123,7 +121,7 @@ STEPS = st.tuples(st.sampled_from(["take", "take", "leave", "down", "up"]), st.i
 
 
 @given(st.lists(STEPS, max_size=60), st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_a_request_queues_only_when_no_server_has_a_free_slot(
+def test_request_queues_only_without_a_free_slot(
     steps: list[tuple[str, int]], num_servers: int, slots: int, random: Random
 ) -> None:
     router = Router(num_servers, slots)

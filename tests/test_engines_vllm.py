@@ -1,6 +1,4 @@
-"""VllmServer on a real vLLM with a tiny model: exact tokens, logprobs of what was sampled, stops, commits in
-flight, pushes that answer 200 and are wrong, sleep.
-"""
+"""VllmServer on a real vLLM with a tiny model: logprobs, versions and wrong loads."""
 
 from __future__ import annotations
 

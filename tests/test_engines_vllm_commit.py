@@ -1,4 +1,4 @@
-"""Commits of VllmServer against all that happens meanwhile, on a scripted vLLM and the virtual clock."""
+"""Commits of VllmServer over a scripted vLLM, on the virtual clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What can go wrong with a vLLM server, and what is left of it, on a scripted one and the virtual clock: each
-fault of a commit in turn; what is refused at the start, and of a request.
-"""
+"""Faults, refused settings and refused requests of a scripted vLLM server."""
 
 from __future__ import annotations
 

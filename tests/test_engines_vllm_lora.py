@@ -1,6 +1,4 @@
-"""Adapters pushed to a real vLLM: it computes what merged weights compute, and each push starts from the
-base.
-"""
+"""Adapters in vLLM equal merged weights, and their folders hold the same bits."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ def base_of() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_of_peft_holds_the_trainers_tensors_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_peft_folder_holds_the_tensors_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = make_adapters(base_of(), (Q_PROJ, DOWN_PROJ), 1, dtype)
     manifest = stage(tensors, 3, tmp_path)
     folder = tmp_path / "engine-7-adapter-3"

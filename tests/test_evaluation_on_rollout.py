@@ -1,6 +1,4 @@
-"""Evaluations that the rollout engines sample: who waits for whom, and what a lost engine, a limit and a stop
-cost.
-"""
+"""Evaluations on the rollout engines: waits, deaths, limits and stops."""
 
 from __future__ import annotations
 
@@ -151,7 +149,7 @@ def test_stopped_run_gets_its_engines_back_at_once() -> None:
     assert (rooms.results, rooms.evaluated.troubles) == ([], [])
 
 
-def test_a_version_that_is_not_the_served_one_ends_the_run() -> None:
+def test_another_version_than_the_served_one_ends_the_run() -> None:
     async def story(rooms: Apart) -> None:
         await asyncio.sleep(2 * ONCE_S)
         rooms.evaluation.served_nowait(3)
@@ -188,9 +186,6 @@ def test_deaths_leave_each_evaluation_with_one_version(
     assert all("did not end within" in trouble for trouble in rooms.evaluated.troubles)
     assert (stats.finished, stats.skipped) == (len(versions), 0)
     assert rooms.evaluation.is_over
-
-
-# ---- in turns
 
 
 def in_turns(story: Callable[[House, Evaluated], Any], *, stays: bool, num_steps: int = 1000) -> Evaluated:

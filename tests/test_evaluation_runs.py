@@ -1,4 +1,4 @@
-"""Which versions are evaluated, and what an eval engine that is slow or broken costs."""
+"""Which versions an eval engine evaluates, and the cost of a slow or broken one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One evaluation: what is sampled, what fails, and what it comes to."""
+"""One evaluation: its samples, failures and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands in bubblewrap: files, network, memory, cancellation. Most tests run the real program."""
+"""Commands in bubblewrap: files, network, memory and cancellation."""
 
 from __future__ import annotations
 

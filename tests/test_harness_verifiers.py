@@ -1,4 +1,4 @@
-"""Environments of the real verifiers package, run against a real gateway over a scripted engine."""
+"""Environments of the verifiers package over a real gateway and a scripted engine."""
 
 from __future__ import annotations
 

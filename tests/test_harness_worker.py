@@ -1,4 +1,4 @@
-"""Workers against a real gateway's lease routes: in this process, and as processes of their own."""
+"""Workers against a real gateway's lease routes, in process and as processes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_worker_fills_its_slots_and_posts_outcomes() -> None:
 
 
 @in_loop
-async def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on() -> None:
+async def test_harness_errors_are_data_and_the_worker_goes_on() -> None:
     for name, said in (
         ("raises", r"g0/r0 \(prompt p0\): its harness raised ZeroDivisionError: by \? zero"),
         ("raises_in_thread", "its harness raised RuntimeError: StopIteration: no more"),
@@ -103,7 +103,7 @@ async def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on() -> Non
 
 
 @in_loop
-async def test_a_rollout_that_runs_past_its_limit_is_ended_by_its_worker() -> None:
+async def test_worker_ends_a_rollout_past_its_limit() -> None:
     async with open_gateway() as gateway, working(gateway, python("sleeps")):
         with pytest.raises(RolloutFailure, match=r"did not end within 0\.05 s"):
             await gateway.run(0, timeout_s=0.05)
@@ -187,9 +187,6 @@ async def test_wrong_key_or_broken_harness_ends_the_worker() -> None:
             await caller.aclose()
         with pytest.raises(RolloutFailure, match="worker w was ended"):
             await running
-
-
-# ---- processes
 
 
 @contextlib.asynccontextmanager
@@ -278,7 +275,7 @@ async def elsewhere(
 
 @pytest.mark.slow
 @in_loop
-async def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal(tmp_path: Path) -> None:
+async def test_remote_worker_ends_with_the_code_of_its_signal(tmp_path: Path) -> None:
     mark = {"mark": str(tmp_path / "begun")}
     async with open_gateway() as gateway:
         async with elsewhere(gateway, command="echo 0.5") as process:

@@ -1,6 +1,4 @@
-"""Real runs of agents: what is trained on and counted, and what a worker costs that is killed, blocked, or
-runs elsewhere; and an agent that misbehaves in every way.
-"""
+"""Real runs of agents: trained tokens, lost workers and hostile agents."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One run at max_staleness 0, with two engines and an evaluation: it is the plain synchronous loop, bit for
-bit, and its files and metrics say what happened.
-"""
+"""A run at max_staleness 0 equals the plain synchronous loop bit for bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What ends a run ends it with the name of the process and leaves nothing behind; what can be mended does not
-end it.
-"""
+"""Real runs survive losses they can repair, and name the process that ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run starts, ends and is interrupted, with fakes in place of its processes."""
+"""How a run starts, ends and is interrupted, with fakes for its processes."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ async def test_trainer_death_in_save_ends_the_run(house: House) -> None:
 
 
 @virtual
-async def test_a_run_that_is_done_makes_a_checkpoint_then_saves_its_weights(house: House) -> None:
+async def test_done_run_makes_a_checkpoint_and_saves_its_weights(house: House) -> None:
     house.trainer.policy_version = 2
     house.trainer.may_step.set()
     await house.begin(num_batches=1)
@@ -249,12 +249,6 @@ def test_failed_resume_leaves_the_run_as_it_was(
     assert resuming.reporter._warnings == ["checkpoint step_9 is damaged"]
 
 
-# ---- what is closed, and what blocks
-
-
-# ---- what is said and written
-
-
 def test_resumed_run_keeps_earlier_steps_and_names_lost_ones(tmp_path: Path) -> None:
     reporter = make_reporter(tmp_path, num_steps=400)
     reporter.resumes(300, {})
@@ -267,9 +261,6 @@ def test_resumed_run_keeps_earlier_steps_and_names_lost_ones(tmp_path: Path) -> 
     reporter.finish("interrupted")
     assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 300
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 300
-
-
-# ---- what a start finds in its directory
 
 
 def begun_run(tmp_path: Path, config: RunConfig) -> Path:

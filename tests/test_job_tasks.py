@@ -1,6 +1,4 @@
-"""A real run of two tasks, one by difficulty and one filtered, with two evaluations: killed and resumed it
-draws, trains and computes what a run that was never killed does; and it refuses data that have changed.
-"""
+"""A real run of two tasks and two evaluations, killed and resumed."""
 
 from __future__ import annotations
 

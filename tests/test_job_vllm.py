@@ -1,7 +1,4 @@
-"""Whole runs on real vLLM servers, by files, by broadcast, on another host, and on a server that the run has
-not started: each trains on the same tokens, bit for bit, whatever befalls it. CI runs
-configs/quickstart-vllm.yaml too: it is asynchronous.
-"""
+"""Real runs on vLLM servers train on the same tokens, whatever fails."""
 
 from __future__ import annotations
 

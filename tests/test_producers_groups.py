@@ -1,4 +1,4 @@
-"""Groups from admission to the buffer, and what becomes of prompts whose groups fail."""
+"""Groups from admission to the buffer, and the prompts of failed groups."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_free_slot_goes_to_a_waiting_rollout_first() -> None:
 
 
 @virtual
-async def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
+async def test_ticket_is_requested_only_for_free_slots() -> None:
     async with House(num_tickets=0, capacity=2) as house:
         await all_blocked()
         house.sink.allow(1)

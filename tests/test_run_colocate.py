@@ -1,6 +1,4 @@
-"""Turns of trainer and engines: whose memory is on the device, what is announced when, and who may die at
-which moment.
-"""
+"""Turns of trainer and engines: memory, announcements and deaths."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def test_step_is_two_handovers_and_then_an_announcement() -> None:
 
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("path", ["/sleep", "/wake", "/load_chunk", "/commit", "/offload", "/export_chunk"])
-def test_what_dies_in_the_first_turn_comes_back_with_version_0(path: str, stays: bool) -> None:
+def test_death_in_the_first_turn_restores_version_0(path: str, stays: bool) -> None:
     def dies(house: House) -> None:
         dying: Any = house.worker if path in ("/offload", "/export_chunk") else house.fakes[-1]
         dying.dies_at = path

@@ -1,6 +1,4 @@
-"""At max_staleness 0 the batches of a run whose prompts fail follow from the prompts alone: not from
-latencies, nor from a kill.
-"""
+"""At max_staleness 0 the batches follow from the prompts, not from latencies or kills."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ def prompts_of(journal: MemoryJournal) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("capacity", [64, 5])
-def test_batches_of_a_run_with_failures_do_not_depend_on_latencies(capacity: int) -> None:
+def test_batches_with_failures_do_not_depend_on_latencies(capacity: int) -> None:
     for seed in range(30):
         journal = MemoryJournal()
         run_virtual(Life(seed, journal, capacity=capacity).play())

@@ -1,6 +1,4 @@
-"""A killed run's rooms go to where they stood: real journal, buffer and feed, a fake trainer worker, nothing
-generated.
-"""
+"""A killed run's rooms return to their place, with a real journal, buffer and feed."""
 
 from __future__ import annotations
 
@@ -265,9 +263,6 @@ def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
     lives(tmp_path / "journal.sqlite", first, refused, *([] if refusal == "tokens" else [resumed]))
 
 
-# ---- without the journal
-
-
 def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) -> None:
     controller: dict[str, Any] = {}
     whole = Whole(3, tmp_path / "step_3", controller)
@@ -312,9 +307,6 @@ def test_checkpoint_without_its_place_is_refused(tmp_path: Path, out: Any) -> No
         assert "journal.sqlite" in caught.value.way_out
 
     lives(tmp_path / "journal.sqlite", resumed)
-
-
-# ---- a trainer that was started again in the middle of a run
 
 
 def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:

@@ -1,6 +1,4 @@
-"""Whether a directory holds a run to go on with, from where, and which settings may have changed meanwhile;
-and that docs/resume.md says so.
-"""
+"""Which run directories may resume, from where, and with which settings."""
 
 from __future__ import annotations
 
@@ -151,9 +149,6 @@ def test_done_run_continues_by_the_command_it_prints(
     assert program == "asyncrl"
     answer = CliRunner().invoke(app, arguments)
     assert (answer.exit_code, answer.exception) == (0, None), answer.output
-
-
-# ---- what may change
 
 
 def test_changed_settings_are_listed_and_accepted(run_dir: Path, tmp_path: Path) -> None:

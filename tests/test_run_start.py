@@ -1,4 +1,4 @@
-"""What the processes of a run are told, on which devices, and when they count as ready. Starts none."""
+"""Specs, devices and readiness of the processes of a run. Starts none."""
 
 from __future__ import annotations
 
@@ -55,9 +55,6 @@ def maker(folder: Path, *overrides: str, num_cuda: int = 0) -> ServerMaker:
 def have_cuda(monkeypatch: pytest.MonkeyPatch, *devices: CudaDevice) -> None:
     for module in (server_maker, launchers):
         monkeypatch.setattr(module, "find_cuda_devices", lambda: devices)
-
-
-# ---- what it is told
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
@@ -197,9 +194,6 @@ def test_nodes_hold_parts_and_ranks_know_their_store(
     assert [engine.node for engine in engines] == [0, 1]
 
 
-# ---- whether it is ready
-
-
 def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
     """A vLLM that answers after 30 s, and dies after so long."""
 
@@ -294,9 +288,6 @@ async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: i
     assert len(warned) == len(prepared) == num_warned
 
 
-# ---- servers that the run has not started
-
-
 @virtual
 async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -331,9 +322,6 @@ async def test_unknown_weights_are_replaced_before_sampling(
         assert served[-1] == 1
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-
-
-# ---- when the model is checked
 
 
 def test_missing_or_other_file_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Engine servers that die, hang and come back, on the virtual clock: pool, publisher and supervisors
-together, over fake servers.
-"""
+"""Engine servers that die, hang and return, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -79,13 +77,7 @@ class House(EngineRooms):
 live, fails = partial(play, House), partial(play_to_its_error, House)
 
 
-# ---- requests
-
-
-# ---- weights
-
-
-def test_weights_that_arrive_changed_at_a_restarted_engine_end_the_run() -> None:
+def test_changed_weights_at_a_restarted_engine_end_the_run() -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(1.0)
@@ -96,9 +88,6 @@ def test_weights_that_arrive_changed_at_a_restarted_engine_end_the_run() -> None
     error = fails(story)
     assert isinstance(error, PublishError)
     assert "engine-0 loaded policy_version 1 with digest corrupt" in str(error)
-
-
-# ---- limits
 
 
 def test_waits_between_restarts_double_and_end_at_30_s() -> None:
@@ -161,8 +150,6 @@ def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
     assert "supervision.max_restarts=3 is used up" in error
 
 
-# ---- everything at once
-
 MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort"])
 
 
@@ -199,9 +186,6 @@ def test_deaths_lose_or_double_no_token_and_serve_none_old(
         assert (sum(house.pool.load.values()), house.pool.down) == (0, ())
 
     live(story, num_engines=num_engines, max_restarts=1000, backoff_s=0.5, prepare_s=prepare_s, swap_s=swap_s)
-
-
-# ---- a controller that was stopped
 
 
 @pytest.mark.parametrize("begins_s", [0.5, 3.5, 4.5], ids=["in prepare", "at its end", "in commit"])

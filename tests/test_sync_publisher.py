@@ -1,4 +1,4 @@
-"""Weights on their way to the engines: two phases, at once or one engine after the other."""
+"""Weights on their way to the engines: two phases, at once or one engine at a time."""
 
 from __future__ import annotations
 

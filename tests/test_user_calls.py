@@ -1,6 +1,4 @@
-"""Coroutines of the user's that do not end when they are cancelled: given up, named and counted, and never
-waited for.
-"""
+"""User coroutines that ignore cancellation are given up, named and counted."""
 
 from __future__ import annotations
 
