@@ -105,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rendering is compared with a whole one, which would hide that it went on wrongly."""
+    """Compare no rendering with a whole one: that would hide errors."""
     monkeypatch.setattr(tokenizer_module, "CHECKED_MESSAGES", 0)
 
 
@@ -146,7 +146,7 @@ TOOLS = st.sampled_from([None, [tool("add")], [tool("add"), tool("sub")]])
 
 
 def outcome(function: Callable[[], Any]) -> tuple[Any, str]:
-    """What it returns, or why it refuses."""
+    """Return the result, or the reason of a refusal."""
     try:
         return function(), ""
     except ValueError as refusal:
@@ -294,7 +294,7 @@ HOLDING = ["qwen2_5", "qwen3", "llama3_2", "deepseek_r1_distill", "glm4moe", "gp
     steps=st.lists(STEP, min_size=4, max_size=9),
     keeps=st.sampled_from([True, True, False]),
 )
-@example(  # the last chat goes on by its messages from the second call, and by its text from the third
+@example(  # the last chat continues by its messages, then by its text
     start=[user("2+2?")],
     style="openai",
     tools=None,

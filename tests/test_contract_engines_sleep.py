@@ -18,7 +18,6 @@ from engine_contract import (
     prepare,
     push,
     refused,
-    staged,
     until,
     until_decoding,
     versions_of,
@@ -165,24 +164,3 @@ async def test_wrong_chunks_are_refused(server: Server, engine: EngineClient) ->
     await refused(engine.commit(old + 1, digest, "abort"), "nothing")
     await push(engine, server, old + 1)
     assert (await engine.generate_segment(server.request())).token_ids == before.token_ids
-
-
-@contract
-async def test_serving_and_sleeping_weights_are_not_written(server: Server, engine: EngineClient) -> None:
-    old = await be_awake(engine, server)
-    before = await engine.generate_segment(server.request())
-    (chunk, *_), digest = chunks_of(server, old + 1, scale=2.0)
-    await refused(engine.load_chunk(chunk), "served")
-    after = await engine.generate_segment(server.request())
-    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
-    digest = await prepare(engine, server, old + 1)
-    await engine.sleep(["weights"])
-    await refused(engine.load_chunk(chunk), "asleep")
-    await refused(engine.commit(old + 1, digest, "abort"), "asleep")
-    await refused(engine.prepare(staged(server, old + 1)), "asleep")
-    await engine.wake(["weights"])
-    digest = await prepare(engine, server, old + 1)
-    await engine.commit(old + 1, digest, "abort")
-    answer = await engine.generate_segment(server.request())
-    assert versions_of(answer) == [old + 1], "staged weights fill woken ones as well"
-    assert (answer.token_ids, answer.logprobs) == (before.token_ids, before.logprobs)

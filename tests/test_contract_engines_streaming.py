@@ -43,7 +43,7 @@ async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine
         check_whole(last, server)
         assert joined(chunks, last) == expected
         assert last.token_ids, "the token that ends an answer comes with its finish_reason"
-    few = 5 if server.kind == "fake" else 1  # others sample by the clock, however seldom they get to tell
+    few = 5 if server.kind == "fake" else 1  # other kinds sample by the clock
     assert all(len(chunks) > few for chunks in came[3:])
 
 
@@ -68,7 +68,7 @@ async def test_a_publish_in_mid_stream(server: Server, engine: EngineClient, int
 async def _answers_over_a_commit(
     server: Server, engine: EngineClient, interrupt: Interrupt, max_tokens: int
 ) -> list[GenerateResponse]:
-    """Of as many requests as run at once, to which a version is committed once each has told of tokens."""
+    """Run SLOTS streams, commit a version after each has sent tokens, and return the answers."""
     old = engine.policy_version
     digest = await prepare(engine, server, old + 1, scale=1.25)
     came: list[list[GenerateChunk]] = [[] for _ in range(SLOTS)]

@@ -113,7 +113,7 @@ def test_long_prompt_gives_the_bits_of_decoding_it(tmp_path: Path) -> None:
 
 
 def grown(rng: random.Random, vocab_size: int, count: int) -> list[list[int]]:
-    """Prompts of which most begin as an earlier one does, some with all of it."""
+    """Make prompts that mostly begin like an earlier one."""
     prompts = [[rng.randrange(vocab_size) for _ in range(400)]]
     for _ in range(count - 1):
         before = rng.choice(prompts)

@@ -32,7 +32,7 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Recorded:
-    """Graphs of what runs on a CPU: each kernel again, on the memory that it had, into what it made then."""
+    """Replay each kernel on a CPU, with the same memory and outputs."""
 
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0
@@ -139,7 +139,7 @@ def test_sleep_frees_graphs_and_later_steps_capture_them(folder: Path, tmp_path:
 
 
 class Frozen(Recorded):
-    """Replays give what was captured, whatever the inputs are."""
+    """Replays return the captured values for all inputs."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         function()
@@ -152,7 +152,7 @@ class Refusing(Recorded):
 
 
 class Failing(Recorded):
-    """Only what comes after the check of the start cannot be captured."""
+    """Only captures after the check at start fail."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         if self.num_captured == 2:

@@ -1,4 +1,4 @@
-"""Structured output of the embedded engine fits its grammar, whatever interrupts it."""
+"""Structured output of the embedded engine fits its grammar through every interruption."""
 
 from __future__ import annotations
 

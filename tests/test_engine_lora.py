@@ -79,7 +79,7 @@ def test_adapters_give_what_merged_weights_give_bit_by_bit(
             answers.append(found)
     assert answers[0] == answers[1]
     tokens = [tuple(token_ids) for token_ids, _ in answers[0]]
-    assert len(set(tokens)) == 3, "each version has tokens of its own"
+    assert len(set(tokens)) == 3
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -171,7 +171,7 @@ async def test_vllm_commit_calls_its_routes_in_order() -> None:
 
 
 class SentEngine(FakeEngineServer):
-    """A fake engine that is sent weights: its seats, and how many times it refuses what comes."""
+    """A fake engine that receives weights, keeps its seats and refuses a number of pushes."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, prepare_s=1.0, swap_s=0.1)

@@ -82,7 +82,7 @@ def test_partial_tokens_are_told_after_each_interruption() -> None:
     join = SegmentJoin(make_request(8), PARTIAL, told.append)
     for segment in (rest("abort", 14, version=5), rest("abort"), rest("abort", 15, 16, version=6)):
         join.add(segment)
-    sampled = (11, 12, 13, 14, 15, 16)  # an empty segment tells nothing new
+    sampled = (11, 12, 13, 14, 15, 16)  # an empty segment adds nothing
     assert [partial.token_ids for partial in told] == [sampled[:4], sampled]
     assert told[1].version_spans == (VersionSpan(0, 2, 4), VersionSpan(2, 4, 5), VersionSpan(4, 6, 6))
     assert [partial.num_interruptions for partial in told] == [4, 6]
@@ -146,8 +146,7 @@ def test_request_queues_only_without_a_free_slot(
         elif what == "up":
             router.up.add(number % num_servers)
         router.up = router.up or {0}
-    # A publish interrupts every segment, in any order; those that move are routed again when all have been
-    # asked, as their segments end later.
+    # A publish interrupts all segments; moved ones are routed again after all were asked.
     num_free = sum(max(0, slots - router.load[index]) for index in router.up)
     num_on_down = sum(router.load[index] for index in range(num_servers) if index not in router.up)
     moved = [entry for entry in random.sample(open_requests, len(open_requests)) if router.moves(entry[1])]
@@ -158,7 +157,7 @@ def test_request_queues_only_without_a_free_slot(
         entry[0].close()
         take(entry[1].route_key)
     loads = [router.load[index] for index in router.up]
-    assert max(loads) <= slots or min(loads) >= slots, "nothing queues beside a free slot"
+    assert max(loads) <= slots or min(loads) >= slots
     assert not any(router.moves(seat) for _, seat in open_requests), "and nothing moves twice"
     for stack, _ in open_requests:
         stack.close()

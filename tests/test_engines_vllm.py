@@ -57,9 +57,7 @@ def test_logprobs_are_of_the_sampled_distribution(house: House, temperature: flo
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 def test_every_token_has_its_version_through_three_publishes(house: House, interrupt: Interrupt) -> None:
-    """Sixteen are in flight until the last publish is done, one after the other in each place; those of eight
-    places are streamed.
-    """
+    """Sixteen requests run until the last publish. Half of them are streamed."""
     max_tokens, step = 200, 8 * 15
     done: dict[tuple[int, int], Completion] = {}
     told: dict[tuple[int, int], list[int]] = {}

@@ -110,7 +110,7 @@ def test_peft_folder_holds_the_tensors_bit_for_bit(tmp_path: Path, dtype: torch.
     config = LoraConfig.from_pretrained(str(folder))
     assert (config.r, config.lora_alpha / config.r) == (RANK, pytest.approx(SCALE, rel=1e-7))
     assert set(config.target_modules or ()) == {"q_proj", "down_proj"}
-    assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest, "over what is there"
+    assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest
 
 
 def test_wrong_adapters_are_refused(tmp_path: Path) -> None:

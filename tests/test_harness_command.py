@@ -49,7 +49,7 @@ def run(script: str, session: Session = SESSION, **settings: int) -> Outcome:
     try:
         return asyncio.run(harness.run(TASK, session))
     finally:
-        assert find_group(harness.token) == [], "no process of a command is left"
+        assert find_group(harness.token) == []
 
 
 def test_last_line_is_the_outcome_or_a_failure() -> None:
@@ -118,7 +118,7 @@ def test_policy_shell_cannot_pay_itself(outcomes: str, tmp_path: Path) -> None:
     assert "answer" not in given
     assert ("outcome_key" in given) == (outcomes == "posted")
     assert "SECRET-ANSWER-42" not in loot
-    assert "What is 0?" not in loot, "the task was read, and is there no more"
+    assert "What is 0?" not in loot
     assert given.get("outcome_key", "outcome_key") not in loot
 
 
@@ -158,9 +158,7 @@ def test_bad_exit_or_flood_is_a_failure() -> None:
 
 @pytest.mark.slow
 def test_what_forks_and_exits_leaves_nothing_and_holds_nobody_up() -> None:
-    """The child holds standard output open; the grandchild has taken a session of its own, and a third
-    ignores SIGTERM.
-    """
+    """The child holds standard output, the grandchild has a new session, and a third ignores SIGTERM."""
     script = """
         sleep 3600 &
         setsid --fork bash -c 'sleep 3600; :' </dev/null

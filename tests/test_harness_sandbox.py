@@ -42,7 +42,7 @@ async def run(*command: str, session: Session = SESSION, **settings: Any) -> Out
     try:
         return await harness.run(TASK, session)
     finally:
-        assert find_group(harness.token) == [], "no process of a command is left"
+        assert find_group(harness.token) == []
 
 
 SEES = """

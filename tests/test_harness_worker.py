@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,7 @@ from asyncrl.placement.processes import ChildProcess
 
 
 class Steps:
-    """A harness that the test plays by hand: each run waits for its future; what it came to is what was put
-    there.
-    """
+    """A harness whose runs wait for futures that the test resolves."""
 
     def __init__(self) -> None:
         self.tasks: list[AnyTask] = []
@@ -252,51 +247,6 @@ def token(environment: Path) -> str:
     lines = environment.read_text().splitlines() if environment.exists() else []
     marks = [line.partition("=")[2] for line in lines if line.startswith("ASYNCRL_COMMAND=")]
     return marks[0].partition(".")[0] if marks else "nothing"
-
-
-@contextlib.asynccontextmanager
-async def elsewhere(
-    gateway: TestGateway, *, key: str = WORKER_KEY, **arguments: str
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`asyncrl work`."""
-    words = [part for name, value in arguments.items() for part in (f"--{name}", value)]
-    command = ["-m", "asyncrl.cli", "work", f"{gateway.url}/v1/", "--slots", "3", *words]
-    env = os.environ | {WORKER_KEY_ENV: key, "PYTHONPATH": str(Path(__file__).parent)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, env=env, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-@pytest.mark.slow
-@in_loop
-async def test_remote_worker_ends_with_the_code_of_its_signal(tmp_path: Path) -> None:
-    mark = {"mark": str(tmp_path / "begun")}
-    async with open_gateway() as gateway:
-        async with elsewhere(gateway, command="echo 0.5") as process:
-            assert await gateway.run(0) == Outcome(0.5)
-            assert gateway.queue.gauges()["harness/slots"] == 3
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 143
-            assert gateway.queue.gauges()["harness/workers"] == 0
-        hangs = {"python": "harnesses_for_test:hangs_in_thread", "args": json.dumps(mark)}
-        async with elsewhere(gateway, **hangs) as process:
-            running = asyncio.ensure_future(gateway.run(0))
-            await settled((tmp_path / "begun").exists)
-            process.send_signal(signal.SIGINT)
-            assert await process.wait() == 130
-            with pytest.raises(RolloutFailure, match="was ended"):
-                await running
-        async with elsewhere(gateway, key="wrong", command="echo 0.5") as process:
-            _, errors = await process.communicate()
-            assert process.returncode == 2
-            assert "wrong or missing worker key" in errors.decode()
-            assert "Traceback" not in errors.decode()
 
 
 def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def rewards_of(run_dir: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def apart(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run with devices of their own that evaluates every version."""
+    """The directory of a run with separate devices that evaluates every version."""
     return evaluated(on_policy, tmp_path_factory.mktemp("apart"), "apart")
 
 

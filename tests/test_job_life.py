@@ -42,7 +42,7 @@ def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: An
 
 
 def make_reporter(tmp_path: Path, *, num_steps: int = 0, console: str = "none") -> Reporter:
-    """One whose run has reported so many steps of 100 s."""
+    """Return a reporter whose run has reported `num_steps` steps of 100 s."""
     lines = (
         {"step": step + 1, "time_s": 100.0 * step + 100, "reward/mean": 0.5} for step in range(num_steps)
     )
@@ -144,7 +144,7 @@ class House:
         self.last.append(version)
 
     async def begin(self, num_batches: int = 0) -> None:
-        """Until all waits, with so many batches given."""
+        """Run with `num_batches` batches until all waits."""
         self.living = asyncio.create_task(self.job._live())
         self.give_batches(num_batches)
         await all_blocked()

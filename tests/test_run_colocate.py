@@ -145,7 +145,7 @@ Kills = list[tuple[float, int]]
 
 
 def tokens_of_six_steps(kills: Kills) -> list[list[tuple[int, ...]]]:
-    """What the requests of six steps get; each kill comes so many seconds after the one before."""
+    """Return the tokens of the requests of six steps; each kill follows the previous one after a delay."""
     tokens = []
 
     async def story(house: House) -> None:

@@ -26,7 +26,7 @@ from asyncrl.testing.virtual_time import run_virtual
 
 NUM_BATCHES, NUM_GROUPS = 4, 6
 TRIES = {"0/1": 1, "0/4": 1, "0/8": 2, "0/9": 1, "0/10": 3}
-"""So often these prompts fail; the last one for good."""
+"""Number of failures of each prompt; the last prompt always fails."""
 
 BATCHES = [
     ["0/0", "0/2", "0/3", "0/5", "0/6", "0/7"],
@@ -102,7 +102,7 @@ class NoTrainer:
 
 
 async def tell(journal: Journal, told: MemoryJournal) -> None:
-    """The file that a run which told this leaves behind."""
+    """Write the journal of a run with these events."""
     for method, *arguments in told.events:
         if method == "batch_taken":
             await journal.batch_taken(*arguments)

@@ -1,4 +1,4 @@
-"""Which run directories may resume, from where, and with which settings."""
+"""Rules for resuming: run directories, checkpoints and changed settings."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_newest_whole_checkpoint_is_taken_and_damage_named(run_dir: Path, tmp_pa
     point = found(run_dir, config)
     assert (point.version, [folder.folder.name for folder in point.damaged]) == (50, ["step_100"])
     assert ["step_100" in told for told in point.told] == [True]
-    assert (run_dir / "checkpoints" / "step_100").exists(), "set aside once the run goes on"
+    assert (run_dir / "checkpoints" / "step_100").exists()
 
 
 def test_fewer_steps_than_were_trained_are_refused(run_dir: Path, tmp_path: Path) -> None:

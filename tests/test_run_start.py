@@ -142,7 +142,7 @@ def test_processes_share_a_device(
 
 
 class Holding:
-    """A launcher of two nodes that keeps what it is asked for."""
+    """A launcher of two nodes that records its requests."""
 
     def __init__(self) -> None:
         self.held, self.needs = dict[int, list[str]](), dict[int, Needs]()

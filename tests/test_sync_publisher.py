@@ -24,8 +24,8 @@ EXPORT_S, PREPARE_S = 1.0, 2.0
 
 
 class House:
-    """A publisher over a fake trainer and fake engines, whose losses are told as a supervisor would hear them
-    (is_supervised); nobody starts them again.
+    """A publisher over a fake trainer and fake engines. A lost engine is reported (is_supervised) and not
+    restarted.
     """
 
     def __init__(
