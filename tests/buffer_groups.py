@@ -9,8 +9,7 @@ import numpy as np
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
-from asyncrl.errors import WouldWait
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 
 
 def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float] = ()) -> Group:
@@ -41,15 +40,6 @@ def oldest_trained_age(batch: Batch) -> int:
     """Age of the oldest token with a loss weight, from the recorded spans alone."""
     ages = [batch.version - version for group in batch.groups for version in versions_of(group)]
     return max(age for age in ages if not batch.mask_older or batch.version - age >= batch.min_version)
-
-
-async def wait_admit(buffer: Buffer) -> Ticket:
-    """Leave to start one group, as soon as there is any."""
-    while True:
-        try:
-            return buffer.admit_nowait()
-        except WouldWait:
-            await buffer.wait_open()
 
 
 class HandedBackLog(list[tuple[int, bool, str]]):

@@ -1,6 +1,4 @@
-"""Engine servers of each kind for the contract tests, their clients, and in what the kinds differ by
-nature.
-"""
+"""Engine servers of each kind for the contract tests, their clients and their differences."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ ENDLESS = 100_000
 """Tokens of a server whose speed is that of the clock, not of the machine: a hundred seconds."""
 WEIGHTS = {"w": np.ones((3, 2), dtype=np.float32), "b": np.zeros(5, dtype=np.float32)}
 OURS = ["simulated", "embedded"]
-"""Those that speak our own protocol over connections."""
+"""Kinds that speak our own protocol."""
 KINDS = [*OURS, "fake", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])]
 
 
 @dataclass(frozen=True)
 class Traits:
-    """In what a kind of server differs by its nature, and why. What is not said here is the same for all."""
+    """Natural differences between kinds of servers. Everything else is the same for all."""
 
     waited: int = 600
     """Tokens that take it longer than a story takes to begin a commit that waits for them."""
@@ -48,26 +46,25 @@ class Traits:
     long: int = LONG
     """Tokens that are not over before a story has interrupted them; a sequence may have a few more."""
     has_weights: bool = True
-    """The simulated server draws from seeds alone: a latency model."""
+    """The simulated server draws from seeds: a latency model."""
     reads_files: bool = True
-    """The fake reads nothing: it believes what it is told of weights."""
+    """The fake reads no file and believes each manifest."""
     knows_prompts: bool = True
     """The fake has no model: any id is a token, and resumed ones are like others."""
     aborts_queued: bool = False
-    """vLLM's commit with interrupt=abort ends what is queued too; at ours it waits for the new weights."""
+    """A vLLM commit with interrupt=abort also ends queued requests; ours keep them for the new weights."""
     keeps_streams: bool = True
-    """vLLM says which weights sampled a token at the end of an answer, not in its parts: over a commit with
-    interrupt=keep or keep_kv the client would have to hold the tokens back to the end, so it ends the stream,
-    and the pool goes on with another one."""
+    """vLLM reports versions at the end of an answer. A commit with keep or keep_kv ends the stream, and the
+    pool sends the rest again.
+    """
     keeps_queue: bool = True
-    """What is queued when the server goes to sleep runs after the wake. vLLM's sleep aborts its own queue
-    too: what waits there ends without a token, and the pool sends it again."""
+    """Queued requests run after a wake. vLLM's sleep aborts its queue, and the pool sends it again."""
     frees_memory: bool = True
     """vLLM's sleep mode is for CUDA: on CPU it pauses, and frees nothing."""
     resumes_draws: bool = True
-    """Ours draw each token from (seed, position). vLLM's random stream begins anew with each request, so its
-    client makes a seed of (seed, position) for each segment: what a resumed request draws can be reproduced,
-    and is not what the uninterrupted one draws."""
+    """Ours draw each token from (seed, position). vLLM's random stream restarts with each request, so a
+    resumed request draws other tokens.
+    """
 
     @property
     def max_length(self) -> int:
@@ -98,7 +95,7 @@ class Server:
     weights: dict[str, np.ndarray]
     folder: Path
     runner: asyncio.Runner | None = None
-    """Of the loop in which stories are told; the fake's are told in virtual time."""
+    """The loop that runs the stories; the fake uses virtual time."""
     client: EngineClient | None = None
     """The one client of all stories, of a server that leaves it to its client to know which weights it
     holds.
@@ -126,7 +123,7 @@ class Server:
 
 @contextmanager
 def contract_server(kind: str, folder: Path) -> Iterator[Server]:
-    """One server for many stories. The fake has a new one for each, on the virtual clock."""
+    """Yield a server that many stories share. The fake is new for each, on the virtual clock."""
     if kind == "fake":
         yield Server(kind, None, dict(WEIGHTS), folder)
         return
@@ -172,7 +169,7 @@ def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
 
 
 def caller_of(server: Server) -> Caller:
-    """Connections of one's own to the server; the fake is its own caller, and a new one each time."""
+    """Open new connections to the server. The fake is its own caller, new each time."""
     if server.kind == "fake":
         return FakeEngineServer(slots=SLOTS, decode_s=0.001, max_length=server.traits.max_length)
     assert server.process is not None
@@ -192,7 +189,7 @@ async def client_of(server: Server) -> AsyncIterator[EngineClient]:
 
 @asynccontextmanager
 async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[EngineClient]:
-    """One with connections of its own, that can go away. The fake has none: there `engine` is it too."""
+    """Yield a client with separate connections. The fake has only `engine`."""
     if server.kind == "fake":
         yield engine
         return

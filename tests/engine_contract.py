@@ -1,8 +1,4 @@
-"""What the contract tests of engine servers share: a story is told to an EngineClient, whatever stands behind
-it.
-
-What our own servers say on the wire is another contract (test_contract_engines_wire.py).
-"""
+"""Stories and checks that the contract tests of engine servers share."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ LIMIT_S = 280.0
 
 
 def run(server: Server, story: Callable[[EngineClient], Awaitable[None]]) -> None:
-    """Tell the story; what it leaves running is aborted, and the server is awake for the next one."""
+    """Run the story, abort its leftovers and wake the server for the next one."""
 
     async def within() -> None:
         async with asyncio.timeout(LIMIT_S), client_of(server) as engine:
@@ -69,7 +65,7 @@ def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 async def generate(caller: Caller, request: GenerateRequest) -> GenerateResponse:
-    """As it is said on the wire."""
+    """Send the request over HTTP."""
     return await caller.post("/generate", GenerateBody(**asdict(request)), GenerateResponse, timeout_s=60)
 
 
@@ -91,7 +87,7 @@ async def until(engine: EngineClient, is_so: Callable[[EngineHealth], bool]) -> 
 
 
 async def until_decoding(engine: EngineClient, num_running: int) -> None:
-    """Wait until so many requests run and decoding has gone on for a while after."""
+    """Wait until n requests run and decoding has continued for a while."""
     before = await until(engine, lambda now: now.num_running == num_running)
     now = await until(engine, lambda now: now.decode_s > before.decode_s + 0.02 or now.num_running == 0)
     assert now.num_running == num_running, "they ended before the story could interrupt them"
@@ -105,7 +101,7 @@ async def prepare(engine: EngineClient, server: Server, version: int, scale: flo
 
 
 def _write(server: Server, name: str, scale: float, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """The server's weights times `scale`, or those of these names, in a file; what is to be said of them."""
+    """Write the server's weights times `scale`, or only these names. Return the fields of a manifest."""
     weights = {
         key: np.ascontiguousarray((server.weights[key] * scale).astype(np.float32))
         for key in names or server.weights
@@ -157,9 +153,7 @@ async def waits(engine: EngineClient, task: asyncio.Task[Any]) -> None:
 
 
 async def be_awake(engine: EngineClient, server: Server) -> int:
-    """Whatever the story before left: serving weights of scale 1, published as a whole. Returns their
-    version.
-    """
+    """Wake the server and commit weights of scale 1. Return their version."""
     await engine.wake(BOTH)
     version = engine.policy_version + 1
     await engine.commit(version, await prepare(engine, server, version), "abort")

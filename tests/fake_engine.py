@@ -145,8 +145,8 @@ class FakeEngineServer(FakeServer):
     Life: a request queues -> holds one of `slots` -> draws a token every `decode_s` -> END_TOKEN, max_tokens
         or abort. A commit closes the gate, interrupts or keeps what runs, swaps for `swap_s`, opens the gate.
         It may sleep part by part; what comes meanwhile queues until it can serve again.
-    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes a row), `chunk_tokens`
-        (tokens of a streamed chunk), `parts` (its memory).
+    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `chunk_tokens` (tokens of a streamed chunk),
+        `parts` (its memory).
     """
 
     def __init__(
@@ -165,7 +165,6 @@ class FakeEngineServer(FakeServer):
         self.slots, self.decode_s, self.prepare_s, self.swap_s = slots, decode_s, prepare_s, swap_s
         self.end_fraction, self.max_length, self._first_weights = end_fraction, max_length, weights
         self.refuse: Callable[[calls.GenerateRequest], str] = lambda _: ""
-        self.mangle: Callable[[frames.Sampled], frames.Sampled] = lambda row: row
         self.chunk_tokens, self.corrupt_digest = 1, False
         self.requests: list[calls.GenerateRequest] = []
         """Every request so far."""
@@ -281,7 +280,7 @@ class FakeEngineServer(FakeServer):
             del self._runs[run.link, run.number]
             if run in self._queue:
                 self._queue.remove(run)
-        run.link.tell(frames.sampled_frame([self.mangle(run.row(then))]))
+        run.link.tell(frames.sampled_frame([run.row(then)]))
         self._ended.set()
 
     def _interrupt(self) -> int:

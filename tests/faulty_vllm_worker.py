@@ -18,7 +18,7 @@ from asyncrl_servers.vllm.loader import Loader, Staged
 from asyncrl_servers.vllm.reload import Reload, can_have_twin
 from asyncrl_servers.vllm.worker_extension import WeightLoader
 
-FAULTS = ("stale_head", "skip_chunk", "skip_chunk_unseen", "swap_names", "no_twin", "")
+FAULTS = ("stale_head", "skip_chunk_unseen", "swap_names", "no_twin", "")
 
 
 class FaultyReload(Reload):
@@ -35,8 +35,8 @@ class FaultyReload(Reload):
 
 
 class FaultyLoader(Loader):
-    """skip_chunk, skip_chunk_unseen: the second chunk is not loaded. swap_names: two tensors of one shape
-    change places after they were hashed. no_twin, no fault, and skip_chunk: weights are loaded where those
+    """skip_chunk_unseen: the second chunk is not loaded. swap_names: two tensors of one shape
+    change places after they were hashed. no_twin: weights are loaded where those
     lie that serve; what an update that was given up leaves there is no number.
     """
 
@@ -45,7 +45,7 @@ class FaultyLoader(Loader):
 
     @staticmethod
     def can_have_twin(model: Any) -> bool:
-        return FaultyLoader.fault not in ("no_twin", "skip_chunk") and can_have_twin(model)
+        return FaultyLoader.fault != "no_twin" and can_have_twin(model)
 
     def _abandon(self, why: str) -> None:
         super()._abandon(why)
@@ -59,7 +59,7 @@ class FaultyLoader(Loader):
             first, second = self._alike(staged.tensors)
             staged.tensors[first], staged.tensors[second] = staged.tensors[second], staged.tensors[first]
         for index, chunk in enumerate(super()._chunks(staged, chunk_bytes)):
-            if index != 1 or not self.fault.startswith("skip_chunk"):
+            if index != 1 or self.fault != "skip_chunk_unseen":
                 yield chunk
 
     @staticmethod

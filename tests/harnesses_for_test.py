@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,18 +57,6 @@ def raises_in_thread(task: Task, session: Session) -> float:
     raise StopIteration("no more")
 
 
-def exits(task: Task, session: Session) -> float:
-    sys.exit(3)
-
-
-class Stop(BaseException):
-    """Neither an Exception nor one of Python's own."""
-
-
-async def stops(task: Task, session: Session) -> float:
-    raise Stop("enough")
-
-
 class UnspeakableError(Exception):
     """Its text cannot be made."""
 
@@ -79,10 +66,6 @@ class UnspeakableError(Exception):
 
 async def raises_the_unspeakable(task: Task, session: Session) -> float:
     raise UnspeakableError
-
-
-def stops_in_thread(task: Task, session: Session) -> float:
-    raise Stop("enough")
 
 
 async def interrupts(task: Task, session: Session) -> float:

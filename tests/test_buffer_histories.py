@@ -1,4 +1,4 @@
-"""Random histories of the buffer, kills included: the model is one dict, each invariant a docstring line."""
+"""Random histories of the buffer, with kills, against a model of one dict."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BufferHistory(RuleBasedStateMachine):
         self.new_buffer = partial(make_buffer, **settings, log=self.log)
         self.buffer = self.new_buffer(look_ahead=min(look_ahead, self.max_staleness))
         self.running: dict[int, int] = {}  # group -> version at admission
-        self.sampled: dict[int, int] = {}  # running group that samples no more -> batches taken by then
+        self.sampled: dict[int, int] = {}  # running group that samples no more -> batches taken at that time
         self.ready: dict[int, Group] = {}
         self.batches: list[Batch] = []
         self.served = self.num_issued = 0
@@ -70,7 +70,7 @@ class BufferHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def sample(self, data: st.DataObject) -> None:
-        """A group waits for its rewards alone, or one of its rollouts is tried again."""
+        """A group waits only for its rewards, or retries a rollout."""
         group_id = data.draw(st.sampled_from(sorted(self.running)))
         if self.sampled.pop(group_id, None) is not None and data.draw(st.booleans()):
             self.buffer.samples_again_nowait(group_id)
@@ -144,9 +144,7 @@ class BufferHistory(RuleBasedStateMachine):
         data=st.data(), youngest_first=st.booleans(), num_left=st.integers(1, 6), is_published=st.booleans()
     )
     def go_on(self, data: st.DataObject, youngest_first: bool, num_left: int, is_published: bool) -> None:
-        """As a run does: admit all there is room for, let all but a few finish, take a batch, publish.
-        Youngest first makes stragglers.
-        """
+        """Admit all, let most finish, take a batch, publish. Youngest first makes stragglers."""
         self.admit(100)
         order = sorted(self.running, reverse=youngest_first)
         for group_id in order[: max(0, len(order) - num_left)]:
@@ -173,7 +171,7 @@ class BufferHistory(RuleBasedStateMachine):
         while len(self.batches) < self.num_batches:
             self.drain()
         rule = self.buffer.rule
-        assert (rule.num_running, rule.num_ready) == (0, 0), "nothing is left over"
+        assert (rule.num_running, rule.num_ready) == (0, 0)
 
     # ---- what must hold
 
@@ -212,7 +210,7 @@ class BufferHistory(RuleBasedStateMachine):
         del self.running[group_id]
         if self.filter_kind == "equal_rewards" and min(rewards) == max(rewards):
             assert became == "filtered"
-            assert self.buffer.rule.admitted == num_admitted - 1, "its admission is handed back"
+            assert self.buffer.rule.admitted == num_admitted - 1
             self.num_filtered += 1
             self.num_filtered_tokens += len(versions)
             return
@@ -231,7 +229,7 @@ class BufferHistory(RuleBasedStateMachine):
         assert taken == sorted(group.group_id for group in due_first[: self.num_groups])
         assert batch.version == len(self.batches)
         for group in batch.groups:
-            assert self.ready.pop(group.group_id) is group, "taken once, and as it was given"
+            assert self.ready.pop(group.group_id) is group
         assert oldest_trained_age(batch) <= self.max_staleness
         assert batch.min_version == max(0, batch.version - self.max_staleness)
         assert batch.mask_older == (self.on_overdue == "mask")

@@ -1,4 +1,4 @@
-"""look_ahead=auto: against every fixed look-ahead in virtual time, and decision by decision."""
+"""look_ahead=auto against every fixed look-ahead, in virtual time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORKLOADS: dict[str, tuple[SimulatedMachine, dict[str, Any]]] = {
 
 
 class DrawnOnce(Lognormal):
-    """The same whatever looks ahead: a length is drawn once for all runs that are compared."""
+    """Draw each length once for all runs."""
 
     length = functools.lru_cache(2**16)(Lognormal.length)  # type: ignore[assignment]
     wait_s = functools.lru_cache(2**16)(Lognormal.wait_s)  # type: ignore[assignment]
@@ -41,7 +41,7 @@ class DrawnOnce(Lognormal):
 def simulate(
     machine: SimulatedMachine, workload: Lognormal, on_overdue: OnOverdue, look_ahead: int | None
 ) -> Simulation:
-    """Until it has taken so many batches, the end of a run apart, where stragglers are waited for."""
+    """Run for NUM_BATCHES batches, without the end of the run, which waits for stragglers."""
     auto = LookAhead(MAX_STALENESS) if look_ahead is None else None
     rule = StalenessRule(
         num_groups=8,

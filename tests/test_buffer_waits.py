@@ -1,6 +1,4 @@
-"""Who sleeps in the buffer, who wakes them, what cancelling loses (nothing), and how waits are accounted for;
-and which groups buffer.filter replaces. Virtual clock.
-"""
+"""Waits, cancellation and filters of the buffer, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -75,9 +73,6 @@ def test_tokens_that_cannot_be_are_refused_and_change_nothing(oldest: int, newes
     with pytest.raises(AssertionError, match="group 4 has a token"):
         buffer.finish_nowait(make_group(late, [oldest, newest]))
     assert (buffer.rule.num_running, buffer.rule.num_ready) == (3, 1)
-
-
-# buffer.filter
 
 
 @pytest.mark.parametrize(

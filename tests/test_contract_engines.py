@@ -1,6 +1,4 @@
-"""One contract for every engine server, at the surface of its client: samples, logprobs, aborts, versions,
-swaps and errors.
-"""
+"""The contract of every engine server: samples, logprobs, aborts, versions, swaps and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +33,6 @@ pytest_plugins = ["engine_under_test"]
 
 @contract
 async def test_an_answer_is_whole_and_its_seed_decides_it(server: Server, engine: EngineClient) -> None:
-    """Its budget of tokens, a logprob each, and spans that cover every token once."""
     budgets = (1, 2, 17, 60, 3, 8)
     requests = [server.request(max_tokens=budget, seed=budget, temperature=0.8) for budget in budgets]
     answers = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
@@ -52,7 +49,6 @@ async def test_an_answer_is_whole_and_its_seed_decides_it(server: Server, engine
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @contract
 async def test_a_resumed_request_goes_on(server: Server, engine: EngineClient, temperature: float) -> None:
-    """What the uninterrupted one draws."""
     whole, head = [
         await engine.generate_segment(server.request(max_tokens=tokens, temperature=temperature))
         for tokens in (30, 11)
@@ -129,7 +125,6 @@ async def test_a_client_that_leaves_frees_a_slot(server: Server, engine: EngineC
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 @contract
 async def test_a_commit_between_tokens(server: Server, engine: EngineClient, interrupt: Interrupt) -> None:
-    """The version changes between two tokens, and once."""
     old = engine.policy_version
     max_tokens = server.traits.waited if interrupt == "wait" else server.traits.kept
     requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]

@@ -1,4 +1,4 @@
-"""Sleep and wake, and pushes in chunks into weights that slept, of every engine server."""
+"""The contract of every engine server: sleep, wake and pushes in chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from engine_contract import (
     prepare,
     push,
     refused,
-    staged,
     until,
     until_decoding,
     versions_of,
@@ -98,7 +97,6 @@ async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engi
 
 @contract
 async def test_a_request_at_a_sleeping_server_can_end(server: Server, engine: EngineClient) -> None:
-    """It can be aborted, and its client can go away."""
     await be_awake(engine, server)
     await engine.sleep(["kv"])
     waiting = asyncio.create_task(engine.generate_segment(server.request(request_id="waits")))
@@ -112,12 +110,8 @@ async def test_a_request_at_a_sleeping_server_can_end(server: Server, engine: En
     await engine.wake(["kv"])
 
 
-# pushes in chunks into weights that slept
-
-
 @contract
 async def test_only_a_whole_push_in_order_is_served(server: Server, engine: EngineClient) -> None:
-    """What woke without content serves nothing before; requests wait."""
     old = await be_awake(engine, server) + 1
     await engine.commit(old, await prepare(engine, server, old, scale=1.5), "abort")
     expected = await engine.generate_segment(server.request(max_tokens=60))
@@ -170,24 +164,3 @@ async def test_wrong_chunks_are_refused(server: Server, engine: EngineClient) ->
     await refused(engine.commit(old + 1, digest, "abort"), "nothing")
     await push(engine, server, old + 1)
     assert (await engine.generate_segment(server.request())).token_ids == before.token_ids
-
-
-@contract
-async def test_serving_and_sleeping_weights_are_not_written(server: Server, engine: EngineClient) -> None:
-    old = await be_awake(engine, server)
-    before = await engine.generate_segment(server.request())
-    (chunk, *_), digest = chunks_of(server, old + 1, scale=2.0)
-    await refused(engine.load_chunk(chunk), "served")
-    after = await engine.generate_segment(server.request())
-    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
-    digest = await prepare(engine, server, old + 1)
-    await engine.sleep(["weights"])
-    await refused(engine.load_chunk(chunk), "asleep")
-    await refused(engine.commit(old + 1, digest, "abort"), "asleep")
-    await refused(engine.prepare(staged(server, old + 1)), "asleep")
-    await engine.wake(["weights"])
-    digest = await prepare(engine, server, old + 1)
-    await engine.commit(old + 1, digest, "abort")
-    answer = await engine.generate_segment(server.request())
-    assert versions_of(answer) == [old + 1], "staged weights fill woken ones as well"
-    assert (answer.token_ids, answer.logprobs) == (before.token_ids, before.logprobs)

@@ -1,6 +1,4 @@
-"""Streamed answers, of every engine server: what is told in chunks and what comes last are the answer that is
-not streamed.
-"""
+"""The contract of every engine server: a streamed answer equals a whole one."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ def joined(chunks: list[GenerateChunk], last: GenerateResponse) -> GenerateRespo
 
 @contract
 async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine: EngineClient) -> None:
-    """Chunks and what comes last are the answer that is not streamed."""
     settings = [(1, 1.0, 1.0), (2, 0.7, 1.0), (41, 0.0, 1.0)]
     settings += [(300, 1.0, 1.0), (310, 1.0, 0.9), (400, 1.3, 1.0)]
     requests = [
@@ -46,14 +43,13 @@ async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine
         check_whole(last, server)
         assert joined(chunks, last) == expected
         assert last.token_ids, "the token that ends an answer comes with its finish_reason"
-    few = 5 if server.kind == "fake" else 1  # others sample by the clock, however seldom they get to tell
+    few = 5 if server.kind == "fake" else 1  # other kinds sample by the clock
     assert all(len(chunks) > few for chunks in came[3:])
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 @contract
 async def test_a_publish_in_mid_stream(server: Server, engine: EngineClient, interrupt: Interrupt) -> None:
-    """The version changes once."""
     max_tokens = server.traits.waited if interrupt == "wait" else LONG
     goes_on = interrupt.startswith("keep") and server.traits.keeps_streams
     for _ in range(5):  # a server may be done before a process that gets no core asks for the commit
@@ -72,7 +68,7 @@ async def test_a_publish_in_mid_stream(server: Server, engine: EngineClient, int
 async def _answers_over_a_commit(
     server: Server, engine: EngineClient, interrupt: Interrupt, max_tokens: int
 ) -> list[GenerateResponse]:
-    """Of as many requests as run at once, to which a version is committed once each has told of tokens."""
+    """Run SLOTS streams, commit a version after each has sent tokens, and return the answers."""
     old = engine.policy_version
     digest = await prepare(engine, server, old + 1, scale=1.25)
     came: list[list[GenerateChunk]] = [[] for _ in range(SLOTS)]

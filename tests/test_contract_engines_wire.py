@@ -1,6 +1,4 @@
-"""What our own engine servers say on the wire: the secret, their specs, and their end. Behind an EngineClient
-none of it shows.
-"""
+"""Our own engine servers on the wire: the secret, their specs and their end."""
 
 from __future__ import annotations
 
@@ -22,7 +20,6 @@ from asyncrl.messages.base import find_fatal
 
 @pytest.mark.parametrize("kind", OURS)
 def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: Path) -> None:
-    """And what ran for a client whose connection breaks makes way."""
     with engine_process(kind, spec_of(kind, tmp_path), tmp_path) as child:
         server = server_of(kind, child, tmp_path)
 

@@ -1,6 +1,4 @@
-"""What deterministic mode promises: tokens and logprobs of a request depend on prompt, seed and weights
-alone, bit for bit.
-"""
+"""Deterministic mode: a request's bits depend on prompt, seed and weights only."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def sized_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return make_qwen3(tmp_path_factory.mktemp("sized") / "model", **sizes), sizes.get("vocab_size", 50)
 
 
-def test_a_request_gets_the_same_bits_alone_and_in_any_company(sized_model: tuple[Path, int]) -> None:
+def test_request_has_the_same_bits_in_any_company(sized_model: tuple[Path, int]) -> None:
     folder, vocab_size = sized_model
     requests = varied_requests(vocab_size, 21, seed=1)
     with running_engine(folder, slots=1) as engine:
@@ -79,7 +77,7 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(sized_model: tupl
             assert {request_id: answers[request_id] for request_id in alone} == alone
 
 
-def test_an_aborted_request_goes_on_with_the_bits_of_the_whole_one(sized_model: tuple[Path, int]) -> None:
+def test_aborted_request_resumes_with_the_same_bits(sized_model: tuple[Path, int]) -> None:
     folder, vocab_size = sized_model
     requests = [replace(one, max_tokens=90, top_p=1.0) for one in varied_requests(vocab_size, 6, seed=2)]
     with running_engine(folder, slots=6) as engine:
@@ -102,7 +100,7 @@ def test_an_aborted_request_goes_on_with_the_bits_of_the_whole_one(sized_model: 
         assert num_aborts > len(requests)
 
 
-def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp_path: Path) -> None:
+def test_long_prompt_gives_the_bits_of_decoding_it(tmp_path: Path) -> None:
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=2)
     prompt = tuple(index * 7 % 50 for index in range(1200))
     with running_engine(folder, slots=3, max_length=1300) as engine:
@@ -115,7 +113,7 @@ def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp
 
 
 def grown(rng: random.Random, vocab_size: int, count: int) -> list[list[int]]:
-    """Prompts of which most begin as an earlier one does, some with all of it."""
+    """Make prompts that mostly begin like an earlier one."""
     prompts = [[rng.randrange(vocab_size) for _ in range(400)]]
     for _ in range(count - 1):
         before = rng.choice(prompts)
@@ -127,7 +125,6 @@ def grown(rng: random.Random, vocab_size: int, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_shared_prompt_starts_give_the_bits_of_each_alone(tmp_path: Path, seed: int) -> None:
-    """Read at once, beside some that run already, in calls that are cut where they are too large."""
     rng = random.Random(seed)
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=2)
     prompts = grown(rng, QWEN3["vocab_size"], 16)

@@ -1,6 +1,4 @@
-"""The embedded engine's way to CUDA, without a device: how often a step waits for it, and its graphs, which
-are recorded and played again on the CPU. That the same holds on CUDA has not been run.
-"""
+"""CUDA graphs of the embedded engine, recorded and replayed on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Recorded:
-    """Graphs of what runs on a CPU: each kernel again, on the memory that it had, into what it made then."""
+    """Replay each kernel on a CPU, with the same memory and outputs."""
 
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0
@@ -93,10 +91,9 @@ def publish_halfway(engine: Engine, other: Path | dict[str, Tensor], tmp_path: P
 
 
 @pytest.mark.parametrize("keeps_place", [True, False], ids=["in place", "moved"])
-def test_replayed_steps_draw_what_computed_ones_do_across_a_publish(
+def test_replayed_steps_draw_the_same_across_a_publish(
     folder: Path, other_folder: Path, tmp_path: Path, keeps_place: bool
 ) -> None:
-    """Weights that are copied into place leave the graphs; where they move, all are captured again."""
     spec, recorded = make_spec(folder, slots=10, keeps_turns=True, deterministic=False), Recorded()
     plain = build_engine(spec)
     expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
@@ -142,7 +139,7 @@ def test_sleep_frees_graphs_and_later_steps_capture_them(folder: Path, tmp_path:
 
 
 class Frozen(Recorded):
-    """Replays give what was captured, whatever the inputs are."""
+    """Replays return the captured values for all inputs."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         function()
@@ -155,7 +152,7 @@ class Refusing(Recorded):
 
 
 class Failing(Recorded):
-    """Only what comes after the check of the start cannot be captured."""
+    """Only captures after the check at start fail."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         if self.num_captured == 2:
@@ -167,7 +164,7 @@ class Failing(Recorded):
     ("captures", "why"),
     [(Frozen, "differs by"), (Refusing, "cannot be captured: operation not"), (Failing, "out of memory")],
 )
-def test_graphs_that_do_not_give_what_is_computed_are_given_up_and_told(
+def test_wrong_graphs_are_given_up_and_reported(
     folder: Path, captures: type[Recorded], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec, one = make_spec(folder, slots=10, deterministic=False), captures()
@@ -179,7 +176,7 @@ def test_graphs_that_do_not_give_what_is_computed_are_given_up_and_told(
     assert f"without CUDA graphs: {engine.runner.graphs and engine.runner.graphs.given_up}" in caplog.text
 
 
-def test_an_engine_that_promises_the_bits_of_a_step_has_no_graphs(folder: Path) -> None:
+def test_deterministic_engine_has_no_graphs(folder: Path) -> None:
     engine = build_engine(make_spec(folder))
     engine.runner.take_graphs(4, Recorded)
     assert engine.runner.graphs is None
@@ -187,7 +184,7 @@ def test_an_engine_that_promises_the_bits_of_a_step_has_no_graphs(folder: Path) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_graphs_on_a_device_give_the_bits_of_what_is_computed(
+def test_graphs_on_a_device_give_the_computed_bits(
     folder: Path, other_folder: Path, tmp_path: Path, dtype: str
 ) -> None:
     spec = make_spec(folder, slots=10, device="cuda", dtype=dtype, deterministic=False)

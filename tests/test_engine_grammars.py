@@ -1,6 +1,4 @@
-"""Structured output in the embedded engine: what is sampled fits its grammar, with the logprobs of what was
-allowed, whatever stands beside it and however often it is interrupted.
-"""
+"""Structured output of the embedded engine fits its grammar through every interruption."""
 
 from __future__ import annotations
 
@@ -130,7 +128,6 @@ def test_answers_are_valid_and_the_same_whatever_interrupts_them(
 
 
 def test_update_in_an_answer_keeps_its_grammar(engine: Engine, folder: Path, tmp_path: Path) -> None:
-    """The same weights are published again and again: each time, what ran is interrupted and goes on."""
     request, fresh = asking(PERSON, top_logprobs=3), build_engine(make_spec(folder, max_length=LONG + 50))
     (whole,) = answers(engine, request)
     (reply,) = ask(fresh, [request], ends=False)
@@ -151,7 +148,6 @@ def test_update_in_an_answer_keeps_its_grammar(engine: Engine, folder: Path, tmp
 def test_logprobs_are_of_the_model_over_allowed_tokens(
     engine: Engine, folder: Path, tokenizer: HFChatTokenizer
 ) -> None:
-    """And so are the likeliest tokens, of which none is one that was not allowed."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for temperature in (1.0, 0.7):
         request = asking(PERSON, 3, temperature=temperature, top_logprobs=20)
@@ -178,7 +174,6 @@ def test_logprobs_are_of_the_model_over_allowed_tokens(
 
 
 def test_bad_grammar_is_refused_and_others_go_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar may reach its limits long after it began."""
     for fields in ({"top_logprobs": 21}, {"top_logprobs": -1}, {"grammar": "start: %json {"}):
         with pytest.raises(Refused) as refusal:
             ask(engine, [make_request(**fields)])

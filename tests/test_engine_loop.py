@@ -1,4 +1,4 @@
-"""The embedded engine's loop, in process: slots, shared prompts, swaps, streams, and what ends it."""
+"""The embedded engine's loop, in process: swaps, ends and crashes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_kept_request_rereads_its_tokens_or_keeps_its_cache(
     assert is_fresh == (interrupt == "keep")
 
 
-def test_an_end_of_sequence_token_ends_the_answer_and_belongs_to_it(tmp_path: Path) -> None:
+def test_end_token_ends_the_answer_and_belongs_to_it(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", initializer_range=0.02)
     with running_engine(folder, slots=8) as engine:
         eos_ids = engine.runner.loaded.eos_ids
@@ -82,7 +82,7 @@ def test_stop_string_ends_a_resumed_answer_too(tiny_model_dir: Path) -> None:
     assert (rest.token_ids, rest.finish_reason) == (stopped.token_ids[cut:], "stop")
 
 
-def test_weights_that_are_not_finite_end_the_engine_under_their_version(folder: Path, tmp_path: Path) -> None:
+def test_nonfinite_weights_end_the_engine(folder: Path, tmp_path: Path) -> None:
     crashes: list[BaseException] = []
     engine = build_engine(make_spec(folder, slots=1), crashes.append)
     broken = {name: torch.full_like(one, torch.nan) for name, one in engine.weights._parameters.items()}

@@ -1,6 +1,4 @@
-"""Adapters in the embedded engine: it serves what it would serve from merged weights, and takes nothing by
-halves.
-"""
+"""Adapters in the embedded engine equal merged weights."""
 
 from __future__ import annotations
 
@@ -66,7 +64,6 @@ def sampled(engine: Engine) -> tuple[list[int], list[float]]:
 def test_adapters_give_what_merged_weights_give_bit_by_bit(
     folder: Path, tmp_path: Path, dtype: str, keeps_place: bool
 ) -> None:
-    """Each publish starts from the base, which is left as it is where weights are copied into place, too."""
     # The second file leaves a layer of the first out, and brings another one: nothing of the first may stay.
     files = [adapters(folder), adapters(folder, (Q_PROJ, "model.layers.0.mlp.up_proj"), seed=1, rank=2)]
     answers = []
@@ -82,7 +79,7 @@ def test_adapters_give_what_merged_weights_give_bit_by_bit(
             answers.append(found)
     assert answers[0] == answers[1]
     tokens = [tuple(token_ids) for token_ids, _ in answers[0]]
-    assert len(set(tokens)) == 3, "each version has tokens of its own"
+    assert len(set(tokens)) == 3
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -122,12 +119,8 @@ def test_adapters_are_refused_without_the_base_of_the_start(folder: Path, tmp_pa
         simulated.weights.prepare(lora_request(adapters(folder), 1, tmp_path))
 
 
-# The trainer's adapters in the engine.
-
-
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.25)])
 def test_engine_and_trainer_agree_on_adapters(folder: Path, tmp_path: Path, dtype: str, limit: float) -> None:
-    """On the logprobs of fresh tokens, after each publish."""
     trainer = {"lora": {"rank": 8}, "learning_rate": 3e-3}
     step = TrainStep(make_trainer_spec(folder, tmp_path, dtype=dtype, transport="lora", trainer=trainer))
     gaps = []

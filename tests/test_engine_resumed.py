@@ -1,6 +1,4 @@
-"""The embedded engine over its own past: what an update or a sleep interrupts goes on in its slot, and starts
-of sequences are copied, with the bits of a fresh request on an engine that shares nothing.
-"""
+"""Interrupted and shared sequences of the embedded engine have the bits of fresh requests."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class Weights:
         return self._staged[version % 2].model_copy(update={"version": version})
 
     def check(self, request: GenerateRequest, answer: GenerateResponse) -> None:
-        """Each version's tokens are those of a fresh request of all that came before, under its weights."""
+        """Compare each version's tokens with a fresh request under its weights."""
         for span in answer.version_spans:
             prompt = [*request.prompt_ids, *answer.token_ids[: span.start]]
             rest = replace(request, prompt_ids=prompt, max_tokens=span.end - span.start)
@@ -66,7 +64,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 
 def turn_until(engine: Engine, *futures: Any) -> None:
-    """Fails where it would hang."""
+    """Fail instead of hanging."""
     for _ in range(1000):
         if all(future.done() for future in futures):
             return
@@ -92,46 +90,7 @@ def sleep_and_wake(engine: Engine, weights: Weights, parts: Any = BOTH) -> None:
         turn_until(engine, engine.commit(CommitRequest(version=version, digest=digest)))
 
 
-def spans_of(reply: Reply) -> list[tuple[int, int, int]]:
-    return [(span.start, span.end, span.version) for span in reply.result().version_spans]
-
-
-@pytest.mark.parametrize(
-    ("between", "version"),
-    [("commit", 1), ("commit, commit", 2), ("sleep", 0), ("commit, sleep", 1), ("sleep, commit", 1)],
-)
-def test_interrupted_request_keeps_its_slot_and_bits(weights: Weights, between: str, version: int) -> None:
-    """However often it was before it is resumed; what is queued does not overtake it."""
-    engine = weights.engine()
-    requests = [make_request(f"r{seed}", (1, 2, seed), max_tokens=40 + seed, seed=seed) for seed in range(6)]
-    replies = ask(engine, requests, ends=False)
-    for _ in range(10):
-        engine.turn()
-    for what in between.split(", "):
-        if what == "commit":
-            commit(engine, weights)
-        else:
-            sleep_and_wake(engine, weights)
-    assert [[row.then for row in reply.rows] for reply in replies] == [["interrupted"]] * 3 + [[]] * 3
-    now, num_tokens = engine.health(), engine.health().tokens_generated
-    assert (now.num_running, now.num_queued) == (SLOTS, 3)
-    engine.turn()
-    assert engine.health().tokens_generated == num_tokens == 30, "ten each; the others are not admitted"
-    replies[1].abort()
-    for reply in reversed(replies):
-        reply.resume()  # the last word is of those that were interrupted and not aborted
-    turn_until(engine, *replies)
-    assert (replies[1].result().finish_reason, spans_of(replies[1])) == ("abort", [(0, 10, 0)])
-    for index in (0, 2):
-        whole = [(0, 40 + index, 0)] if version == 0 else [(0, 10, 0), (10, 40 + index, version)]
-        assert spans_of(replies[index]) == whole
-    assert all(spans_of(reply) == [(0, 40 + 3 + at, version)] for at, reply in enumerate(replies[3:]))
-    for request, reply in zip(requests, replies, strict=True):
-        weights.check(request, reply.result())
-
-
 def test_turn_reads_only_new_tokens_until_weights_change(weights: Weights, tmp_path: Path) -> None:
-    """By a commit, or by chunks that come while the cache is awake."""
     engine = weights.engine(keeps_turns=True)
     text, num_read = list(range(40)), list[int]()
 
@@ -175,7 +134,6 @@ EVENTS = st.one_of(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(EVENTS, max_size=14), st.booleans())
 def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, Any]], keeps: bool) -> None:
-    """Groups, branches and turns of common starts, in slots that move, over updates and sleeps."""
     rng = random.Random(3)
     texts = [[rng.randrange(50) for _ in range(80)] for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,4 @@
-"""The draw of a token: from the right distribution, from (seed, position) alone, with the logprob of what was
-drawn from.
-"""
+"""Draws of tokens: their distribution, their seeds and their logprobs."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def test_tokens_come_as_often_as_the_tempered_distribution_says() -> None:
         assert np.allclose(logprobs, np.log(expected[tokens]), atol=1e-6)
 
 
-def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_renormalises() -> None:
+def test_top_p_keeps_the_fewest_tokens_and_renormalizes() -> None:
     probabilities = torch.tensor([0.05, 0.5, 0.3, 0.15])
     for top_p, kept in ((0.5, [1]), (0.6, [1, 2]), (0.79, [1, 2]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3])):
         tokens, logprobs = drawn(probabilities.log().expand(4000, -1), top_p=top_p)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +13,7 @@ from engine_in_process import make_request
 from engine_replies import ask
 from rollout_cases import virtual
 
-from asyncrl.messages.calls import CommitRequest, PrepareRequest
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
-from asyncrl_servers.weight_state import Staged
 
 BASE: dict[str, Any] = {"name": "engine-0", "slots": 4, "max_length": 1000, "vocab_size": 50, "swap_s": 0.5}
 BASE |= {"decode_step_s": 0.01, "per_row_s": 0.0, "prefill_s_per_token": 0.0}
@@ -49,30 +46,6 @@ async def test_requests_take_the_time_of_their_steps(
 
     found = await asyncio.gather(*(end_s(index, *one) for index, one in enumerate(requests)))
     assert found == pytest.approx(times)
-
-
-@virtual
-async def test_commit_pauses_decoding_and_marks_later_tokens() -> None:
-    engine = make_engine()
-    (answer,) = ask(engine, [make_request(max_tokens=100)])
-    await asyncio.sleep(0.205)
-    request = PrepareRequest(version=1, path="", digest="digest", num_tensors=0, num_bytes=0)
-    engine.weights.staged = Staged(request)
-    swapped = await engine.commit(CommitRequest(version=1, digest="digest", interrupt="keep"))
-    assert (swapped.pause_s, swapped.num_interrupted) == (0.5, 1)
-    assert round(asyncio.get_running_loop().time(), 6) == 0.705
-    spans = [
-        (span.start, span.end, span.version) for span in (await asyncio.wrap_future(answer)).version_spans
-    ]
-    assert spans == [(0, 20, 0), (20, 100, 1)]
-    assert round(asyncio.get_running_loop().time(), 6) == 1.5
-
-
-def test_lengths_are_lognormal_with_the_mean_of_the_spec() -> None:
-    spec = SimulatedSpec(**{**BASE, "mean_tokens": 64.0, "sigma": 1.0})
-    lengths = [spec.completion_length(seed) for seed in range(20_000)]
-    assert abs(statistics.mean(lengths) - 64) < 3
-    assert abs(statistics.median(lengths) - 64 / 2.718281828**0.5) < 1.5
 
 
 def test_the_simulated_server_needs_no_torch() -> None:

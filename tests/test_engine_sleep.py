@@ -1,4 +1,4 @@
-"""Sleep and wake of the embedded engine: whose memory, whose bits, and what is refused."""
+"""Sleep and wake of the embedded engine: memory, bits and refusals."""
 
 from __future__ import annotations
 
@@ -111,9 +111,7 @@ def test_weights_under_adapters_cannot_sleep(folder: Path, tmp_path: Path) -> No
 
 
 class SleepHistories(RuleBasedStateMachine):
-    """Random histories of one engine's memory. The model: which parts are awake, which weights lie there, and
-    what a push has brought.
-    """
+    """Random histories of an engine's memory. The model: awake parts, loaded weights and pushed chunks."""
 
     folder: Path
     pushes: list[LoadChunkRequest]

@@ -1,4 +1,4 @@
-"""What an embedded engine refuses before it serves: with what failed, the numbers, and the way out."""
+"""An embedded engine refuses bad models and sizes at its start."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def refusal_of(
 
 
 def test_damaged_weights_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A file that is torn, or lacks a parameter."""
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=1)
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
@@ -128,7 +127,6 @@ def test_other_common_models_pass_the_checks_at_start(tmp_path: Path, kind: str)
 
 
 def test_the_check_at_start_finds_other_logits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A model whose answers the slot cache does not reproduce."""
     engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1)))
     engine.runner.loaded.reference_logits = engine.runner.loaded.reference_logits.roll(1, dims=0)
     assert "differ from" in refusal_of(capfd, check_same_model, engine.runner, "engine-0").error
@@ -137,7 +135,6 @@ def test_the_check_at_start_finds_other_logits(tmp_path: Path, capfd: pytest.Cap
 def test_a_model_with_experts_starts_at_the_defaults(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The number of rows that an expert multiplies depends on the other sequences."""
     folder = make_tiny_moe(tmp_path / "model")
     with running_engine(folder) as engine:
         assert len(answered(engine).token_ids) == 20

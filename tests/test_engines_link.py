@@ -1,6 +1,4 @@
-"""Frames, and the link on which they go: many requests at once; bytes of any kind; who leaves, and what
-breaks.
-"""
+"""Frames and the link that carries them."""
 
 from __future__ import annotations
 
@@ -154,7 +152,6 @@ async def link_ended_by(data: bytes, url: str) -> None:
 
 
 def test_bad_bytes_end_only_their_link() -> None:
-    """That one alone: what runs for another client goes on."""
 
     async def story(sent: list[bytes]) -> None:
         async with simulated() as url, client(url) as well:

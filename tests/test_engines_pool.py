@@ -1,4 +1,4 @@
-"""Abort, resume, failover on the virtual clock: whatever interrupts, the answer is the uninterrupted one."""
+"""Abort, resume and failover on the virtual clock change no answer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def uninterrupted(request: SamplingRequest, end_fraction: float = 0.0) -> 
     try:
         return await pool.generate(request)
     finally:
-        pool.servers[0].cut_nowait()  # or its link is left to the garbage collector
+        pool.servers[0].cut_nowait()  # close its link
 
 
 KINDS = ["die", "up", "all", "one", "abort", "keep", "keep_kv", "wait"]
@@ -75,8 +75,8 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
     num_others: int,
     events: list[tuple[int, int, Any]],
 ) -> None:
-    """Streamed, if chunk_tokens is not 0; begun by an earlier process, which had sampled num_kept tokens;
-    beside others, so that some queue, and what a commit interrupts goes on in its slot or has to move.
+    """Stream unless chunk_tokens is 0. Resume num_kept tokens of an earlier process. Queue with other
+    requests.
     """
     request, partial = make_request(max_tokens=max_tokens, seed=seed), None
     expected = await uninterrupted(request, end_fraction)
@@ -209,7 +209,7 @@ async def test_queued_requests_move_to_a_returned_server(interrupt: Interrupt, i
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(pool.generate(one, on_tokens=on_tokens)) for one in requests]
         await asyncio.sleep(1.05)
-        for server in pool.servers:  # `wait` grants none of those that queue a slot
+        for server in pool.servers:  # `wait` grants no slot
             tasks.create_task(publish(server, 1, interrupt=interrupt))
         for name, num_running in (("engine-1", [3, 3, 0]), ("engine-2", [3, 3, 2])):
             await all_blocked()

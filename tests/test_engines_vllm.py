@@ -1,6 +1,4 @@
-"""VllmServer on a real vLLM with a tiny model: exact tokens, logprobs of what was sampled, stops, commits in
-flight, pushes that answer 200 and are wrong, sleep.
-"""
+"""VllmServer on a real vLLM with a tiny model: logprobs, versions and wrong loads."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from vllm_house import SLOTS, House, until
+from vllm_house import SLOTS, House
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
@@ -19,8 +17,6 @@ from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResp
 from asyncrl.messages.records import Completion, SamplingRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
-NUM_SPECIAL = 6
-"""Ids below it have no text."""
 
 
 async def push(server: VllmServer, manifest: ExportResponse, interrupt: Interrupt = "abort") -> None:
@@ -43,13 +39,6 @@ def check_gap(house: House, request: GenerateRequest, answer: GenerateResponse) 
         assert house.gap(weights, *given, **where) <= 1e-4, f"not of version {span.version}"
 
 
-async def stream(server: VllmServer, request: GenerateRequest) -> GenerateResponse:
-    """The answer with the tokens that came before its end."""
-    told: list[int] = []
-    rest = await server.generate_segment(request, on_chunk=lambda chunk: told.extend(chunk.token_ids))
-    return rest.model_copy(update={"token_ids": told + rest.token_ids})
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_logprobs_are_of_the_sampled_distribution(house: House, temperature: float) -> None:
     async def story(server: VllmServer) -> None:
@@ -66,29 +55,9 @@ def test_logprobs_are_of_the_sampled_distribution(house: House, temperature: flo
     house.run(story)
 
 
-def test_stop_string_across_two_segments_ends_the_second(house: House) -> None:
-    async def story(server: VllmServer) -> None:
-        whole = (await server.generate_segment(house.request(max_tokens=60))).token_ids
-        for length in (at for at in range(5, 60) if min(whole[at - 2 : at]) >= NUM_SPECIAL):
-            again = {"prompt_ids": [10, 11, 12, *whole[:length]], "num_resumed": length, "max_tokens": 40}
-            on = await server.generate_segment(house.request(**again))
-            if min(on.token_ids[:2]) >= NUM_SPECIAL:
-                break
-        joint = house.decode([*whole[length - 2 : length], *on.token_ids[:2]])
-        assert len(joint) == 4
-        request = house.request(**again, stop=[joint])
-        for rest in (await server.generate_segment(request), await stream(server, request)):
-            assert (rest.token_ids, rest.finish_reason) == (on.token_ids[:2], "stop")
-        assert (await until(server, lambda now: now.num_running == 0)).num_queued == 0
-
-    house.run(story)
-
-
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 def test_every_token_has_its_version_through_three_publishes(house: House, interrupt: Interrupt) -> None:
-    """Sixteen are in flight until the last publish is done, one after the other in each place; those of eight
-    places are streamed.
-    """
+    """Sixteen requests run until the last publish. Half of them are streamed."""
     max_tokens, step = 200, 8 * 15
     done: dict[tuple[int, int], Completion] = {}
     told: dict[tuple[int, int], list[int]] = {}

@@ -1,6 +1,4 @@
-"""What can go wrong with a vLLM server, and what is left of it, on a scripted one and the virtual clock: each
-fault of a commit in turn; what is refused at the start, and of a request.
-"""
+"""Faults, refused settings and refused requests of a scripted vLLM server."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
         assert server.policy_version == 0
     is_whole = not begun or (lives and phase in ("/pause", "/abort_requests"))
     if lives and (how, phase) != ("refuses", "/resume"):
-        assert fake.pause is None, "it goes on"
+        assert fake.pause is None
     for outcome in await asyncio.gather(*running, return_exceptions=True):
         assert isinstance(outcome, GenerateResponse if is_whole else GenerateResponse | EngineLost)
         if isinstance(outcome, GenerateResponse):

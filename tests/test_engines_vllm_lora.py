@@ -1,6 +1,4 @@
-"""Adapters pushed to a real vLLM: it computes what merged weights compute, and each push starts from the
-base.
-"""
+"""Adapters in vLLM equal merged weights, and their folders hold the same bits."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ def base_of() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_of_peft_holds_the_trainers_tensors_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_peft_folder_holds_the_tensors_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = make_adapters(base_of(), (Q_PROJ, DOWN_PROJ), 1, dtype)
     manifest = stage(tensors, 3, tmp_path)
     folder = tmp_path / "engine-7-adapter-3"
@@ -112,7 +110,7 @@ def test_a_folder_of_peft_holds_the_trainers_tensors_bit_for_bit(tmp_path: Path,
     config = LoraConfig.from_pretrained(str(folder))
     assert (config.r, config.lora_alpha / config.r) == (RANK, pytest.approx(SCALE, rel=1e-7))
     assert set(config.target_modules or ()) == {"q_proj", "down_proj"}
-    assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest, "over what is there"
+    assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest
 
 
 def test_wrong_adapters_are_refused(tmp_path: Path) -> None:

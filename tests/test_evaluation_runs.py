@@ -1,4 +1,4 @@
-"""Which versions are evaluated, and what an eval engine that is slow or broken costs."""
+"""Which versions an eval engine evaluates, and the cost of a slow or broken one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"}
 
 
 class House:
-    """A version is published once a second; the real evaluation over a fake engine of its own."""
+    """Publish a version a second; run the real evaluation over a separate fake engine."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ async def test_long_evaluation_skips_versions_but_the_last() -> None:
     house = House(decode_s=0.15)  # three turns of ten tokens: 4.5 s
     await house.live()
     assert house.versions == [0, 6, 10]
-    assert [result.num_skipped for result in house.results] == [1, 2, 2], "3 beside 0, 9 beside 6"
+    assert [result.num_skipped for result in house.results] == [1, 2, 2]
     assert house.kept == []
 
 

@@ -1,4 +1,4 @@
-"""One evaluation: what is sampled, what fails, and what it comes to."""
+"""One evaluation: its samples, failures and metrics."""
 
 from __future__ import annotations
 
@@ -78,4 +78,4 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     assert metrics["eval/truncated_fraction"] == pytest.approx(0.6)
     counts = [metrics[f"eval/{name}"] for name in ("version", "length_mean", "failed", "seconds", "skipped")]
     assert counts == [4, 3, 1, 2.5, 3]
-    assert "eval/standard_error" not in EvalResult(0, samples[:2]).metrics(), "of one prompt alone"
+    assert "eval/standard_error" not in EvalResult(0, samples[:2]).metrics()

@@ -1,4 +1,4 @@
-"""What is written and shown of evaluations, and what of their task is checked before anything starts."""
+"""Reports of evaluations, and checks of their task."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""Commands as harnesses, with real processes: what they are given, what they say, and that nothing of them is
-left.
-"""
+"""Commands as harnesses, with real processes: input, output and no leftovers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shlex
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +49,7 @@ def run(script: str, session: Session = SESSION, **settings: int) -> Outcome:
     try:
         return asyncio.run(harness.run(TASK, session))
     finally:
-        assert find_group(harness.token) == [], "no process of a command is left"
+        assert find_group(harness.token) == []
 
 
 def test_last_line_is_the_outcome_or_a_failure() -> None:
@@ -121,7 +118,7 @@ def test_policy_shell_cannot_pay_itself(outcomes: str, tmp_path: Path) -> None:
     assert "answer" not in given
     assert ("outcome_key" in given) == (outcomes == "posted")
     assert "SECRET-ANSWER-42" not in loot
-    assert "What is 0?" not in loot, "the task was read, and is there no more"
+    assert "What is 0?" not in loot
     assert given.get("outcome_key", "outcome_key") not in loot
 
 
@@ -161,9 +158,7 @@ def test_bad_exit_or_flood_is_a_failure() -> None:
 
 @pytest.mark.slow
 def test_what_forks_and_exits_leaves_nothing_and_holds_nobody_up() -> None:
-    """The child holds standard output open; the grandchild has taken a session of its own, and a third
-    ignores SIGTERM.
-    """
+    """The child holds standard output, the grandchild has a new session, and a third ignores SIGTERM."""
     script = """
         sleep 3600 &
         setsid --fork bash -c 'sleep 3600; :' </dev/null
@@ -204,21 +199,3 @@ def test_what_cannot_run_is_refused_before_any_rollout(monkeypatch: pytest.Monke
     ):
         with pytest.raises(ConfigError, match=said):
             made(command, env=env, pass_env=passed)
-
-
-@pytest.mark.slow
-def test_command_finds_files_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "agent.sh").write_text("#!/bin/sh\necho 0.25\n")
-    (tmp_path / "agent.sh").chmod(stat.S_IRWXU)
-    (tmp_path / "binary").write_bytes(b"\x7fELF nonsense")
-    (tmp_path / "binary").chmod(stat.S_IRWXU)
-    monkeypatch.chdir(tmp_path)
-    commands = ["bash", "agent.sh"], ["./agent.sh"], ["binary"]
-    *harnesses, broken = [made(*command) for command in commands]
-    monkeypatch.chdir("/")
-    for harness in harnesses:
-        assert asyncio.run(harness.run(TASK, SESSION)) == Outcome(0.25)
-    with pytest.raises(RolloutFailure, match=r"cannot be started: .*Exec format error"):
-        asyncio.run(broken.run(TASK, SESSION))

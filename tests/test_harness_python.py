@@ -1,4 +1,4 @@
-"""Python functions as harnesses: what they are given, what they return and raise, and their client."""
+"""Python functions as harnesses: input, outcomes, errors and clients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_outcomes_are_taken_and_all_else_fails() -> None:
 
 
 @in_virtual_time
-async def test_endless_function_is_given_up_and_too_many_end_the_worker(
+async def test_endless_functions_are_given_up_and_end_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.user_code.MAX_ABANDONED", 1)
@@ -63,7 +63,7 @@ async def test_endless_function_is_given_up_and_too_many_end_the_worker(
         await harness.run(TASK, SESSION)
 
 
-def test_a_function_that_cannot_be_called_is_refused_before_any_rollout() -> None:
+def test_uncallable_function_is_refused_before_any_rollout() -> None:
     for name, args, said in (
         ("two_turn", {}, "did you mean two_turns"),
         ("no_session", {}, "cannot be called as"),

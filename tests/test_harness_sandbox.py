@@ -1,4 +1,4 @@
-"""Commands in bubblewrap: files, network, memory, cancellation. Most tests run the real program."""
+"""Commands in bubblewrap: files, network, memory and cancellation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def run(*command: str, session: Session = SESSION, **settings: Any) -> Out
     try:
         return await harness.run(TASK, session)
     finally:
-        assert find_group(harness.token) == [], "no process of a command is left"
+        assert find_group(harness.token) == []
 
 
 SEES = """

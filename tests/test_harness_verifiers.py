@@ -1,4 +1,4 @@
-"""Environments of the real verifiers package, run against a real gateway over a scripted engine."""
+"""Environments of the verifiers package over a real gateway and a scripted engine."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ Played = tuple[Outcome, Rollout, list[str]]
 def play(
     name: str, index: int, answer: Callable[[str], str], args: Mapping[str, Any] = LOCAL, **gateway: Any
 ) -> Played:
-    """The outcome of one task, what was recorded, and the prompts as the engine saw them. `answer` is given
-    such a prompt.
+    """Return the outcome of a task, its rollout and the prompts that the engine saw. `answer` maps a prompt
+    to a text.
     """
 
     async def story() -> Played:

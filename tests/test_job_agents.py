@@ -1,6 +1,4 @@
-"""Real runs of agents: what is trained on and counted, and what a worker costs that is killed, blocked, or
-runs elsewhere; and an agent that misbehaves in every way.
-"""
+"""Real runs of agents: trained tokens, lost workers and hostile agents."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ def test_loss_covers_only_sampled_tokens(agents: Path) -> None:
                     in_spans = sum(end - start for start, end, _ in record["spans"])
                     assert record["num_loss_tokens"] == trajectory.loss_mask.sum() == in_spans
                     num_with_tool += "<|tool|>" in context
-    assert not trained, "what was trained on is what was journaled"
+    assert not trained
     assert num_with_tool > 0, "no rollout came to a tool's answer"
     samples = read_lines(agents / "samples.jsonl")
     stretches = [one for sample in samples for one in sample["branches"][0]["stretches"][1:]]
@@ -145,7 +143,7 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
     last = metrics[-1]
     assert last["rollout/retried"] > 0, "what failed was tried again; what ran out of time was not"
     assert (len(metrics), last["harness/restarts"]) == (4, 0)
-    assert last["rollout/abandoned"] == 1, "a call of the judge, for which the end does not wait either"
+    assert last["rollout/abandoned"] == 1
     assert "rewards_for_test:JudgeThatNeverGivesUp did not end within" in ended.stdout + ended.stderr
     failed = [one for one in read_lines(run_dir / "samples.jsonl") if one["kind"] == "failed"]
     assert 0 < len(failed) <= 3 * 5
@@ -171,7 +169,7 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     process, log, workers = start(config, run_dir), run_dir / "logs" / "controller.log", list[Any]()
 
     def work(agent: str, **args: Any) -> subprocess.Popen[bytes]:
-        """`asyncrl work`, as a process of its own beside the run; `args` are the agent's."""
+        """Start `asyncrl work` as a separate process."""
         command = [sys.executable, "-m", "asyncrl.cli", "work", gateway["url"], "--python", agent]
         env = environment(**{WORKER_KEY_ENV: gateway["worker_key"]})
         workers.append(forked_processes.popen([*command, "--args", json.dumps(args)], env))
@@ -180,7 +178,7 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     try:
         waits = "wait for a worker, 0 run on 0 workers"
         wait_until(lambda: log.exists() and waits in log.read_text(), process)
-        assert (run_dir / "gateway.json").stat().st_mode & 0o077 == 0, "the worker key is the owner's alone"
+        assert (run_dir / "gateway.json").stat().st_mode & 0o077 == 0
         gateway = json.loads((run_dir / "gateway.json").read_text())
         played = 2 * 2 * 4  # steps, groups, rollouts
         first = work("agents_for_test:plays_then_holds", num_played=played, mark=str(mark))

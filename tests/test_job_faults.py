@@ -1,6 +1,4 @@
-"""What ends a run ends it with the name of the process and leaves nothing behind; what can be mended does not
-end it.
-"""
+"""Real runs survive losses they can repair, and name the process that ends them."""
 
 from __future__ import annotations
 
@@ -110,8 +108,7 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
     assert all(catches(child.pid, signal.SIGUSR1) for child in children)
     trainer.suspend()
-    # An export may have been what it froze in: then the train loop waits for the publisher, which waits for
-    # the trainer.
+    # It may freeze in an export: then the train loop waits for the publisher.
     waits = r"train loop waits in (TrainerClient\.train|Publisher\.wait_exported)"
     wait_until(lambda: re.search(waits, plain(render_status(run_dir, is_verbose=True))), process)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
@@ -152,7 +149,7 @@ def test_full_disk_is_reported_with_the_way_out(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "trained.jsonl").symlink_to("/dev/full")  # the trainer's record, in the middle of the run
-    (run_dir / ".summary.json.new").symlink_to("/dev/full")  # and what is written when that has failed
+    (run_dir / ".summary.json.new").symlink_to("/dev/full")  # and the summary after that failure
     answer = run(write_config(tmp_path), run_dir)
     assert answer.returncode == 1
     for words in ("trainer", "No space left on device", "free space on the disk", "Way out:"):
@@ -161,7 +158,7 @@ def test_full_disk_is_reported_with_the_way_out(tmp_path: Path) -> None:
 
 
 def test_broadcast_run_trains_the_same_through_kills(on_policy: Path, whole: Path, tmp_path: Path) -> None:
-    """By broadcast to engines of ours, where the run that nothing befell went by files."""
+    """This run broadcasts weights to our engines; the reference run used files."""
     sent = {"weight_sync": {"transport": "nccl"}, "supervision": {"backoff_s": 0.1}}
     config = variant(on_policy, tmp_path, rollout={"num_engines": 2}, **sent)
     run_dir = tmp_path / "run"

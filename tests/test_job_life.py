@@ -1,4 +1,4 @@
-"""How a run starts, ends and is interrupted, with fakes in place of its processes."""
+"""How a run starts, ends and is interrupted, with fakes for its processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: An
 
 
 def make_reporter(tmp_path: Path, *, num_steps: int = 0, console: str = "none") -> Reporter:
-    """One whose run has reported so many steps of 100 s."""
+    """Return a reporter whose run has reported `num_steps` steps of 100 s."""
     lines = (
         {"step": step + 1, "time_s": 100.0 * step + 100, "reward/mean": 0.5} for step in range(num_steps)
     )
@@ -144,7 +144,7 @@ class House:
         self.last.append(version)
 
     async def begin(self, num_batches: int = 0) -> None:
-        """Until all waits, with so many batches given."""
+        """Run with `num_batches` batches until all waits."""
         self.living = asyncio.create_task(self.job._live())
         self.give_batches(num_batches)
         await all_blocked()
@@ -181,7 +181,7 @@ async def test_trainer_death_in_save_ends_the_run(house: House) -> None:
 
 
 @virtual
-async def test_a_run_that_is_done_makes_a_checkpoint_then_saves_its_weights(house: House) -> None:
+async def test_done_run_makes_a_checkpoint_and_saves_its_weights(house: House) -> None:
     house.trainer.policy_version = 2
     house.trainer.may_step.set()
     await house.begin(num_batches=1)
@@ -249,12 +249,6 @@ def test_failed_resume_leaves_the_run_as_it_was(
     assert resuming.reporter._warnings == ["checkpoint step_9 is damaged"]
 
 
-# ---- what is closed, and what blocks
-
-
-# ---- what is said and written
-
-
 def test_resumed_run_keeps_earlier_steps_and_names_lost_ones(tmp_path: Path) -> None:
     reporter = make_reporter(tmp_path, num_steps=400)
     reporter.resumes(300, {})
@@ -267,9 +261,6 @@ def test_resumed_run_keeps_earlier_steps_and_names_lost_ones(tmp_path: Path) -> 
     reporter.finish("interrupted")
     assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 300
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 300
-
-
-# ---- what a start finds in its directory
 
 
 def begun_run(tmp_path: Path, config: RunConfig) -> Path:

@@ -1,6 +1,4 @@
-"""A real run of two tasks, one by difficulty and one filtered, with two evaluations: killed and resumed it
-draws, trains and computes what a run that was never killed does; and it refuses data that have changed.
-"""
+"""A real run of two tasks and two evaluations, killed and resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ WORDS = [{"prompt": f"{letter} 2", "answer": letter} for letter in "abcdef"]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the run that was never killed; its config and data lie beside it."""
+    """The directory of an undisturbed run, with its config and data in the parent."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "words.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in WORDS))

@@ -1,7 +1,4 @@
-"""Whole runs on real vLLM servers, by files, by broadcast, on another host, and on a server that the run has
-not started: each trains on the same tokens, bit for bit, whatever befalls it. CI runs
-configs/quickstart-vllm.yaml too: it is asynchronous.
-"""
+"""Real runs on vLLM servers train on the same tokens through failures."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def trained(run_dir: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a run by files, to which nothing happened."""
+    """The run directory of an undisturbed run by files."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     answer = run(CONFIG, run_dir, *small(), timeout_s=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr

@@ -1,4 +1,4 @@
-"""Groups from admission to the buffer, and what becomes of prompts whose groups fail."""
+"""Groups from admission to the buffer, and the prompts of failed groups."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class House:
 
     @property
     def requeued(self) -> list[int | None]:
-        """Of each failed group, how often its prompt will have been handed back."""
+        """Return, for each failed group, the number of returns of its prompt."""
         return [event[4] for event in self.journal.named("group_ended") if event[2] == "failed"]
 
     @property
@@ -75,7 +75,7 @@ class House:
 async def test_free_slot_goes_to_a_waiting_rollout_first() -> None:
     async with House(capacity=5) as house:
         await all_blocked()
-        assert house.admitted == [0, 1, 2], "no slot is left idle for want of a second one"
+        assert house.admitted == [0, 1, 2]
         assert (house.count("inflight"), house.producers.num_sampling) == (5, 5)
         await asyncio.sleep(1.0)
         await all_blocked()
@@ -84,7 +84,7 @@ async def test_free_slot_goes_to_a_waiting_rollout_first() -> None:
 
 
 @virtual
-async def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
+async def test_ticket_is_requested_only_for_free_slots() -> None:
     async with House(num_tickets=0, capacity=2) as house:
         await all_blocked()
         house.sink.allow(1)
@@ -117,7 +117,7 @@ async def test_group_holds_all_branches_in_order() -> None:
         assert places == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
         assert house.count("finished") == 3
         told = [len(event[2]) for event in house.journal.named("rollout_finished")]
-        assert told == [3, 2, 1], "each rollout is told once, whole"
+        assert told == [3, 2, 1]
 
 
 @virtual

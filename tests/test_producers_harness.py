@@ -1,6 +1,4 @@
-"""The generator of rollouts that harnesses run: what it opens it ends, whose reward counts, and when the
-clock runs.
-"""
+"""Rollouts that harnesses run: sessions, rewards and the clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Groups that ran when their run was killed: what is finished stays, what was begun goes on, nothing is
-sampled twice.
-"""
+"""Groups of a killed run go on, and nothing is sampled twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boundary where a failure becomes data."""
+"""Failures of a rollout become data, and every token is counted once."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_chat_ids_are_those_of_transformers(
     ids = bos_tokenizer.encode(bos_tokenizer.render(chat))
     assert ids == bos_tokenizer.encode_chat(chat) == tuple(expected)
     assert ids.count(reference.bos_token_id) == 1
-    assert reference("a")["input_ids"][0] == reference.bos_token_id, "it would have added one of its own"
+    assert reference("a")["input_ids"][0] == reference.bos_token_id
 
 
 PIECES = st.text(max_size=8) | st.sampled_from([*SPECIAL, "the fox ", "\n\n"])
@@ -84,8 +84,6 @@ def test_any_text_gives_the_ids_that_transformers_gives(bos_tokenizer: HFChatTok
     [
         ("{{ raise_exception('only one system message') }}", CHAT, "only one system message"),
         ("{{ messages[0].content + 'a' }}", [{"role": "user"}], "has no attribute 'content'"),
-        ("{{ 1 + messages[0].content }}", CHAT, "str"),
-        ("{{ 1 / 0 }}", CHAT, "zero"),
         ("{{ messages.__class__.__mro__ }}", CHAT, "safe"),  # templates run in a sandbox
     ],
 )

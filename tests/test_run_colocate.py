@@ -1,6 +1,4 @@
-"""Turns of trainer and engines: whose memory is on the device, what is announced when, and who may die at
-which moment.
-"""
+"""Turns of trainer and engines: memory, announcements and deaths."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def test_step_is_two_handovers_and_then_an_announcement() -> None:
 
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("path", ["/sleep", "/wake", "/load_chunk", "/commit", "/offload", "/export_chunk"])
-def test_what_dies_in_the_first_turn_comes_back_with_version_0(path: str, stays: bool) -> None:
+def test_death_in_the_first_turn_restores_version_0(path: str, stays: bool) -> None:
     def dies(house: House) -> None:
         dying: Any = house.worker if path in ("/offload", "/export_chunk") else house.fakes[-1]
         dying.dies_at = path
@@ -147,7 +145,7 @@ Kills = list[tuple[float, int]]
 
 
 def tokens_of_six_steps(kills: Kills) -> list[list[tuple[int, ...]]]:
-    """What the requests of six steps get; each kill comes so many seconds after the one before."""
+    """Return the tokens of the requests of six steps; each kill follows the previous one after a delay."""
     tokens = []
 
     async def story(house: House) -> None:

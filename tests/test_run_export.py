@@ -1,4 +1,4 @@
-"""`asyncrl export`: what it writes is what was trained, others load it, and the run stays as it was."""
+"""`asyncrl export` writes the trained weights and does not change the run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class MadeRun:
     def export(self, out: Path, **wanted: Any) -> Path:
         before = contents(self.path)
         export_run(self.path, out, **{"tell": no_words, **wanted})
-        assert contents(self.path) == before, "a run that is read stays as it was"
+        assert contents(self.path) == before
         return out
 
 
@@ -123,7 +123,7 @@ def test_exported_checkpoint_is_what_the_trainer_saves(
         assert (out / name).read_text() == (final / name).read_text(), name
     assert AutoTokenizer.from_pretrained(out).chat_template == template.read_text()
     assert (out / "chat_template.jinja").read_text() == template.read_text()
-    again = made.export(tmp_path / "copied")  # the run is done: final/ is what it takes
+    again = made.export(tmp_path / "copied")  # the run is done: export copies final/
     assert (again / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
     if dtype == "bfloat16" and lora is None and not experts:  # the masters, which final/ has rounded
         more = load_file(made.export(tmp_path / "wide", dtype="float32") / "model.safetensors")
@@ -144,11 +144,6 @@ def test_exported_adapters_compute_what_the_merged_model_does(
     with_peft = peft.PeftModel.from_pretrained(loaded(tiny_model_dir), str(from_checkpoint))
     assert (logits(with_peft) - merged).abs().max() <= 1e-6 * merged.abs().max()
     assert (merged - logits(loaded(tiny_model_dir))).abs().max() > 1e-3
-    assert torch.equal(
-        logits(peft.AutoPeftModelForCausalLM.from_pretrained(from_checkpoint)), logits(with_peft)
-    )
-    of_peft, ours = (one.state_dict() for one in (with_peft.merge_and_unload(), loaded(tmp_path / "merged")))
-    assert max(float((of_peft[name] - ours[name]).abs().max()) for name in ours) <= 1e-6
     made.end(step)
     from_final = made.export(tmp_path / "named", adapter=True, base="owner/name")
     ours, theirs = (load_file(one / "adapter_model.safetensors") for one in (from_checkpoint, from_final))
@@ -159,9 +154,6 @@ def test_exported_adapters_compute_what_the_merged_model_does(
     ]
     assert names == [str(tiny_model_dir), "owner/name"]
     assert AutoTokenizer.from_pretrained(from_final).chat_template
-    cards = [(one / "README.md").read_text() for one in (from_checkpoint, from_final)]
-    assert ["--base NAME" in card for card in cards] == [True, False]
-    assert ["base_model: owner/name" in card for card in cards] == [False, True]
     with pytest.raises(ConfigError, match="sit on a folder of this machine") as caught:
         made.export(tmp_path / "pushed", adapter=True, push="me/model")
     assert "--base" in caught.value.way_out
@@ -171,7 +163,7 @@ def test_exported_adapters_compute_what_the_merged_model_does(
 
 @pytest.fixture
 def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
-    """Checkpoints of steps 1 to 3, evaluated, of which the second is the best."""
+    """Checkpoints of steps 1 to 3, evaluated; step 2 is the best."""
     step, made = make_step(), MadeRun(tmp_path, tiny_model_dir, checkpoint={"every": 1})
     for version in range(3):
         train(step, version, version + 1)
@@ -207,7 +199,7 @@ def test_export_takes_the_asked_step_and_no_damaged_checkpoint(made: MadeRun) ->
         with pytest.raises(ConfigError, match=f"--step {step}: checkpoints of steps 1, 2, 3"):
             found(step)
     shutil.rmtree(made.path / "checkpoints" / "step_2")
-    assert found("best") == 3, "of those that are there"
+    assert found("best") == 3
     damage(made.path / "checkpoints" / "step_3")
     with pytest.raises(CheckpointDamaged, match=r"step_3 is damaged: trainer/__0_0.distcp has"):
         found("3")
@@ -218,19 +210,6 @@ def test_export_takes_the_asked_step_and_no_damaged_checkpoint(made: MadeRun) ->
         found("best")
     with pytest.raises(ConfigError, match="no whole checkpoint"):
         find_source(made.path.parent, made.config, "last", tell=words.append)
-
-
-def test_final_is_taken_while_it_is_the_newest(made: MadeRun, make_step: MakeStep) -> None:
-    step = make_step()
-    train(step, 0, 3)
-    made.end(step)
-    assert find_source(made.path, made.config, "last").is_final
-    assert find_source(made.path, made.config, "3").is_final
-    assert not find_source(made.path, made.config, "3", is_as_trained=False, tell=no_words).is_final
-    train(step, 3, 4)
-    made.checkpoint(step)  # it goes on
-    source = find_source(made.path, made.config, "last", tell=no_words)
-    assert (source.version, source.is_final) == (4, False)
 
 
 @pytest.mark.parametrize("when", ["compared", "loaded"])
@@ -248,7 +227,7 @@ def test_removed_checkpoint_is_reported(
     monkeypatch.setattr(run_export, "read_whole", read_and_remove)
     with pytest.raises(CheckpointError, match=r"step_3 was removed while it was read; .*keep_last"):
         export_run(made.path, tmp_path / "out", step="3", tell=no_words)
-    assert not list(tmp_path.glob("*out*")), "nothing half is left"
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_a_base_model_that_has_changed_is_refused(made: MadeRun, tmp_path: Path) -> None:
@@ -343,7 +322,7 @@ def test_export_works_live_killed_and_done(
     process = start(config, run_dir)
 
     def has_both() -> set[int]:
-        """Versions with an evaluation and a checkpoint; each may be left out while another is made."""
+        """Return versions with an evaluation and a checkpoint."""
         saved = {int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")}
         return saved & {line["policy_version"] for line in read_lines(run_dir / "eval.jsonl")}
 
@@ -353,7 +332,6 @@ def test_export_works_live_killed_and_done(
     process.kill()
     ended(process)
     export_run(run_dir, tmp_path / "killed", tell=no_words)
-    export_run(run_dir, tmp_path / "best", step="best", tell=no_words)
     num_steps = max(line["step"] for line in read_lines(run_dir / "metrics.jsonl")) + 1
     done = run(config, run_dir, f"trainer.num_steps={num_steps}")
     assert done.returncode == 0, done.stderr
@@ -362,7 +340,7 @@ def test_export_works_live_killed_and_done(
     (run_dir / "summary.json").unlink()  # the same weights from the checkpoint
     export_run(run_dir, tmp_path / "loaded", step=str(step), tell=no_words)
     *others, copied, from_ranks = (
-        logits(loaded(tmp_path / name)) for name in ("live", "killed", "best", "copied", "loaded")
+        logits(loaded(tmp_path / name)) for name in ("live", "killed", "copied", "loaded")
     )
     assert step == num_steps
     assert torch.equal(copied, from_ranks)

@@ -1,4 +1,4 @@
-"""The directory that a command writes into: who may read it, and what never stands in its log."""
+"""A run directory's mode and secrets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""At max_staleness 0 the batches of a run whose prompts fail follow from the prompts alone: not from
-latencies, nor from a kill.
-"""
+"""At max_staleness 0 the batches follow from the prompts, not from latencies or kills."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from asyncrl.testing.virtual_time import run_virtual
 
 NUM_BATCHES, NUM_GROUPS = 4, 6
 TRIES = {"0/1": 1, "0/4": 1, "0/8": 2, "0/9": 1, "0/10": 3}
-"""So often these prompts fail; the last one for good."""
+"""Number of failures of each prompt; the last prompt always fails."""
 
 BATCHES = [
     ["0/0", "0/2", "0/3", "0/5", "0/6", "0/7"],
@@ -88,7 +86,7 @@ def prompts_of(journal: MemoryJournal) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("capacity", [64, 5])
-def test_batches_of_a_run_with_failures_do_not_depend_on_latencies(capacity: int) -> None:
+def test_batches_with_failures_do_not_depend_on_latencies(capacity: int) -> None:
     for seed in range(30):
         journal = MemoryJournal()
         run_virtual(Life(seed, journal, capacity=capacity).play())
@@ -104,7 +102,7 @@ class NoTrainer:
 
 
 async def tell(journal: Journal, told: MemoryJournal) -> None:
-    """The file that a run which told this leaves behind."""
+    """Write the journal of a run with these events."""
     for method, *arguments in told.events:
         if method == "batch_taken":
             await journal.batch_taken(*arguments)

@@ -1,6 +1,4 @@
-"""A killed run's rooms go to where they stood: real journal, buffer and feed, a fake trainer worker, nothing
-generated.
-"""
+"""A killed run's rooms return to their place, with a real journal, buffer and feed."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from asyncrl.trainer.trainer_client import TrainerClient
 
 
 class Questions:
-    """Prompt i is question i, as journal_cases has it."""
+    """Prompt i is question i, like in journal_cases."""
 
     def __len__(self) -> int:
         return 100
@@ -48,8 +46,8 @@ def make_feed(seed: int = 0) -> Feed:
 
 
 class Life:
-    """One life of a run: its rooms, with a journal that the next life finds, and its reporter. `restored`:
-    how often it was told that nothing refuses any more, so that what the killed run reported may be cut.
+    """One life of a run: its rooms, reporter and journal. `restored` counts calls of the reporter after a
+    resume.
     """
 
     put_back = Parts.put_back
@@ -112,7 +110,7 @@ class Life:
     special_tokens = SpecialTokens()
 
     def resumes(self, version: int, counted: object) -> None:
-        assert self.steps == [], "before the first step is told again"
+        assert self.steps == []
         self.restored += 1
 
     def step(self, rooms: object, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
@@ -135,9 +133,7 @@ def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
 
 
 async def leave_something_of_everything(life: Life) -> None:
-    """Four batches, the last one taken and not trained on; then g8 ready, g9 in the middle, g10 given back,
-    g11 and g12 failed.
-    """
+    """Take four batches, train three. Then g8 is ready, g9 half done, g10 returned, g11 and g12 failed."""
     life.journal.order_nowait(life.feed.order)
     await life.run_steps(3)
     life.finish(life.admit(), life.admit())
@@ -171,7 +167,7 @@ def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path
         assert (nine.failures, nine.partials) == ({0: (3, "it timed out")}, {2: (1, make_partial(5))})
         assert (*life.numbers(), life.buffer.rule.served, life.buffer.next_group_id) == (4, 1, 1, 4, 13)
         assert life.next_prompts(3) == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
-        assert life.returned == [(4, "0/12", 2)], "it failed at version 4, which goes on"
+        assert life.returned == [(4, "0/12", 2)]
         assert life.buffer.finish_nowait(make_group(9, version=3)) == "ready"
         (eight, _) = life.buffer.take_nowait().groups
         assert same_group(eight, make_group(8, version=3))
@@ -224,7 +220,7 @@ def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
     async def third(life: Life) -> None:
         life.buffer = make_buffer(num_batches=20, max_staleness=0)
         assert await life.restore() == ()
-        assert life.client.policy_version == 3, "what was given up stands in nobody's way"
+        assert life.client.policy_version == 3
         state = await life.journal.read_resume(0)
         assert state.counted["rollout/dropped"] == 0, "no batch left them too old"
         assert life.next_prompts(2) == [("0/5", 0), ("0/7", 0)]
@@ -263,9 +259,6 @@ def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
         assert (life.restored, len(life.steps), len(unfinished)) == (1, 2, 1)
 
     lives(tmp_path / "journal.sqlite", first, refused, *([] if refusal == "tokens" else [resumed]))
-
-
-# ---- without the journal
 
 
 def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) -> None:
@@ -312,9 +305,6 @@ def test_checkpoint_without_its_place_is_refused(tmp_path: Path, out: Any) -> No
         assert "journal.sqlite" in caught.value.way_out
 
     lives(tmp_path / "journal.sqlite", resumed)
-
-
-# ---- a trainer that was started again in the middle of a run
 
 
 def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:

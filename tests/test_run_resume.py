@@ -1,6 +1,4 @@
-"""Whether a directory holds a run to go on with, from where, and which settings may have changed meanwhile;
-and that docs/resume.md says so.
-"""
+"""Rules for resuming: run directories, checkpoints and changed settings."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ def test_newest_whole_checkpoint_is_taken_and_damage_named(run_dir: Path, tmp_pa
     point = found(run_dir, config)
     assert (point.version, [folder.folder.name for folder in point.damaged]) == (50, ["step_100"])
     assert ["step_100" in told for told in point.told] == [True]
-    assert (run_dir / "checkpoints" / "step_100").exists(), "set aside once the run goes on"
+    assert (run_dir / "checkpoints" / "step_100").exists()
 
 
 def test_fewer_steps_than_were_trained_are_refused(run_dir: Path, tmp_path: Path) -> None:
@@ -151,9 +149,6 @@ def test_done_run_continues_by_the_command_it_prints(
     assert program == "asyncrl"
     answer = CliRunner().invoke(app, arguments)
     assert (answer.exit_code, answer.exception) == (0, None), answer.output
-
-
-# ---- what may change
 
 
 def test_changed_settings_are_listed_and_accepted(run_dir: Path, tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""`asyncrl serve gateway`: a person's key, and rollouts that are tried; evaluations of an agent, whose calls
-go to another engine; and where the key of the workers is.
-"""
+"""`asyncrl serve gateway`: user keys, tried rollouts, evaluations and worker keys."""
 
 from __future__ import annotations
 
@@ -28,8 +26,6 @@ from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import RolloutAttempt
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
-
-# ---- a person's key
 
 
 class Desk:
@@ -103,7 +99,7 @@ def test_outcome_ends_a_rollout_and_the_key_stays(tmp_path: Path) -> None:
     assert sum(end - start for start, end, _ in branch["version_spans"]) == sampled_in(branch)
 
 
-def test_a_call_under_way_when_the_outcome_comes_is_in_no_rollout(tmp_path: Path) -> None:
+def test_call_cut_by_an_outcome_is_in_no_rollout(tmp_path: Path) -> None:
     gate = asyncio.Event()
     engine = ScriptedEngine(gate=gate)
 
@@ -128,9 +124,6 @@ def test_a_directory_that_holds_something_else_is_not_served_from(tmp_path: Path
     refused = pytest.raises(ConfigError, match="holds what no `asyncrl serve` has written")
     with refused, open_folder(tmp_path, "x", load_config(QUICKSTART)):
         pass
-
-
-# ---- rollouts that are tried
 
 
 class Agent:
@@ -176,9 +169,6 @@ async def test_try_rollouts_runs_groups_and_records_them_in_order(
     assert rows[1:] == [["0/0", "2", "1", *"00023"], ["0/1", "2", "1", *"11123"]]
 
 
-# ---- evaluations of an agent
-
-
 @pytest.mark.asyncio
 async def test_evaluation_calls_use_their_own_engine() -> None:
     other, broken = ScriptedEngine(lambda _: "other"), list[RoomError]()
@@ -197,7 +187,7 @@ async def test_evaluation_calls_use_their_own_engine() -> None:
         assert (await world.ask("Hi"))[1]["choices"][0]["message"]["content"] == "Hello there."
         other.error = EngineError("engine-eval", "gone")
         assert (await world.post(body, headers=headers))[0] == 503
-        assert (broken, world.broken) == ([other.error], []), "the run goes on"
+        assert (broken, world.broken) == ([other.error], [])
 
 
 @virtual
@@ -222,9 +212,6 @@ async def test_agent_evaluation_counts_all_turns_and_no_engine_failure() -> None
         await evaluator.evaluate(8)
 
 
-# ---- the key of the workers
-
-
 def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(**generator: Any) -> str:
         """As a start of the run makes it; nothing is started."""
@@ -247,9 +234,6 @@ def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest
     assert first == again == json.loads(written.read_text())["worker_key"]
     monkeypatch.setenv(WORKER_KEY_ENV, "chosen")
     assert key(remote=True) == "chosen"
-
-
-# ---- the end of the workers
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Coroutines of the user's that do not end when they are cancelled: given up, named and counted, and never
-waited for.
-"""
+"""User coroutines that ignore cancellation are given up, named and counted."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},))
 
 
 async def swallows(*_: object) -> float:
-    """A judge over the network that is asked again, whatever happens."""
+    """A judge that retries forever."""
     while True:
         with contextlib.suppress(BaseException):
             await asyncio.sleep(3600.0)
@@ -139,10 +137,7 @@ SCRIPT = """
 
 @pytest.mark.parametrize(("how", "code"), [("well", 7), ("interrupted", -2), ("threads", 7)])
 def test_a_process_ends_though_a_call_in_it_never_does(how: str, code: int) -> None:
-    """Not only the loop: Python destroys what is left at its end, and the coroutine would run on for that,
-    for ever. Nor do threads (a judge that is asked in asyncio.to_thread, without a timeout) hold up others
-    or the end: asyncio's own are few, and joined.
-    """
+    """Hung coroutines and hung threads delay neither the end of the loop nor of the process."""
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr

@@ -43,8 +43,6 @@ class House:
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    on_warning: Callable[[], object] | None = None
-    """Called once, at the next warning."""
 
     def facts(self, **changes: Any) -> VllmFacts:
         facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
@@ -60,7 +58,7 @@ class House:
 
         async def within() -> None:
             caller = Caller("engine-0", self.process.url, SECRET)
-            rules = PushRules(canary_limit, chunk_bytes=40_000, warn=self.warn)
+            rules = PushRules(canary_limit, chunk_bytes=40_000, warn=self.warnings.append)
             known = {"rules": rules, "policy_version": self.version, "decode": self.decode}
             server = VllmServer(caller, facts=self.facts(**(facts or {})), **known)
             try:
@@ -77,12 +75,6 @@ class House:
                 "/update_weight_version", {"new_version": str(self.version)}
             )  # the next client knows no second attempt
 
-    def warn(self, words: str) -> None:
-        self.warnings.append(words)
-        told, self.on_warning = self.on_warning, None
-        if told is not None:
-            told()
-
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
@@ -98,15 +90,12 @@ class House:
             name: one + 0.05 * torch.randn(one.shape, generator=random) for name, one in self.base.items()
         }
 
-    def stage(
-        self, version: int, weights: dict[str, Tensor], *, has_canary: bool = True, **changes: Any
-    ) -> ExportResponse:
+    def stage(self, version: int, weights: dict[str, Tensor], **changes: Any) -> ExportResponse:
         """Write them as the trainer does, with its canary."""
         tensors = {name: one.contiguous() for name, one in weights.items()}
         request = stage_file(tensors, version, self.scratch).model_dump(exclude_defaults=True)
-        canary = self.canary(weights) if has_canary else None
         self.pushed[version] = weights
-        return ExportResponse(**request, canary=canary).model_copy(update=changes)
+        return ExportResponse(**request, canary=self.canary(weights)).model_copy(update=changes)
 
     def canary(self, weights: dict[str, Tensor], num_tokens: int = 160) -> Canary:
         """Long enough for a block of the prefix cache, which is 128 tokens on a CPU."""
