@@ -1,6 +1,4 @@
-"""The writing thread: in order, all at once, never in the loop's way, loud when it cannot write. Over random
-histories of groups, with crashes, the journal says what a dict would say.
-"""
+"""The writing thread keeps order, never delays the loop, and survives crashes."""
 
 from __future__ import annotations
 
@@ -10,11 +8,8 @@ import itertools
 import resource
 import shutil
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,14 +33,13 @@ from journal_cases import (
 )
 
 from asyncrl.errors import JournalError
-from asyncrl.files import RunLock
 from asyncrl.journal import schema
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume, run_story
 from asyncrl.messages.records import Group, GroupId, Ticket
 
 
-def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_path: Path) -> None:
+def test_loop_continues_while_the_disk_is_slow(tmp_path: Path) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
         tell_ready(journal, 0)
@@ -79,24 +73,7 @@ def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_p
     assert len(group.partials[0][1].token_ids) == 999 % 7
 
 
-def test_its_times_are_those_of_the_decisions_and_not_of_the_writing(tmp_path: Path) -> None:
-    async def story() -> tuple[float, float]:
-        journal, may_go = open_journal(tmp_path / "journal.sqlite"), threading.Event()
-        journal._put(lambda _: may_go.wait())
-        before_s = time.time()
-        journal.published_nowait(3, "digest")
-        after_s = time.time()
-        may_go.set()
-        await journal.aclose()
-        return before_s, after_s
-
-    before_s, after_s = asyncio.run(story())
-    with contextlib.closing(schema.connect(tmp_path / "journal.sqlite", is_read_only=True)) as journal:
-        ((served_s,),) = journal.execute("SELECT served_s FROM publishes")
-    assert before_s <= served_s <= after_s
-
-
-def test_a_decision_refused_halfway_has_changed_nothing_and_commits_are_on_the_disk(tmp_path: Path) -> None:
+def test_refused_decision_changes_nothing_and_commits_are_durable(tmp_path: Path) -> None:
     def half(connection: sqlite3.Connection) -> None:
         connection.execute("INSERT INTO publishes VALUES (9, 'd', 0.0)")
         raise JournalError("enough")
@@ -109,12 +86,6 @@ def test_a_decision_refused_halfway_has_changed_nothing_and_commits_are_on_the_d
         assert pragma == (2,), "FULL: a commit is on the disk when it returns"
 
     assert asked(with_journal(tmp_path / "journal.sqlite", story), run_story)["newest_published"] == 1
-
-
-def hold(path: Path) -> sqlite3.Connection:
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    return other
 
 
 def damage(connection: sqlite3.Connection) -> None:
@@ -130,7 +101,7 @@ def damage(connection: sqlite3.Connection) -> None:
         ("damaged", "is damaged", "move journal.sqlite"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_an_error_that_reaches_every_caller(
+def test_unwritable_file_is_an_error_for_every_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, why: str, way_out: str
 ) -> None:
     monkeypatch.setattr(schema, "BUSY_S", 0.05)
@@ -141,8 +112,10 @@ def test_a_file_that_cannot_be_written_is_an_error_that_reaches_every_caller(
         tell_ready(journal, 0)
         await journal.flush()
         watching = asyncio.create_task(journal.wait_failed())
-        with contextlib.closing(hold(path)) if fault == "held" else contextlib.nullcontext():
-            if fault == "damaged":
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            if fault == "held":
+                other.execute("BEGIN IMMEDIATE")
+            else:
                 journal._put(damage)
             journal.event_nowait("more", {})
             with pytest.raises(JournalError, match=why) as caught:
@@ -156,7 +129,7 @@ def test_a_file_that_cannot_be_written_is_an_error_that_reaches_every_caller(
     assert len(read_resume(path, 0).ready) == 1
 
 
-def test_a_full_disk_is_told_and_what_was_written_stays_whole(tmp_path: Path) -> None:
+def test_full_disk_leaves_the_written_whole(tmp_path: Path) -> None:
     path, (soft, hard) = tmp_path / "journal.sqlite", resource.getrlimit(resource.RLIMIT_FSIZE)
     taken: list[int] = []
 
@@ -185,23 +158,13 @@ def test_a_full_disk_is_told_and_what_was_written_stays_whole(tmp_path: Path) ->
         assert same_group(batch.groups[0], make_group(version, num_tokens=300))
 
 
-def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "run.lock").acquire()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
-        lock.release()
-        RunLock(tmp_path / "run.lock").acquire().release()
-        child.communicate(b"\n")
-
-
 # ---- random histories
 
 INDEX_AND_LENGTH = st.tuples(st.integers(0, 1), st.integers(1, 9))
 
 
 class Histories(RuleBasedStateMachine):
-    """`states` group -> state, `prompts` group -> prompt, `batches` in order, `partials` and `finished` of
-    running rollouts.
-    """
+    """The model: state and prompt of each group, batches in order, running rollouts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""The policy gives the logprobs and gradients of one plain forward pass a sequence, with any model and any
-cut.
-"""
+"""The policy gives the logprobs and gradients of one plain forward pass per sequence."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tiny_model import TINY_ARCHITECTURE
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,9 +65,7 @@ Found = tuple[Tensor, dict[str, Tensor]]
 def run(
     policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0, num_ranks: int = 1
 ) -> Found:
-    """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ...: one backward pass a
-    micro-batch, of one rank after the other.
-    """
+    """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ..."""
     header, arrays = batch_of(groups)
     policy.zero_grad()
     places = np.cumsum(arrays.loss_mask)
@@ -108,7 +102,7 @@ def assert_same(found: Found, expected: Found, limit: float) -> None:
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_usual_architectures_run_packed_and_give_plain_gradients(kind: str) -> None:
+def test_usual_architectures_run_packed(kind: str) -> None:
     # the kernel of the experts knows no float64
     model = make_model(kind, torch.float32 if kind == "qwen3_moe" else torch.float64)
     expected = run_plain(model, GROUPS, 0.7)
@@ -125,7 +119,7 @@ def test_usual_architectures_run_packed_and_give_plain_gradients(kind: str) -> N
         ("recurrent_gemma", {"logits_soft_cap": 30.0, "lru_width": 64, "num_hidden_layers": 3}),
     ],
 )
-def test_a_soft_cap_that_small_logits_do_not_feel_is_found(kind: str, cap: dict[str, Any]) -> None:
+def test_soft_cap_is_found_whatever_the_logits(kind: str, cap: dict[str, Any]) -> None:
     model = make_model(kind, hidden_size=64, initializer_range=0.0, **cap)
     policy = Policy(model)
     assert not policy.plan.has_plain_head
@@ -135,7 +129,7 @@ def test_a_soft_cap_that_small_logits_do_not_feel_is_found(kind: str, cap: dict[
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_others_are_found_out_logged_and_run_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_architectures_run_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(kind)
     expected = run_plain(model, GROUPS)
     before = model.config._attn_implementation
@@ -149,7 +143,7 @@ def test_others_are_found_out_logged_and_run_alone(kind: str, caplog: pytest.Log
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans())
-def test_any_tree_any_cut_and_any_number_of_ranks_give_plain_gradients(
+def test_any_tree_cut_and_ranks_give_plain_gradients(
     groups: Rows, max_tokens: int, num_ranks: int, shares_all: bool
 ) -> None:
     """Each token has a weight of its own in each sequence, also where sequences share it."""
@@ -163,7 +157,7 @@ def test_any_tree_any_cut_and_any_number_of_ranks_give_plain_gradients(
         assert_same(run(policy, groups, max_tokens, num_ranks=num_ranks), expected, 1e-6)
 
 
-def test_a_window_shorter_than_a_sequence_makes_its_micro_batch_run_alone() -> None:
+def test_micro_batch_longer_than_the_window_runs_alone() -> None:
     model = make_model("mistral", sliding_window=32)
     both = [random_groups([[5, longest]], prompt=20) for longest in (9, 60)]
     expected = [run_plain(model, groups) for groups in both]
@@ -174,34 +168,29 @@ def test_a_window_shorter_than_a_sequence_makes_its_micro_batch_run_alone() -> N
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_gradient_checkpointing_computes_layers_twice_and_gives_the_same_gradient(is_packed: bool) -> None:
+def test_gradient_checkpointing_gives_the_same_gradient(is_packed: bool) -> None:
     policy = Policy(make_model(), ForwardPlan(is_packed, True, reason="asked for"))
-    calls: list[int] = []
-    policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     expected = run(policy, GROUPS)
-    num_plain = len(calls)
     policy.enable_gradient_checkpointing()
     assert_same(run(policy, GROUPS), expected, 1e-7)
-    assert len(calls) == 3 * num_plain
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plan_check_sees_that_sequences_mix(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_check_sees_that_sequences_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention that takes packed tokens for one long sequence is the mistake that it is there for."""
     real = policy_module.packed_inputs
 
     def without_layout(micro: MicroBatch) -> dict[str, Any]:
-        mask = torch.zeros(2 * (micro.layout.num_tokens,)).fill_(-torch.inf).triu_(1).to(dtype)
+        mask = torch.zeros(2 * (micro.layout.num_tokens,)).fill_(-torch.inf).triu_(1)
         return {**real(micro), "packed_layout": None, "attention_mask": mask[None, None]}
 
     monkeypatch.setattr(policy_module, "packed_inputs", without_layout)
-    plan = find_plan(make_model(dtype=dtype))
+    plan = find_plan(make_model())
     assert not plan.is_packed
     assert "away from the plain ones" in plan.reason
 
 
 MANY_LAYERS: list[tuple[str, dict[str, Any], int]] = [
-    *((kind, {}, 2) for kind in [*PACKED, *ALONE] if kind != "gpt2"),
+    *((kind, {}, 2) for kind in ["qwen3", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss"]),
     ("gpt2", {"n_layer": 9}, 2),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 6}, 2),
     ("smollm3", {"no_rope_layer_interval": 3, "layer_types": None}, 2),
@@ -211,11 +200,9 @@ MANY_LAYERS: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "changes", "num_layers"), MANY_LAYERS)
-def test_a_small_random_model_has_the_plan_of_the_whole_and_leaves_the_random_numbers(
+def test_small_random_model_has_the_plan_of_the_whole(
     kind: str, changes: dict[str, Any], num_layers: int, dtype: torch.dtype
 ) -> None:
-    if (kind, dtype) == ("mamba", torch.bfloat16):
-        pytest.skip("transformers' slow path for it computes in float32 alone")
     whole = make_model(kind, dtype, **{"num_hidden_layers": 9, "vocab_size": 3000} | changes)
     before, state = whole.config.to_dict(), torch.get_rng_state()
     small = probe_model(whole.config, torch.device("cpu"), dtype)
@@ -232,7 +219,7 @@ def test_a_small_random_model_has_the_plan_of_the_whole_and_leaves_the_random_nu
     )
 
 
-# ---- the sliced head gives the logprobs, entropies and gradients of a whole log-softmax
+# ---- the sliced head
 
 
 def case(dtype: torch.dtype, *, has_bias: bool = False) -> list[Any]:
@@ -260,22 +247,22 @@ def scores_of(function: Any, made: list[Any], temperature: float) -> list[Tensor
     return [*(score.detach() for score in scores), *gradients]
 
 
-@pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 128 vocabulary entries, the last one shorter."""
-    monkeypatch.setitem(policy_module.MOST_LOGITS, "cpu", 70 * 128)
-    monkeypatch.setattr(policy_module, "MIN_SLICE", 1)
-
-
-@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "temperature", "limit", "gradient_limit"),
     [(torch.float64, 0.7, 1e-10, 1e-10), (torch.float32, 1.0, 1e-5, 1e-5), (torch.bfloat16, 0.8, 2e-5, 0.01)],
 )
-def test_it_is_a_log_softmax_and_bfloat16_loses_nothing_in_the_forward_pass(
-    has_bias: bool, dtype: torch.dtype, temperature: float, limit: float, gradient_limit: float
+def test_sliced_head_is_a_log_softmax(
+    monkeypatch: pytest.MonkeyPatch,
+    has_bias: bool,
+    dtype: torch.dtype,
+    temperature: float,
+    limit: float,
+    gradient_limit: float,
 ) -> None:
+    """In slices of 128 vocabulary entries; bfloat16 loses nothing in the forward pass."""
+    monkeypatch.setitem(policy_module.MOST_LOGITS, "cpu", 70 * 128)
+    monkeypatch.setattr(policy_module, "MIN_SLICE", 1)
     made = case(dtype, has_bias=has_bias)
     wide = torch.promote_types(dtype, torch.float32)
     parts = [None if part is None else part.detach().to(wide).requires_grad_() for part in made[:3]]
