@@ -177,12 +177,10 @@ def _of_nodes(key: str, form: NodesConfig, hosts: Hosts, taken: Side) -> Side:
         found = tuple(one for node in sorted(fitting[:num]) for one in left[node][: sizes[node]])
         if len(fitting) >= num and (others == taken or {*found} == {*taken}):
             return found
-    free = [sum(one not in taken for one in devices) for devices in every]
-    has = ", ".join(
-        f"{name} {have} of {len(all_)}" for name, have, all_ in zip(hosts.names, free, every, strict=True)
-    )
+    free = [sum(gpus == 0 or one not in taken for one in devices) for devices in every]
+    has = [f"{name} {num} of {len(all_)}" for name, num, all_ in zip(hosts.names, free, every, strict=True)]
     raise ConfigError(
-        f"{key}={form}, and the devices that the other side leaves are: {has}",
+        f"{key}={form}, and the devices that the other side leaves are: {', '.join(has)}",
         rule="both sides have devices of their own, or exactly the same devices",
         way_out=f"write fewer nodes or devices, set {key}=auto for what is left, or add nodes.",
     )

@@ -252,7 +252,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     num, placement, revision = plan.shape.num_parameters, plan.placement, config.model.revision
     fetch = f"hf download {config.model.path} config.json{f' --revision {revision}' if revision else ''}"
     size = f"{num:,} parameters" if num else f"size not known without config.json; `{fetch}` is enough"
-    names = (*(field.name for field in fields(Memory)), "total")
+    names = (*(field.name.replace("_", " ") for field in fields(Memory)), "total")
     lines = [f"model: {size}", "", _row("process", "device", "threads", names)]
     for one in plan.processes:
         sizes = [size_text(part) if part else "-" for part in (*astuple(one.memory), one.memory.total)]
