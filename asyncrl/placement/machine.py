@@ -59,33 +59,23 @@ def this_machine() -> Machine:
 
 
 def described_machine(devices: str | None, cores: int | None, memory: str | None) -> Machine | None:
-    """The machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`, None where nothing is
-    given. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
+    """Return the machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`, None if nothing
+    is given. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
     """
     if devices is None and cores is None and memory is None:
         return None
-    if devices is None or cores is None or memory is None:
+    match = re.fullmatch(r"([1-9]\d{0,3})x(?:.*-)?([^-]+)", devices or "")
+    size, available = _bytes_of(match[2] if match else ""), _bytes_of(memory or "")
+    if not (match and size) and devices != "cpu" or not cores or cores < 1 or available is None:
         given = {"--devices": devices, "--cores": cores, "--memory": memory}
-        missing = ", ".join(name for name, value in given.items() if value is None)
-        what = f"a machine is described by --devices, --cores and --memory, and there is no {missing}"
-        raise ConfigError(what, way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB.")
-    if cores < 1:
-        raise ConfigError(f"--cores {cores}", way_out="write how many the machine has: --cores 192.")
-    cuda: tuple[CudaDevice, ...] = ()
-    if devices != "cpu":
-        match = re.fullmatch(r"([1-9]\d{0,3})x(?:.*-)?([^-]+)", devices)
-        size = None if match is None else _bytes_of(match[2])
-        if match is None or size is None:
-            rule = "it is how many there are, x, a name if you like, and the memory of one"
-            way_out = (
-                "write 8xH200-141GB, 1xRTX4090-24GB or 2x80GB (2x8x80GB: two nodes); cpu: there is none."
-            )
-            raise ConfigError(f"--devices {devices} describes no devices", rule=rule, way_out=way_out)
-        cuda = tuple(CudaDevice(str(number), size, size) for number in range(int(match[1])))
-    if (available := _bytes_of(memory)) is None:
+        text = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise ConfigError(
-            f"--memory {memory} is no size", way_out="write a number and GB or TB: --memory 2TB."
+            f"{text} describes no machine",
+            rule="devices are their number, x, a name if you like, and the memory of one; cpu is none",
+            way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB (2x8x80GB: two nodes).",
         )
+    num = int(match[1]) if match else 0
+    cuda = tuple(CudaDevice(str(number), size, size) for number in range(num))
     return Machine(cuda, cores, available, has_bfloat16=False, is_here=False)
 
 
