@@ -92,7 +92,7 @@ rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer ->
 rollout.urls=['http://host:8000/v1'] -> write a server like http://10.0.0.7:8000, without a path
 HERE rollout.ports=[8000] -> rollout.ports is for servers that the run starts
 HERE model.path=none model.scratch={architecture: {}, characters: ab} -> model.scratch is made at the start
-HERE placement.rollout=trainer buffer.max_staleness=0 -> which those of rollout.urls cannot
+HERE placement.rollout=trainer buffer.max_staleness=0 -> remove rollout.urls
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit
 weight_sync.transport=disk -> give a folder that trainer and engines share
 weight_sync.transport=shm weight_sync.disk_dir=/data -> disk writes each version there, and no other does

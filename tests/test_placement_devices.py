@@ -298,18 +298,18 @@ def test_a_machine_is_described_by_its_devices_cores_and_memory(
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    "given",
     [
-        ((None, *THREE[1:]), "there is no --devices"),
-        ((THREE[0], None, None), "there is no --cores, --memory"),
-        ((THREE[0], 0, "2TB"), "--cores 0"),
-        ((THREE[0], 192, "plenty"), "--memory plenty is no size"),
-        ((THREE[0], 192, "0GB"), "--memory 0GB is no size"),
-        *(((devices, 192, "2TB"), f"--devices {devices} describes no devices") for devices in
+        (None, *THREE[1:]),
+        (THREE[0], None, None),
+        (THREE[0], 0, "2TB"),
+        (THREE[0], 192, "plenty"),
+        (THREE[0], 192, "0GB"),
+        *((devices, 192, "2TB") for devices in
           ("8", "H200-141GB", "0xH200-141GB", "8xH200", "8xH200-141", "8x0GB", "-1x80GB", "")),
     ],
 )  # fmt: skip
-def test_a_machine_that_is_not_described_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
+def test_a_machine_that_is_not_described_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="describes no machine") as caught:
         described_machine(*given)
-    assert "write " in caught.value.way_out
+    assert "--devices 8xH200-141GB --cores 192 --memory 2TB" in caught.value.way_out

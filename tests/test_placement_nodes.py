@@ -362,11 +362,11 @@ def test_nodes_are_described_one_after_the_other(
 @pytest.mark.parametrize(
     ("devices", "cores", "words"),
     [
-        (["2x8xH200"], [1], "describes no devices"),
-        (["0x8x80GB"], [1], "describes no devices"),
+        (["2x8xH200"], [1], "describes no machine"),
+        (["0x8x80GB"], [1], "describes no machine"),
         (["2xcpu"], [1, 2], "--cores is there 2 times, and --devices 1 times.* write --cores once for all"),
-        ([], [1], "there is no --devices"),
-        (["cpu", "2x80GB"], [], "there is no --cores"),
+        ([], [1], "describes no machine"),
+        (["cpu", "2x80GB"], [], "describes no machine"),
     ],
 )
 def test_nodes_that_are_not_described_are_refused(devices: list[str], cores: list[int], words: str) -> None:

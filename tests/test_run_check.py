@@ -168,8 +168,7 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
     assert len({*lines}) == len(lines), "each line stands once"
     assert re.search(r"^trainer-0 +cuda:0 +48 ", said, re.MULTILINE)
     assert re.search(r"^engine-0 +cuda:1 +16 ", said, re.MULTILINE)
-    assert "131.32 GiB free" in said
-    assert "not checked, as the machine is not here" in said
+    assert "free 131.32 GiB" in said
 
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -184,36 +183,15 @@ LORA, SMALL = ["trainer.lora={rank: 32}"], ["1xRTX4090-24GB", "--cores=16", "--m
 @pytest.mark.parametrize(
     ("name", "machine", "words"),
     [
-        ("gsm8k-qwen2.5-1.5b-1gpu", ONE, "share: auto: both sides stay on cuda:0, the engines with 0."),
-        (
-            "gsm8k-qwen2.5-1.5b-1gpu",
-            [*SMALL, *LORA],
-            "share: auto: both sides stay on cuda:0, the engines with 0.",
-        ),
-        ("gsm8k-qwen2.5-1.5b-1gpu", SMALL, "on cuda:0 (trainer-0 ... Way out: "),
-        ("gsm8k-qwen2.5-1.5b-1gpu-shared", ONE, "share=0.35: both sides stay on cuda:0, and work at once"),
-        (
-            "gsm8k-qwen2.5-1.5b-1gpu-shared",
-            [*ONE, "placement.share=0.9"],
-            "share=0.9 of cuda:0 ... set placement.share=",
-        ),
-        ("gsm8k-qwen2.5-7b-8gpu", EIGHT, "engine-3     cuda:7"),
-        (
-            "gsm8k-qwen2.5-7b-2x8gpu",
-            TWICE,
-            "transport: auto is stream: ... engine-7     cuda:7 ... on node-1/cuda:0-7)",
-        ),
-        (
-            "gsm8k-qwen2.5-7b-2x8gpu-colocated",
-            TWICE,
-            "on node-0/cuda:0-7, node-1/cuda:0-7, in turns ... share: auto: both sides stay on "
-            "node-0/cuda:0-7",
-        ),
-        (
-            "gsm8k-qwen2.5-7b-8gpu-colocated",
-            EIGHT,
-            "share: auto: both sides stay on cuda:0, ... cuda:7, the engines with 0.",
-        ),
+        ("gsm8k-qwen2.5-1.5b-1gpu", ONE, "both sides stay, engines with 0."),
+        ("gsm8k-qwen2.5-1.5b-1gpu", [*SMALL, *LORA], "both sides stay, engines with 0."),
+        ("gsm8k-qwen2.5-1.5b-1gpu", SMALL, "cuda:0 needs ... (trainer-0 ... Way out: "),
+        ("gsm8k-qwen2.5-1.5b-1gpu-shared", ONE, "placement.share=0.35: both sides stay"),
+        ("gsm8k-qwen2.5-1.5b-1gpu-shared", [*ONE, "placement.share=0.9"], "share=0.9: engines need"),
+        ("gsm8k-qwen2.5-7b-8gpu", EIGHT, "engine-3       cuda:7"),
+        ("gsm8k-qwen2.5-7b-2x8gpu", TWICE, "auto is stream: ... engine-7       node-1/cuda:7"),
+        ("gsm8k-qwen2.5-7b-2x8gpu-colocated", TWICE, "mode: colocated ... both sides stay, engines"),
+        ("gsm8k-qwen2.5-7b-8gpu-colocated", EIGHT, "mode: colocated ... both sides stay, engines with 0."),
     ],
 )
 def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
@@ -236,8 +214,10 @@ def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
     said = capsys.readouterr()
     assert is_said(words, said.out + said.err), said
     assert (ended.value.code or 0) == (2 if "Way out" in said.err else 0)
-    billions = "1.5" if "1.5b" in name else "7.6"
-    assert f"model: about {billions} billion parameters (from the table of known models" in said.out
+    num = re.search(r"^model: ([\d,]+) parameters", said.out, re.MULTILINE)
+    assert num is not None
+    billions = 1.54 if "1.5b" in name else 7.62
+    assert int(num[1].replace(",", "")) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("gsm8k-*.yaml")), ids=lambda path: path.stem)
@@ -252,7 +232,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
     monkeypatch.setattr(sys, "argv", ["asyncrl", *shown.split()])
     with pytest.raises(SystemExit, match="0"):
         cli.main()
-    assert "evaluation: the rollout engines sample" in capsys.readouterr().out
+    assert "evaluation: rollout engines" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -335,7 +315,7 @@ def test_a_check_of_this_machine_fetches_the_size_of_a_model_once(
     config = write_config(here, model={"scratch": None, "path": "who/model", "revision": revision})
     described = ["--devices", "2xH200-141GB", "--cores", "64", "--memory", "1TB"]
     cli.app(["check", str(config), *described], standalone_mode=False)
-    assert "not on disk yet" in capsys.readouterr().out
+    assert "size not known" in capsys.readouterr().out
     assert hub == [], "nothing is asked for a machine that is not here"
     config = load_config(config)
     said = next(line for line in lines_of(config) if line.startswith("model: ") and "parameters" in line)
@@ -365,7 +345,7 @@ def test_a_run_plans_with_the_size_that_it_fetches_first(
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2**30))
     config = load_config(write_config(here, model={"scratch": None, "path": "who/model"}))
-    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB of memory on cpu"):
+    with pytest.raises(ConfigError, match=r"cpu needs [\d.]+ GiB"):
         run_job(config, here / "run", name="run")
     assert not (here / "run").exists()
 
@@ -374,7 +354,7 @@ def test_a_size_that_cannot_be_had_is_told_with_what_fetches_it(
     hub: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(write_config(here, model={"scratch": None, "path": "who/nobody"}))
-    unknown = "model: not on disk yet, so its memory is not known; `hf download who/nobody config.json`"
+    unknown = "model: size not known without config.json; `hf download who/nobody config.json`"
     for name, value in {"": "", "HUGGINGFACE_CO_URL_TEMPLATE": nobody_here(), "HF_HUB_OFFLINE": True}.items():
         if name:
             monkeypatch.setattr(constants, name, value)

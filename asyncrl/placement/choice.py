@@ -14,7 +14,7 @@ leaves too few, they take the other side's devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,13 +65,9 @@ class Hosts:
         is_plain = len(self.names) == 1 or device.name == NO_DEVICE
         return device.name if is_plain else f"{self.names[device.node]}/{device.name}"
 
-    def labels(self, devices: Iterable[NodeDevice]) -> list[str]:
-        """Return the name of each device once."""
-        return [self.label(device) for device in dict.fromkeys(devices)]
-
 
 def takes_no_device(config: RunConfig) -> bool:
-    """Return whether engines use no device of the run: simulated ones, and those of rollout.urls."""
+    """Return whether engines use no device of the run: simulated engines, and the servers of rollout.urls."""
     return not config.rollout.facts.has_model or config.rollout.urls is not None
 
 
@@ -177,12 +173,10 @@ def _of_nodes(key: str, form: NodesConfig, hosts: Hosts, taken: Side) -> Side:
         found = tuple(one for node in sorted(fitting[:num]) for one in left[node][: sizes[node]])
         if len(fitting) >= num and (others == taken or {*found} == {*taken}):
             return found
-    free = [sum(one not in taken for one in devices) for devices in every]
-    has = ", ".join(
-        f"{name} {have} of {len(all_)}" for name, have, all_ in zip(hosts.names, free, every, strict=True)
-    )
+    free = [sum(gpus == 0 or one not in taken for one in devices) for devices in every]
+    has = [f"{name} {num} of {len(all_)}" for name, num, all_ in zip(hosts.names, free, every, strict=True)]
     raise ConfigError(
-        f"{key}={form}, and the devices that the other side leaves are: {has}",
-        rule="both sides have devices of their own, or exactly the same devices",
-        way_out=f"write fewer nodes or devices, set {key}=auto for what is left, or add nodes.",
+        f"{key}={form}, and the devices that the other side leaves are: {', '.join(has)}",
+        rule="the two sides have different devices, or exactly the same",
+        way_out=f"write fewer nodes or devices, set {key}=auto for the free devices, or add nodes.",
     )

@@ -2,7 +2,7 @@
 work. Imports no torch. choice.py reads the forms of `placement`.
 
 Both sides on the same CUDA devices time-share them (colocated, buffer.max_staleness=0), or work at once where
-placement.share is a number. Each rank has a CUDA device of its own; engines are dealt over theirs, so two may
+placement.share is a number. Each rank has its own CUDA device; engines are dealt over theirs, so two may
 share one, and no engine spans two nodes. Both sides on the CPU work at once, unless rollout is `trainer`.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config import RunConfig
+from asyncrl.config.operation import Devices
 from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.errors import ConfigError
 from asyncrl.placement.choice import NO_DEVICE, Hosts, NodeDevice, Side, choose, named, takes_no_device
@@ -29,8 +30,8 @@ SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device names (cpu, cuda:0, ...): one per trainer rank, all of each engine, and those of the eval engine
-    and the teacher (None: there is none). Without an eval engine the rollout engines evaluate.
+    """Device names (cpu, cuda:0, ...): one per trainer rank, all of each engine, and one each for the eval
+    engine and the teacher (None: there is none). Without an eval engine the rollout engines evaluate.
     """
 
     trainer: tuple[str, ...]
@@ -165,7 +166,7 @@ def _cuda(devices: Sequence[NodeDevice]) -> Side:
 
 
 def _validate_sides(config: RunConfig, hosts: Hosts, trainer: Side, rollout: Side, *, is_turns: bool) -> None:
-    """Raise ConfigError for sides that overlap in part, or time-share what they cannot."""
+    """Raise ConfigError for sides that overlap in part, or that cannot time-share."""
     staleness, written = config.buffer.max_staleness, config.placement
     both = f"placement.trainer={written.trainer}, placement.rollout={written.rollout}"
     shared = {*_cuda(trainer)} & {*rollout}
@@ -173,15 +174,16 @@ def _validate_sides(config: RunConfig, hosts: Hosts, trainer: Side, rollout: Sid
         what = f"launcher=local starts processes on this machine, and there are {len(hosts.names)} nodes"
         raise ConfigError(what, way_out="set launcher=ray, or describe one machine.")
     if shared and {*trainer} != {*rollout}:
+        labels = ", ".join(map(hosts.label, sorted(shared)))
         raise ConfigError(
-            f"{both} share only {', '.join(hosts.labels(sorted(shared)))}; other devices would wait for them",
+            f"{both} share only {labels}; the other devices would wait for them",
             way_out="give both sides the same devices (placement.rollout=trainer), or none in common.",
         )
     if is_turns and staleness > 0:
         raise ConfigError(
             f"{both} are the same devices, and buffer.max_staleness={staleness}",
             rule="time-sharing makes every batch on-policy",
-            way_out="set buffer.max_staleness=0, or give placement.rollout devices of its own; on CUDA, "
+            way_out="set buffer.max_staleness=0, or give placement.rollout its own devices; on CUDA, "
             "placement.share=0.4 lets both sides work at once.",
         )
     if is_turns and config.rollout.is_scaled:
@@ -212,17 +214,17 @@ def _validate_numbers(config: RunConfig, trainer: Side, rollout: Side) -> None:
     if size != len(trainer) if _cuda(trainer) else size % len(trainer):
         raise ConfigError(
             f"placement.trainer={written.trainer} is {len(trainer)} devices for trainer.world_size={size}",
-            rule="each process has a CUDA device of its own; CPUs of several nodes have the same number each",
+            rule="each process has its own CUDA device; CPUs of several nodes have the same number each",
             way_out=f"set trainer.world_size={len(trainer)}, or change placement.trainer.",
         )
-    split = config.rollout.tensor_parallel if _cuda(rollout) else 1
+    split = config.rollout.tensor_parallel
     counts = Counter(device.node for device in rollout).values()
     is_uneven = any(count % split for count in counts) or len(rollout) > num * split
     if is_uneven and not takes_no_device(config):
         raise ConfigError(
             f"placement.rollout={written.rollout} is {' + '.join(map(str, counts))} devices for "
             f"rollout.num_engines={num} with rollout.tensor_parallel={split}",
-            rule="an engine has tensor_parallel devices of one node, and no device is idle",
+            rule="an engine has tensor_parallel CUDA devices of one node or a CPU, and no device is idle",
             way_out=f"set rollout.num_engines={max(1, len(rollout) // split)} or rollout.tensor_parallel="
             f"{math.gcd(*counts)}, or change placement.rollout.",
         )
@@ -232,7 +234,7 @@ def _validate_engines(config: RunConfig, kind: str, *, is_turns: bool) -> None:
     """Raise ConfigError for what engines on this kind of device cannot do."""
     rollout = config.rollout
     if rollout.urls is not None and config.placement.rollout == "trainer":
-        what = "placement.rollout=trainer has engines sleep, and the run does not start those of rollout.urls"
+        what = "placement.rollout=trainer has engines sleep, and the servers of rollout.urls cannot"
         raise ConfigError(what, way_out="remove rollout.urls, or set placement.rollout=auto.")
     if is_turns and kind == "cpu" and not rollout.facts.sleeps_on_cpu:
         what = f"rollout.engine={rollout.engine} on the CPU cannot free its memory for the trainer's turn"
@@ -243,33 +245,19 @@ def _validate_engines(config: RunConfig, kind: str, *, is_turns: bool) -> None:
             rule="the embedded engine can on a CPU, and a vLLM that the run starts can on CUDA",
             way_out="set rollout.deterministic=auto.",
         )
-    if rollout.tensor_parallel > 1 and kind == "cpu" and rollout.urls is None:
-        what = (
-            f"rollout.tensor_parallel={rollout.tensor_parallel} splits engines over CUDA devices, not the CPU"
-        )
-        raise ConfigError(
-            what, way_out="set rollout.tensor_parallel=1, or placement.rollout to CUDA devices."
-        )
 
 
 def _beside(
     config: RunConfig, hosts: Hosts, ranks: Side, engines: Side
 ) -> tuple[str | None, str | None, int]:
-    """Return the devices of the eval engine and the teacher, and their node: one with a free CUDA device
-    for each. Both work during training: never on the trainer's CUDA device.
+    """Return the devices of the eval engine and the teacher, and their node, with a free CUDA device for
+    each if possible. Both work during training: never on the trainer's CUDA device.
     """
     written, has_model = config.placement, config.rollout.facts.has_model
     forms = {"eval": written.eval} if config.eval_engine != "rollout" and has_model else {}
     forms |= {"teacher": written.teacher} if config.teacher is not None else {}
-    num, is_on_cpu = [*forms.values()].count("auto"), any(one.name == "cpu" for one in engines)
-
-    def lacks(node: int) -> tuple[bool, int, bool, int]:
-        num_free = sum(one not in (*ranks, *engines) for one in hosts.cuda[node])
-        has_engine = any(one.node == node and one not in ranks for one in engines)
-        return not hosts.num_cuda[node], max(0, num - num_free), not has_engine, node
-
-    is_first = is_on_cpu or num < len(forms) or not num
-    node = 0 if is_first else min(range(len(hosts.names)), key=lacks)
+    node = _beside_node(config, hosts, [*forms.values()], ranks, engines)
+    is_on_cpu = any(one.name == "cpu" for one in engines)
     found: dict[str, str] = {}
     for name, form in forms.items():
         here = [one for one in engines if one.node == node]
@@ -285,13 +273,31 @@ def _beside(
         if one in _cuda(ranks):
             raise ConfigError(
                 f"placement.{name}={form} is {hosts.label(one)}, where the trainer works",
-                rule=f"the {name} engine works during training, with weights and KV cache of its own",
+                rule=f"the {name} engine works during training, with its own weights and KV cache",
                 way_out=f"set placement.{name}=cpu or another CUDA device"
                 + (", or eval.engine=rollout." if name == "eval" else "."),
             )
         found[name] = one.name
     is_simulated = config.eval_engine != "rollout" and not has_model
     return NO_DEVICE if is_simulated else found.get("eval"), found.get("teacher"), node
+
+
+def _beside_node(
+    config: RunConfig, hosts: Hosts, forms: Sequence[Devices], ranks: Side, engines: Side
+) -> int:
+    """Return the node with the most free CUDA devices for these forms, up to their number; at a tie the node
+    that has engines. Numbers and engines on CPUs choose the first node.
+    """
+    num = forms.count("auto")
+    if not num or any(isinstance(form, int) for form in forms) or any(one.name == "cpu" for one in engines):
+        return 0
+
+    def lacks(node: int) -> tuple[bool, int, bool, int]:
+        num_free = sum(one not in (*ranks, *engines) for one in hosts.cuda[node])
+        has_engine = any(one.node == node and one not in ranks for one in engines)
+        return not hosts.num_cuda[node], max(0, num - num_free), not has_engine, node
+
+    return min(range(len(hosts.names)), key=lacks)
 
 
 def chunk_devices(config: RunConfig, placement: Placement) -> tuple[NodeDevice, ...]:

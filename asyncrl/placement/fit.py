@@ -139,8 +139,8 @@ def start_words(plan: Plan, config: RunConfig) -> list[str]:
 
 
 def find_python(rollout: RolloutConfig) -> Path:
-    """Return the Python that has the engine's package: rollout.vllm_python, else this one, else that of `make
-    setup-vllm` in .venv-vllm or $VENV_VLLM. Raises ConfigError if none has it.
+    """Return the Python that has the engine's package: rollout.vllm_python, else this one, else the Python of
+    `make setup-vllm` in .venv-vllm or $VENV_VLLM. Raises ConfigError if all lack the package.
     """
     package = rollout.facts.package or ""
     given = getattr(rollout, f"{package}_python")

@@ -1,6 +1,7 @@
-"""CUDA devices, cores and memory of a machine, without torch.
+"""What a machine has: CUDA devices, cores, memory. No torch is imported, nothing is loaded.
 
-CUDA devices are numbered within CUDA_VISIBLE_DEVICES, in bus order, as in nvidia-smi.
+CUDA devices are numbered among those that CUDA_VISIBLE_DEVICES leaves, in the order of the bus, which is that
+of nvidia-smi.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Flags in /proc/cpuinfo of a CPU that multiplies in bfloat16; the last one is ARM's."""
+"""Of /proc/cpuinfo, where a CPU multiplies in bfloat16; the last one is ARM's."""
 CPUINFO = Path("/proc/cpuinfo")
 UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """CUDA device. `name`: as in CUDA_VISIBLE_DEVICES of a child. `free_bytes` and `total_bytes`: None if
-    nvidia-smi reports none.
+    """One device. `name`: how CUDA_VISIBLE_DEVICES of a child process calls it. `free_bytes` and
+    `total_bytes`: None where nvidia-smi does not say.
     """
 
     name: str
@@ -40,8 +41,9 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`cores` and `memory` (bytes) available on the host or in its container. `has_bfloat16`: the CPU has
-    instructions for it. `is_here`: False for a described machine, about which nothing else is known.
+    """`cores` and `memory`, bytes that are available: of the host, or what its container leaves to the run.
+    `has_bfloat16`: whether its CPU has instructions for it. `is_here`: it is this one; of one that is
+    described, nothing else is known.
     """
 
     cuda: tuple[CudaDevice, ...]
@@ -52,50 +54,40 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return the devices, cores and memory of this machine."""
+    """What is here now."""
     return Machine(find_cuda_devices(), num_cores(), available_memory(), cpu_has_bfloat16())
 
 
 def described_machine(devices: str | None, cores: int | None, memory: str | None) -> Machine | None:
-    """Return the machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`; None without
-    options. GB is 10^9 bytes, a lower bound for devices of that name. Raises ConfigError.
+    """Return the machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`, None if nothing
+    is given. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
     """
     if devices is None and cores is None and memory is None:
         return None
-    if devices is None or cores is None or memory is None:
+    match = re.fullmatch(r"([1-9]\d{0,3})x(?:.*-)?([^-]+)", devices or "")
+    size, available = _bytes_of(match[2] if match else ""), _bytes_of(memory or "")
+    if not (match and size) and devices != "cpu" or not cores or cores < 1 or available is None:
         given = {"--devices": devices, "--cores": cores, "--memory": memory}
-        missing = ", ".join(name for name, value in given.items() if value is None)
-        what = f"a machine is described by --devices, --cores and --memory, and there is no {missing}"
-        raise ConfigError(what, way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB.")
-    if cores < 1:
-        raise ConfigError(f"--cores {cores}", way_out="write how many the machine has: --cores 192.")
-    cuda: tuple[CudaDevice, ...] = ()
-    if devices != "cpu":
-        match = re.fullmatch(r"([1-9]\d{0,3})x(?:.*-)?([^-]+)", devices)
-        size = None if match is None else _bytes_of(match[2])
-        if match is None or size is None:
-            rule = "it is how many there are, x, a name if you like, and the memory of one"
-            way_out = (
-                "write 8xH200-141GB, 1xRTX4090-24GB or 2x80GB (2x8x80GB: two nodes); cpu: there is none."
-            )
-            raise ConfigError(f"--devices {devices} describes no devices", rule=rule, way_out=way_out)
-        cuda = tuple(CudaDevice(str(number), size, size) for number in range(int(match[1])))
-    if (available := _bytes_of(memory)) is None:
+        text = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise ConfigError(
-            f"--memory {memory} is no size", way_out="write a number and GB or TB: --memory 2TB."
+            f"{text} describes no machine",
+            rule="devices are their number, x, a name if you like, and the memory of one; cpu is none",
+            way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB (2x8x80GB: two nodes).",
         )
+    num = int(match[1]) if match else 0
+    cuda = tuple(CudaDevice(str(number), size, size) for number in range(num))
     return Machine(cuda, cores, available, has_bfloat16=False, is_here=False)
 
 
 def _bytes_of(text: str) -> int | None:
-    """Parse a size such as 80GB, 79.6GiB or 2TB, or return None."""
+    """Of 80GB, 79.6GiB or 2TB; None for what is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?)B", text)
     size = 0 if match is None else int(float(match[1]) * UNITS[match[2]])
     return size or None
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return False also if the CPU does not list its instructions."""
+    """Whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
     if not CPUINFO.is_file():
         return False
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -104,14 +96,14 @@ def cpu_has_bfloat16() -> bool:
 
 
 def why_no_compiler(*, for_cuda: bool) -> str:
-    """Return the reason that torch.compile cannot work here, "" if it can."""
+    """What torch.compile lacks here, "" where it lacks nothing."""
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
         return "there is no C compiler, which torch.compile needs"
     if not for_cuda:
         return ""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed, which torch.compile needs on CUDA"
-    # Triton looks in the prefix scheme too, not in Debian's local scheme
+    # Triton looks there too, and not where Debian's Python would put its own
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme))
     if not (headers / "Python.h").is_file():
@@ -120,7 +112,7 @@ def why_no_compiler(*, for_cuda: bool) -> str:
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:
-    """Return the devices that torch can use here; empty if torch lacks CUDA."""
+    """The devices that torch can use here: none beside a torch that was built without CUDA."""
     if not torch_has_cuda():
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
@@ -138,14 +130,14 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
     for name in shown:
         is_uuid = num_devices > 0 and name.startswith(("GPU-", "MIG-"))
         if not is_uuid and not (name.isdigit() and int(name) < num_devices):
-            break  # like CUDA: the first invalid name hides all after it
+            break  # as CUDA reads it: the first that is no device hides all after it
         names.append(name)
     return tuple(CudaDevice(name, *sizes.get(name, ())) for name in names)
 
 
 @functools.cache
 def ask_nvidia_smi() -> str:
-    """Return the output of nvidia-smi, '' if it is missing or fails. Runs once per process."""
+    """What nvidia-smi says, '' where there is none or it fails. Asked once a process."""
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -155,8 +147,8 @@ def ask_nvidia_smi() -> str:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """Read torch's version file, without an import. True also if torch is not installed, because pip would
-    install such a build.
+    """Return whether torch was built with CUDA, from its version file, without importing it. True if torch is
+    not installed: the plan is then for the build that pip installs.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -27,7 +27,7 @@ ProcessSide = Literal["controller", "trainer", "engine", "eval", "host"]
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
 TEACHER = "teacher"
-"""Name of the server that scores what was sampled."""
+"""Name of the server that scores sampled tokens."""
 OWN_BYTES = 2**29
 """Memory of a process that the plan does not count: CUDA's on a device, Python's on the host."""
 
@@ -50,13 +50,13 @@ class Memory:
         return sum(astuple(self))
 
     def split(self, num: int) -> Memory:
-        """Return the part of one of `num` processes."""
+        """Return the part of each of `num` processes."""
         return Memory(*(-(-size // num) for size in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process of the run, or the host memory of one. `side`: whose turn it works in; host and eval: any.
+    """One process of the run, or its host memory. `side`: whose turn it works in; host and eval: any.
     `device`: with its node's name if there are several.
     """
 
@@ -166,12 +166,13 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
             own, where = f"{name}/{part}" if part else name, label(NodeDevice(node, device))
             plans.append(ProcessPlan(own, side, node, where, threads[node][0], memory))
 
+    stages, caches = placement.mode == "apart", 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
-        stages = placement.mode == "apart"
-        memory = engine_memory(config, shape, rollout.facts, rollout.slots, devices, stages)
+        memory = engine_memory(config, shape, rollout.facts, caches * rollout.slots, devices, stages)
         add(f"engine-{number}", "engine", placement.engine_node(number), devices, memory)
     if (own := placement.evaluation) is not None:
-        memory = engine_memory(config, shape, rollout.facts, config.eval_slots, [own], stages=True)
+        num = caches * config.eval_slots
+        memory = engine_memory(config, shape, rollout.facts, num, [own], stages=True)
         add(EVAL_ENGINE, "eval", beside, [own], memory)
     if (teacher := config.teacher) is not None and (own := placement.teacher) is not None:
         shape = model_shape(ModelConfig(path=teacher.path, revision=teacher.revision))
@@ -205,7 +206,7 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     )
     kind, tokens = device.partition(":")[0], trainer.micro_batch_tokens
     tokens = min(tokens, CPU_MICRO_BATCH_TOKENS) if kind == "cpu" else tokens
-    tokens = max(tokens, config.rollout.max_length)  # a longer sequence is a micro-batch of its own
+    tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
     work = shape.activation_bytes(tokens, item, kind, is_checkpointed=trainer.gradient_checkpointing)
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
@@ -224,21 +225,21 @@ def engine_memory(
     if devices[0] == NO_DEVICE:
         return Memory()
     item, is_on_cpu = item_bytes(config.model.dtype, devices[0]), devices[0] == "cpu"
-    length, held = config.rollout.max_length, slots * (2 if config.keeps_turns else 1)
-    sequences = 1 if facts.pages_kv and not is_on_cpu else held
+    length = config.rollout.max_length
+    sequences = 1 if facts.pages_kv and not is_on_cpu else slots
     work = min(facts.forward_tokens, slots * length) * (4 * shape.hidden + 3 * shape.active) * item
     weights = shape.num_parameters * item
     whole = Memory(
         parameters=weights,
         kv=sequences * facts.kv_length(length) * shape.layers * shape.cached * item,
-        micro_batch=work + held * shape.vocab * 4 * facts.logit_copies,
+        micro_batch=work + slots * shape.vocab * 4 * facts.logit_copies,
         copies=weights if stages and (facts.stages_weights or is_on_cpu) else 0,
     )
     return whole.split(len(devices))
 
 
 def item_bytes(dtype: str, device: str) -> int:
-    """Return the bytes of a weight where it computes."""
+    """Return the bytes of a weight on the device that computes with it."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda")) else 4
 
 
@@ -252,7 +253,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     num, placement, revision = plan.shape.num_parameters, plan.placement, config.model.revision
     fetch = f"hf download {config.model.path} config.json{f' --revision {revision}' if revision else ''}"
     size = f"{num:,} parameters" if num else f"size not known without config.json; `{fetch}` is enough"
-    names = (*(field.name for field in fields(Memory)), "total")
+    names = (*(field.name.replace("_", " ") for field in fields(Memory)), "total")
     lines = [f"model: {size}", "", _row("process", "device", "threads", names)]
     for one in plan.processes:
         sizes = [size_text(part) if part else "-" for part in (*astuple(one.memory), one.memory.total)]
