@@ -1,6 +1,4 @@
-"""A trainer whose processes die, hang and come back, on the virtual clock: each batch is in the weights
-exactly once.
-"""
+"""Each batch is in the weights exactly once, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ BROKEN = "RuntimeError: Read error: Connection reset by peer"
 
 
 class MovableServer(FakeTrainerServer):
-    """Keeps which parts are away, as long as its process lives."""
+    """A server that remembers its offloaded parts while its process lives."""
 
     away: frozenset[str] = frozenset()
 
@@ -80,7 +78,6 @@ class House:
         self.cleared_at.append(now_s())
 
     async def recover(self, version: int) -> None:
-        """As recover_trainer of job/supervision/supervise_trainer.py does it."""
         is_there = str(self.state) in self.server.states
         batches = self.load(self.state_at if is_there else 0, version)
         await self.client.recover(self.state if is_there else None, batches, lambda *_: None)
@@ -102,7 +99,7 @@ class House:
         return self.tasks.create_task(self.steps(number), name="train loop")
 
     def check(self) -> None:
-        """Every batch that was written down is in the weights, once and in its place."""
+        """Check that every written batch is in the weights, once and in order."""
         assert self.server.weights == weights_of(len(self.journal))
 
 
@@ -111,7 +108,7 @@ def batch_at(version: int) -> Batch:
 
 
 def weights_of(version: int) -> list[str]:
-    """The fake's weights after so many batches of House.steps."""
+    """The fake's weights after `version` batches of House.steps."""
     return [f"0/{2 * v}#0,0/{2 * v}#1,0/{2 * v + 1}#0,0/{2 * v + 1}#1" for v in range(version)]
 
 
@@ -234,7 +231,7 @@ def test_new_processes_are_off_the_device_like_the_lost() -> None:
         await house.trainer.export()
         assert house.server.away == {"gradients", "optimizer"}
         expected = ["/export", "/train", "/train", "/offload", "/export"]
-        assert house.server.calls == expected, "what is trained again needs all of it"
+        assert house.server.calls == expected, "repeated training needs all parts"
         await house.trainer.onload(["optimizer"])
         await house.steps(1)
         house.check()
@@ -264,7 +261,7 @@ def test_late_word_of_lost_processes_touches_no_new_ones() -> None:
 
         async def train(batch: Batch) -> Any:
             calls.append(batch)
-            if len(calls) == 1:  # its connection breaks long after the process is gone and another is there
+            if len(calls) == 1:  # its connection breaks after a new process started
                 await asyncio.sleep(20.0)
                 raise TrainerLost("trainer", "no answer to /train")
             return await TrainerClient.train(house.client, batch)
@@ -333,7 +330,7 @@ def test_each_batch_is_in_the_weights_once(
         await running
         for version, export in exports:
             assert (await export).version >= version
-        assert (await house.trainer.export()).version == 8, "whatever was lost last is back"
+        assert (await house.trainer.export()).version == 8, "the last loss is repaired"
         house.check()
         assert house.trainer.policy_version == 8
         assert house.trainer.num_restarts <= sum(what != "export" for _, what, _ in moves)
