@@ -129,19 +129,6 @@ def test_checkpoint_may_hold_offloaded_parts(make_step: MakeStep, tmp_path: Path
     assert again.weights_digest() == step.weights_digest()
 
 
-def test_part_that_a_full_disk_refuses_stays(make_step: MakeStep) -> None:
-    step = make_step()
-    step.train(*make_batch())
-    before = step.weights_digest()
-    words = "offload weights, optimizer on rank 0: OSError"
-    with full_disk(), pytest.raises(Refused, match=words) as refused:
-        step.offload(("weights", "optimizer"))
-    assert refused.value.status == 507
-    assert "free space on the disk" in refused.value.body.way_out
-    assert (step.offloaded, step.weights_digest()) == ([], before)
-    step.train(*make_batch(version=1))
-
-
 def test_ranks_of_a_host_ask_for_its_memory_together(
     make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,36 +12,17 @@ from fake_server import FakeProcess, FakeTrainerServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import make_batch
-from pydantic import BaseModel
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
-from asyncrl.messages.base import Moved
-from asyncrl.messages.calls import OffloadRequest
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
 
 START_S, TRAIN_S, HEARTBEAT_S = 5.0, 1.0, 3.0
 BROKEN = "RuntimeError: Read error: Connection reset by peer"
-
-
-class MovableServer(FakeTrainerServer):
-    """A server that remembers its offloaded parts while its process lives."""
-
-    away: frozenset[str] = frozenset()
-
-    def restart(self) -> None:
-        super().restart()
-        self.away = frozenset()
-
-    async def _work(self, path: str, body: Any) -> BaseModel:
-        if not isinstance(body, OffloadRequest):
-            return await super()._work(path, body)
-        self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
-        return Moved(num_bytes=1, seconds=0.0)
 
 
 class House:
@@ -52,7 +33,7 @@ class House:
     ) -> None:
         self.tasks = tasks
         others = [FakeTrainerServer(f"trainer-{rank}") for rank in range(1, num_ranks)]
-        self.server = MovableServer(train_s=TRAIN_S, peers=others)
+        self.server = FakeTrainerServer(train_s=TRAIN_S, peers=others)
         self.ranks = [FakeProcess(server, start_s=START_S) for server in (self.server, *others)]
         self.client = TrainerClient(self.server)
         self.journal: list[Batch] = []
@@ -219,24 +200,6 @@ def test_refusal_while_another_rank_dies_is_a_loss() -> None:
         house.check()
 
     assert live(story, num_ranks=2).trainer.num_restarts == 2
-
-
-def test_new_processes_are_off_the_device_like_the_lost() -> None:
-    async def story(house: House) -> None:
-        await house.steps(2)
-        await house.trainer.offload(["weights", "gradients", "optimizer"])
-        await house.trainer.onload(["weights"])
-        house.server.calls.clear()
-        house.server.dies_at = "/export"
-        await house.trainer.export()
-        assert house.server.away == {"gradients", "optimizer"}
-        expected = ["/export", "/train", "/train", "/offload", "/export"]
-        assert house.server.calls == expected, "repeated training needs all parts"
-        await house.trainer.onload(["optimizer"])
-        await house.steps(1)
-        house.check()
-
-    live(story)
 
 
 def test_callers_end_with_a_run_that_cannot_restart() -> None:
