@@ -1,6 +1,4 @@
-"""Batches of rollouts with several turns and branches for the trainer's tests, and the loss of such a batch
-in plain words.
-"""
+"""Rollouts with several turns and branches, and their loss in plain words."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ class Branch:
     credits: list[tuple[int, int, float, int]] = field(default_factory=list)
 
     def turn(self, rng: np.random.Generator, num_others: int, num_sampled: int) -> None:
-        """What the harness says, then what is sampled."""
+        """Append tokens of the harness, then sampled ones."""
         self.token_ids += rng.choice(VOCAB, num_others + num_sampled).tolist()
         self.mask += [False] * num_others + [True] * num_sampled
 
     def fork(self, end: int) -> Branch:
-        """Its first tokens as context."""
+        """Return a branch that begins with the first tokens as context."""
         return Branch(self.token_ids[:end], [False] * end)
 
     @property
@@ -77,7 +75,7 @@ def make_branch_batch(
     version: int = 0,
     **header: Any,
 ) -> tuple[BatchHeader, BatchArrays]:
-    """Groups of such rollouts; how they earn credit is drawn for each."""
+    """Make groups of such rollouts and draw how each earns credit."""
     rng = np.random.default_rng(seed)
     entries, ids, mask = list[TrajectoryHeader](), list[int](), list[bool]()
     for group in range(num_groups):
@@ -126,9 +124,7 @@ def plain_units(header: BatchHeader) -> dict[Key, tuple[float, list[int]]]:
 def plain_advantages(
     header: BatchHeader, num_tokens: int, penalty: Callable[[list[int]], float] = lambda places: 0.0
 ) -> np.ndarray:
-    """GRPO over the units of each group, float64 a token. `penalty` of a unit's places is taken from its
-    reward.
-    """
+    """GRPO over the units of each group; `penalty` of a unit's places lowers its reward."""
     units = {key: (reward - penalty(places), places) for key, (reward, places) in plain_units(header).items()}
     advantages = np.zeros(num_tokens)
     for group_id in {key[0] for key in units}:
@@ -142,9 +138,7 @@ def plain_advantages(
 def plain_loss(
     model: Any, header: BatchHeader, arrays: BatchArrays, advantages: np.ndarray, *, aggregate: str
 ) -> torch.Tensor:
-    """PPO's clipped loss, clip range 0.2, over one plain forward a branch: no packing, no shared prefix, the
-    whole softmax.
-    """
+    """PPO's clipped loss, clip range 0.2, over one plain forward a branch."""
     losses = []
     for entry in header.trajectories:
         part = slice(entry.start + 1, entry.end)

@@ -69,7 +69,7 @@ def make_rollout(
 
 
 def make_group(group_id: int, *, size: int = 2, branches: int = 1, **options: Any) -> Group:
-    """The last of its `size` rollouts has so many branches."""
+    """Make a group whose last rollout has `branches` branches."""
     trajectories = [make_trajectory(group_id, index, **options) for index in range(size)]
     if branches > 1:
         trajectories[-1:] = make_rollout(group_id, size - 1, num_branches=branches, **options)
@@ -95,7 +95,7 @@ def admit(journal: Journal, group_id: int, start_version: int = 0) -> None:
 
 
 def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
-    """The whole life of groups up to ready."""
+    """Report the whole life of groups up to ready."""
     for group_id in group_ids:
         admit(journal, group_id)
         for rollout in rollouts_of(make_group(group_id, **options)):
@@ -145,18 +145,18 @@ def same_group(one: Group, other: Group) -> bool:
 
 
 def load_batches(state: ResumeState) -> list[Batch]:
-    """All that are to be trained again."""
+    """Load the batches that the trainer repeats."""
     return [state.load_batch(version) for version in range(state.checkpoint_version, state.next_version)]
 
 
 def asked(path: Path, story: Callable[..., Any], *which: int) -> Any:
-    """What one of the stories says of a group, a batch or the run."""
+    """Return one story of a group, a batch or the run."""
     with reading(path) as connection:
         return story(connection, *which)
 
 
 def with_journal(path: Path, story: Callable[[Journal], Awaitable[None]]) -> Path:
-    """Play a story with an open journal, which is closed after it."""
+    """Play a story with an open journal, then close it."""
 
     async def play() -> None:
         journal = open_journal(path)

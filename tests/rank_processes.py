@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forked_processes import popen
-from network_hosts import Host
 from pydantic import BaseModel
 from trainer_cases import make_spec
 
@@ -35,8 +33,6 @@ from asyncrl.messages.calls import (
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=BaseModel)
 TIMEOUT_S = 120.0
-STORE_PORT = 29500
-"""On hosts of a network, where nothing else listens."""
 
 
 @dataclass
@@ -46,8 +42,6 @@ class Group:
     processes: list[subprocess.Popen[bytes]]
     urls: list[str]
     folder: Path
-    hosts: Sequence[Host] = ()
-    """Where they are, if not all on this one."""
 
     def ask(self, call: Callable[[Caller], Awaitable[T]], rank: int = 0) -> T:
         async def story() -> T:
@@ -57,7 +51,7 @@ class Group:
             finally:
                 await caller.aclose()
 
-        return self.hosts[rank].inside(lambda: asyncio.run(story())) if self.hosts else asyncio.run(story())
+        return asyncio.run(story())
 
     def post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
         return self.ask(lambda caller: caller.post(path, body, answer, timeout_s=TIMEOUT_S))
@@ -85,7 +79,7 @@ class Group:
 
 
 def save_state(group: Group, path: Path) -> None:
-    """Begin, and wait until it is written."""
+    """Begin a save and wait for the end."""
     group.post("/begin_save_state", StateRequest(path=str(path)), TrainerHealth)
     group.post("/wait_save_state", b"", TrainerHealth)
 
@@ -97,46 +91,29 @@ def running(
     world_size: int = 2,
     *,
     trainer: dict[str, Any] | None = None,
-    hosts: Sequence[Host] = (),
-    hide: Sequence[Path] = (),
     **values: Any,
 ) -> Iterator[Group]:
-    """The ranks of one trainer, one on each of `hosts` if there are any, each with folders of its own in the
-    place of those to `hide`; killed at the end if they still run.
-    """
+    """Start the ranks of one trainer; kill them at the end."""
     folder.mkdir(exist_ok=True)
     processes, urls = [], []
     for rank in range(world_size):
-        place = dict[str, Any]()
-        if hosts:
-            store = f"{hosts[0].address}:{STORE_PORT}"
-            place = {"store": store, "address": hosts[rank].address, "local_rank": 0}
-            place["staging_dir"] = str(folder / f"staging-{rank}")
         settings = {"world_size": world_size, **(trainer or {})}
-        spec = make_spec(model_dir, folder, trainer=settings, rank=rank, **{**place, **values})
+        spec = make_spec(model_dir, folder, trainer=settings, rank=rank, **values)
         (folder / f"spec-{rank}.json").write_text(spec.model_dump_json(), encoding="utf-8")
-        with _listen(spec.address, hosts[rank] if hosts else None) as listener:
+        with socket.create_server((spec.address, 0)) as listener:
             descriptor, (host, port) = listener.fileno(), listener.getsockname()
             urls.append(f"http://{host}:{port}")
             arguments = f"--spec {folder / f'spec-{rank}.json'} --fd {descriptor}".split()
             command = [sys.executable, "-m", "asyncrl.trainer.rank_process", *arguments]
             environment = {SECRET_ENV: "s3cret", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-            start = functools.partial(hosts[rank].start, hide=hide) if hosts else popen
             with (folder / f"log-{rank}").open("wb") as log:
                 files = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "pass_fds": [descriptor]}
-                processes.append(start(command, env=os.environ | environment, **files))
+                processes.append(popen(command, env=os.environ | environment, **files))
     try:
-        yield Group(processes, urls, folder, hosts)
+        yield Group(processes, urls, folder)
     finally:
         for process in processes:
             process.kill()
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-
-
-def _listen(address: str, host: Host | None) -> socket.socket:
-    def listen() -> socket.socket:
-        return socket.create_server((address, 0))
-
-    return listen() if host is None else host.inside(listen)

@@ -1,21 +1,16 @@
-"""Models with experts, which transformers stacks at load: what is exported and loaded goes by the names of
-the checkpoint, whichever way it takes.
-"""
+"""Models with experts: exported and loaded by the names of the checkpoint, and replayed routes."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_in_process import answered, drawn, make_request, publish, running_engine
+from engine_in_process import answered, make_request, publish, running_engine
 from engine_in_process import make_spec as engine_spec
 from engine_replies import ask
 from rank_processes import running
@@ -24,21 +19,19 @@ from test_engine_sleep import sleep, wake
 from test_weights_export import chunks_of
 from tiny_model import MOE, STACKED, make_tiny_moe
 from torch import Tensor
-from trainer_cases import learned, make_batch, make_spec, mesh_of_one
+from trainer_cases import learned, make_batch, make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
 from asyncrl.engines.segment_check import RoutedTokens
-from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess, check_settings
-from asyncrl.engines.vllm_routes import Generated, ServerInfo
-from asyncrl.engines.vllm_sampling import SampledSegment
+from asyncrl.engines.vllm_process import VllmFacts, check_settings
+from asyncrl.engines.vllm_routes import ServerInfo
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.errors import ConfigError, EngineError
-from asyncrl.http import Caller
+from asyncrl.errors import ConfigError
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
-from asyncrl.messages.base import NO_EXPERT, BroadcastRequest, GroupSeat, Interrupt
+from asyncrl.messages.base import NO_EXPERT, Interrupt
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
@@ -151,44 +144,19 @@ def test_embedded_engine_computes_with_pushed_experts(tmp_path: Path, model_type
     assert max(gaps) < 1e-4, gaps
 
 
-def test_embedded_engine_receives_experts_by_broadcast(tmp_path: Path) -> None:
-    folder = make_tiny_moe(tmp_path / "model", "qwen3_moe", **STACKED["qwen3_moe"])
-    step = make_step(folder, tmp_path)
-    step.train(*make_batch())
-    broadcast = make_transport("nccl", TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
-    held = broadcast.begin(Exported(1, step._lazy_weights), tmp_path).result()
-    seat = GroupSeat(path=str(tmp_path / "group"), size=2, rank=0, is_new=True, timeout_s=60.0)
-    request = prepare_request(held).model_copy(update={"seat": seat.model_copy(update={"rank": 1})})
-    with running_engine(folder, deterministic=False) as engine, ThreadPoolExecutor() as threads:
-        sending = threads.submit(broadcast.send, BroadcastRequest(version=1, seat=seat))
-        publish(engine, request)
-        assert sending.result().digest == engine.weights.digest
-        sampled = drawn(answered(engine))
-    answer = step.export(tmp_path / "v1.safetensors")
-    with running_engine(folder, deterministic=False) as engine:
-        publish(engine, prepare_request(answer))
-        assert drawn(answered(engine)) == sampled, "as by a file, bit for bit"
-
-
 def test_float32_router_is_pushed_unrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.24 has DeepSeek-V3's router in float32 in a bfloat16 model."""
     kept = ["e_score_correction_bias", "gate.weight"]
     monkeypatch.setattr(DeepseekV3PreTrainedModel, "_keep_in_fp32_modules_strict", kept)
     folder = make_tiny_moe(tmp_path / "model", "deepseek_v3", **STACKED["deepseek_v3"])
-    (tmp_path / "mesh").mkdir()
     name = "model.layers.1.mlp.gate.weight"
     values = {"dtype": "bfloat16", "trainer": {"learning_rate": 1e-3}}
     alone = make_step(folder, tmp_path, **values)
-    with mesh_of_one(tmp_path) as ranks:
-        sharded = TrainStep(make_spec(folder, tmp_path / "mesh", **values), ranks)
-        for step in (alone, sharded):
-            step.train(*make_batch())
-        of_shards = load_file(sharded.export(tmp_path / "sharded.safetensors").path)
+    alone.train(*make_batch())
     answer = alone.export(tmp_path / "alone.safetensors")
     router = load_file(answer.path)[name]
-    assert router.dtype == of_shards[name].dtype == torch.float32
+    assert router.dtype == torch.float32
     assert not torch.equal(router, router.bfloat16().float())
-    torch.testing.assert_close(of_shards[name], router, rtol=0, atol=1e-5)
     with running_engine(folder, dtype="bfloat16") as engine:
         publish(engine, prepare_request(answer))
         assert engine.weights.digest == answer.digest
@@ -213,7 +181,7 @@ def told(routing: bytes) -> Tensor:
 
 @pytest.mark.parametrize("num_experts", [4, 384])
 def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts: int) -> None:
-    """Of prompts that share a slot's start, too; and of as many experts as Kimi-K2 has."""
+    """Also prompts that share the start of a slot, and as many experts as Kimi-K2 has."""
     model = make_tiny_moe(tmp_path / "model", **MOE | {"num_experts": num_experts})
     folder, head = model, tuple(range(6, 46))
     prompts = [(7, 8, 9), head, head, (*head[:35], 9, 9), (14,)]
@@ -283,7 +251,7 @@ def test_experts_from_another_server_are_unknown() -> None:
     """Prompts of 3 tokens, 2 experts a token."""
     routed, other = RoutedTokens(3), RoutedTokens(3)
     routed.add(ids(range(300, 308)), 0, 2)  # of positions 0 to 3: the prompt, and the first token
-    routed.add(ids([308, 309]), 2, 3)  # goes on in its slot
+    routed.add(ids([308, 309]), 2, 3)  # continues in its slot
     assert routed.known == ids(range(300, 310))
     routed.add(ids([77] * 10 + [310, 311, 312, 313]), 3, 5)  # of a new segment, its whole prompt
     assert routed.known == ids(range(300, 314))
@@ -300,7 +268,7 @@ def routed_batch(engine: Engine, version: int = 0) -> tuple[BatchHeader, BatchAr
 
 
 def batch_from(answers: Sequence[GenerateResponse], version: int = 0) -> tuple[BatchHeader, BatchArrays]:
-    """A group, from an engine's answers to PROMPTS through the journal's record to the trainer."""
+    """Make a group from answers to PROMPTS, through the journal's record."""
     trajectories = []
     for index, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
         spans = (VersionSpan(0, len(answer.token_ids), version),)
@@ -313,7 +281,7 @@ def batch_from(answers: Sequence[GenerateResponse], version: int = 0) -> tuple[B
 
 
 def move_routers(step: TrainStep) -> list[Any]:
-    """A little, all by the same noise."""
+    """Add the same small noise to all routers."""
     routers = routers_of(step.policy.model)
     with torch.no_grad():
         for router in routers:
@@ -323,7 +291,7 @@ def move_routers(step: TrainStep) -> list[Any]:
 
 
 def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Path) -> None:
-    """Whose routers differ as they do where both round otherwise: near a tie the other expert is taken."""
+    """The noise stands for rounding: near a tie another expert wins."""
     folder, gaps, weights = make_tiny_moe(tmp_path / "model"), [], []
     with running_engine(folder, deterministic=False, returns_routing=True) as engine:
         header, arrays = routed_batch(engine)
@@ -343,7 +311,7 @@ def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Pat
         assert not torch.equal(routers[0].weight, before), "its weights have a gradient"
         weights.append(step.weights_digest() if not values else "")
     with_replay, again, own, off = gaps
-    assert (own, weights[2]) == (off, weights[3]), "what is not known is the trainer's own choice"
+    assert (own, weights[2]) == (off, weights[3]), "the trainer chooses unknown experts itself"
     assert again == pytest.approx(with_replay, rel=1e-4)
     assert with_replay < 0.6 * off, gaps
 
@@ -387,22 +355,6 @@ def test_vllm_server_that_tells_no_experts_is_refused() -> None:
     check_settings("engine-0", ServerInfo(vllm_config=config | tells), facts)
     with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts"):
         check_settings("engine-0", ServerInfo(vllm_config=config), facts)
-    process = VllmProcess(Caller("engine-0", "http://127.0.0.1:1", ""), 0)
-    experts = np.array([[[7, 0], [0, 0]], [[299, 4], [0, 0]]], np.uint16)
-    encoded = io.BytesIO()
-    np.save(encoded, experts)
-    choice: dict[str, Any] = {"token_ids": [5, 6], "finish_reason": "length"}
-    choice["weight_versions"] = [{"version": process.label_of(0), "start": 0, "end": 2}]
-    choice["logprobs"] = {"content": [{"logprob": -1.0}, {"logprob": -1.0}]}
-    request = make_request(prompt_ids=[1], max_tokens=2)
-    for routed in (None, base64.b64encode(encoded.getvalue()).decode()):
-        sampled = SampledSegment(process, Segment(request, "w", None), returns_routing=True)
-        sampled.add(Generated.model_validate({"choices": [choice | {"routed_experts": routed}]}))
-        if routed is None:
-            with pytest.raises(EngineError, match=r"experts of 2 tokens(.|\n)*told none"):
-                sampled.response()
-        else:
-            assert sampled.response().routing == ids([7, 0, 299, 4]), "a layer of zeros has no router"
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
@@ -418,9 +370,7 @@ def on_cpu(folder: Path) -> dict[str, Any]:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_vllm_tells_the_experts_of_each_token(tmp_path: Path) -> None:
-    """Of a model with a layer without experts; of prompts that are in the prefix cache; over a push in the
-    middle of completions, which are kept or interrupted.
-    """
+    """One layer has no experts, two prompts hit the prefix cache, and two pushes interrupt completions."""
     shape = WIDE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 300}
     folder = make_tiny_moe(tmp_path / "model", **MOE | shape)
     other = make_tiny_moe(tmp_path / "other", seed=1, **MOE | shape)
@@ -430,7 +380,7 @@ def test_vllm_tells_the_experts_of_each_token(tmp_path: Path) -> None:
     answers: list[GenerateResponse] = []
 
     def sets(experts: Tensor) -> Tensor:
-        """The experts of a router in one order: which of them is first decides nothing."""
+        """Sort the experts of each router: their order decides nothing."""
         return experts.view(len(experts), -1, 2).sort(dim=-1).values
 
     async def ask_all(server: VllmServer) -> None:

@@ -61,18 +61,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(path: Path) -> None:
-    """A journal is checked as it is opened."""
     asyncio.run(open_journal(path).aclose())
 
 
 def query(path: Path, statement: str) -> Any:
-    """Its first row; what it changes stays."""
+    """Run a statement in a second connection and return its first row."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         return connection.execute(statement).fetchone()
 
 
 def read_all(path: Path) -> ResumeState:
-    """What a resume finds, all its tokens compared with those that were told."""
+    """Read what a resume finds and compare all its tokens."""
     check(path)
     state = read_resume(path, 0)
     groups = [group for batch in load_batches(state) for group in batch.groups]
@@ -97,7 +96,7 @@ def test_damaged_file_is_found_when_opened(
 ) -> None:
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
     content = whole.read_bytes()
-    if damage is None:  # of a table that no resume reads: the check alone can find it
+    if damage is None:  # no resume reads this table: only the check finds it
         (page,) = query(whole, "SELECT rootpage FROM sqlite_schema WHERE name = 'checkpoints'")
         content = content[: 4096 * (page - 1)] + b"\x07" * 4096 + content[4096 * page :]
     else:
@@ -134,7 +133,7 @@ def test_flipped_bytes_are_an_error_or_change_nothing(whole: Path, tmp_path: Pat
 
 
 def locks_on(path: Path) -> list[str]:
-    """How this process has locked the file (READ, WRITE); closing another descriptor of it would end them."""
+    """Return the locks of this process on the file: READ, WRITE."""
     found = path.stat()
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
@@ -182,14 +181,14 @@ def test_damaged_log_is_refused_and_a_torn_one_accepted(tmp_path: Path, at: int)
     for _ in range(2):  # at the second start too
         with pytest.raises(JournalError, match=r"wal is damaged: after 0 whole frames there are \d commits"):
             open_journal(copy)
-        assert log.read_bytes() == damaged, "what is left of the log stays where it is"
+        assert log.read_bytes() == damaged, "the log stays unchanged"
     log.write_bytes(whole[:-3000])
     check(copy)
     assert [ticket.group_id for ticket, _ in read_resume(copy, 0).ready] == [0, 1]
 
 
 def test_new_journal_is_not_made_beside_an_old_log(tmp_path: Path) -> None:
-    """SQLite would replay it: where journal.sqlite alone was moved away, the old groups would come back."""
+    """SQLite would replay the log and bring the old groups back."""
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
     log.write_bytes(b"the newest groups")
     with pytest.raises(JournalError, match=r"-wal without the journal that it belongs to") as caught:

@@ -213,7 +213,7 @@ def test_compacted_journal_of_a_long_run_stops_growing(tmp_path: Path) -> None:
 
 
 def test_checkpoints_outlive_their_tokens(tmp_path: Path) -> None:
-    """keep_every and keep_best hold on to some that are older than all that the journal has tokens of."""
+    """keep_every and keep_best hold checkpoints older than all tokens of the journal."""
 
     async def story(journal: Journal) -> None:
         journal.checkpointed_nowait(10, "step_10")

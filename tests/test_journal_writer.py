@@ -190,7 +190,7 @@ class Histories(RuleBasedStateMachine):
         return [group for group, found in self.states.items() if found == state]
 
     def requeued(self) -> list[tuple[int, int]]:
-        """Prompts that come again, and how often they have come back."""
+        """Return the prompts that return, and how often each was handed back."""
         newest = {prompt: group for group, prompt in self.prompts.items()}
         again = self.comes_again
         return [(prompt, again[group]) for prompt, group in sorted(newest.items()) if group in again]
@@ -266,7 +266,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """The files as they lie there, in another place: what a killed process leaves."""
+        """Copy the files as a killed process leaves them."""
         self.runner.run(self.journal.flush())
         after = self.root / str(int(self.path.parent.name) + 1)
         shutil.copytree(self.path.parent, after)

@@ -1,6 +1,4 @@
-"""The order of prompts: seeded, another one each epoch, handed-back ones first, and a cursor that can be
-saved.
-"""
+"""The order of prompts, of one task or several, is seeded and can be saved."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,9 @@ from numbers_task import Numbers
 
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks import Feed, Item
+from asyncrl.tasks import Item
+from asyncrl.tasks.epochs import FLOOR, ByDifficulty
+from asyncrl.tasks.feed import Feed, MixedFeed, Rota
 
 
 def make_feed(size: int = 5, *, seed: int = 0, shuffle: bool = True) -> Feed:
@@ -27,7 +28,7 @@ def ids(feed: Feed, number: int) -> list[str]:
     return [feed.next_nowait().prompt_id for _ in range(number)]
 
 
-def test_every_epoch_holds_each_prompt_once_in_another_order_or_in_that_of_the_file() -> None:
+def test_every_epoch_holds_each_prompt_once() -> None:
     drawn = ids(make_feed(20), 60)
     epochs = [drawn[start : start + 20] for start in (0, 20, 40)]
     for number, epoch in enumerate(epochs):
@@ -37,7 +38,7 @@ def test_every_epoch_holds_each_prompt_once_in_another_order_or_in_that_of_the_f
     assert ids(make_feed(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
 
 
-def test_a_position_of_another_task_or_seed_is_refused() -> None:
+def test_position_of_another_task_is_refused() -> None:
     state = make_feed(5).state()
     for other in (make_feed(6), make_feed(5, seed=1), make_feed(5, shuffle=False)):
         with pytest.raises(TaskError, match=r"the saved position has (.|\n)*Way out"):
@@ -59,21 +60,21 @@ AT = r"prompt 0 of .*Numbers.*: making it raised KeyError: 0 .test_tasks_feed.py
         (lambda _: 5, "prompt 0 of .*Numbers.* is no prompt: 5"),
     ],
 )
-def test_a_task_that_raises_or_gives_nonsense_is_named_with_the_index(prompt: Any, said: str) -> None:
+def test_task_that_raises_is_named_with_the_index(prompt: Any, said: str) -> None:
     task = Numbers(1)
     task.prompt = prompt  # type: ignore[method-assign]
     with pytest.raises(TaskError, match=said):
         Feed(task, seed=0, shuffle=False, system_prompt="be short").next_nowait()
 
 
-def test_a_task_without_prompts_is_refused_at_the_start() -> None:
+def test_task_without_prompts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Numbers.* has no prompts(.|\n)*Way out"):
         make_feed(0)
 
 
 @given(st.integers(1, 6), st.booleans(), st.lists(st.integers(-3, 3), max_size=40), st.data())
-def test_a_restored_feed_goes_on_as_the_killed(size: int, shuffle: bool, moves: list[int], data: Any) -> None:
-    """Prompts that were handed back come first, with how often, and with another seed each time."""
+def test_restored_feed_continues_as_the_killed(size: int, shuffle: bool, moves: list[int], data: Any) -> None:
+    """Returned prompts come first, with a count and a new seed each time."""
     feed, out, seen = make_feed(size, shuffle=shuffle), list[Prompt](), list[str]()
     counts, seed_ids = Counter[str](), list[str]()
     for move in moves:
@@ -101,3 +102,158 @@ def test_a_restored_feed_goes_on_as_the_killed(size: int, shuffle: bool, moves: 
     assert [prompt.prompt_id for prompt in expected[: len(back)]] == list(back)
     for other in (restored, loaded):
         assert [other.next_nowait() for _ in range(num)] == expected
+
+
+# ---- several tasks
+
+SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
+    lambda found: {f"t{number}": share for number, share in enumerate(found)}
+)
+
+
+@given(SHARES)
+def test_task_stays_within_one_draw_of_its_share(
+    shares: dict[str, int],
+) -> None:
+    rota, whole, drawn = Rota(shares), sum(shares.values()), Counter[str]()
+    for draw in range(2 * whole):
+        name, number = rota.turn(draw)
+        assert number == drawn[name]
+        assert rota.draw_of(name, number) == draw
+        drawn[name] += 1
+        for task, share in shares.items():
+            assert abs(drawn[task] * whole - share * (draw + 1)) < whole, "one draw, in parts of `whole`"
+    assert drawn == {name: 2 * share for name, share in shares.items()}
+
+
+def difficult(size: int, *, told: list[tuple[str, int, str]] | None = None, name: str = "") -> ByDifficulty:
+    tell = (lambda epoch, text: None) if told is None else (lambda *what: told.append((name, *what)))
+    return ByDifficulty(size, seed=3, shuffle=True, on_epoch=tell)
+
+
+def make_mixed_feed(
+    sizes: dict[str, int], by_difficulty: set[str], told: list[tuple[str, int, str]] | None = None
+) -> Feed:
+    feeds = {
+        name: Feed(
+            Numbers(size),
+            seed=3,
+            shuffle=True,
+            label=name,
+            epochs=difficult(size, told=told, name=name) if name in by_difficulty else None,
+        )
+        for name, size in sizes.items()
+    }
+    shares = {name: number + 1 for number, name in enumerate(sizes)}
+    return MixedFeed(feeds, shares) if len(feeds) > 1 else feeds[""]
+
+
+CASES = st.one_of(
+    st.tuples(st.just({"": 5}), st.just({""})),
+    st.tuples(
+        st.dictionaries(st.sampled_from("abc"), st.integers(1, 6), min_size=2),
+        st.sets(st.sampled_from("abc")),
+    ),
+)
+
+
+@given(CASES, st.lists(st.integers(-3, 4), max_size=25), st.data())
+def test_order_of_all_tasks_is_restored_exactly(
+    case: tuple[dict[str, int], set[str]], moves: list[int], data: Any
+) -> None:
+    """The state of a checkpoint and the journal lead to the same prompts."""
+    told: list[tuple[str, int, str]] = []
+    observed: list[tuple[str, float, int]] = []
+    feed, out, seen = make_mixed_feed(*case, told), list[Prompt](), list[str]()
+    for version, move in enumerate(moves):
+        for _ in range(move):
+            out.append(feed.next_nowait(version))
+            seen += [out[-1].prompt_id] if out[-1].num_handed_back == 0 else []
+        for _ in range(min(-move, len(out))):
+            prompt = out.pop(data.draw(st.integers(0, len(out) - 1)))
+            if data.draw(st.booleans()):
+                feed.hand_back_nowait(replace(prompt, num_handed_back=prompt.num_handed_back + 1))
+            else:
+                observed.append((prompt.prompt_id, data.draw(st.sampled_from([0.0, 0.3, 1.0])), version))
+                feed.observed_nowait(*observed[-1])
+    assert len(seen) == len(set(seen)) == feed.num_drawn
+    version, back = len(moves), feed.prompts_back()
+    loaded, journaled = make_mixed_feed(*case), make_mixed_feed(*case)
+    loaded.load_state(json.loads(json.dumps(feed.state())))
+    journaled.check_order(json.loads(json.dumps(feed.order)))
+    shuffled = data.draw(st.permutations(observed))
+    journaled.remember_nowait({}, sorted(told), shuffled)
+    journaled.restore_nowait(len(seen), dict(reversed(back.items())))
+    again = [journaled.make_again(prompt_id, 0).prompt_id for prompt_id in seen]
+    assert again == seen
+    expected = [feed.next_nowait(version) for _ in range(30)]
+    assert list(back) == [prompt.prompt_id for prompt in expected[: len(back)]]
+    for other in (loaded, journaled):
+        assert [other.next_nowait(version) for _ in range(30)] == expected
+
+
+def epochs_of(order: ByDifficulty, rewards: Any, num: int) -> list[list[int]]:
+    """Return the prompts of each epoch while each prompt earns its fixed reward."""
+    found, draw = [list[int]() for _ in range(num)], 0
+    while True:
+        order.reach_nowait(draw, None)
+        epoch, index = order.place(draw)
+        if epoch == num:
+            return found
+        found[epoch].append(index)
+        order.observe_nowait(index, rewards[index], epoch)
+        draw += 1
+
+
+def test_useless_prompts_are_in_one_epoch_of_ten() -> None:
+    rewards = [0.0] * 100 + [0.5] * 100 + [1.0] * 100
+    epochs = epochs_of(difficult(300), rewards, 80)
+    assert sorted(epochs[0]) == list(range(300)), "the first one has all: nothing was observed"
+    assert all(len(set(epoch)) == len(epoch) for epoch in epochs), "once an epoch at most"
+    counts = Counter(index for epoch in epochs[1:] for index in epoch)
+    assert {counts[index] for index in range(100, 200)} == {79}
+    useless = [counts[index] for index in (*range(100), *range(200, 300))]
+    assert 0.8 * FLOOR < np.mean(useless) / 79 < 1.2 * FLOOR
+    assert min(useless) > 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "low", "high"), [([-1.0, 1.0, 0.0], -1.0, 1.0), ([2.0, 9.0, 5.5], 2.0, 9.0)]
+)
+def test_reward_range_says_what_is_right(rewards: list[float], low: float, high: float) -> None:
+    order = ByDifficulty(3, seed=0, shuffle=False, reward_range=(low, high))
+    counts = Counter(index for epoch in epochs_of(order, rewards, 200)[1:] for index in epoch)
+    assert counts[2] == 199
+    assert max(counts[0], counts[1]) < 60
+
+
+def test_rewards_of_the_same_version_do_not_count_yet() -> None:
+    early, late, none = (difficult(40) for _ in range(3))
+    for order in (early, late, none):
+        for draw in range(40):
+            order.reach_nowait(draw, 0)
+    for index in range(40):
+        early.observe_nowait(index, 1.0, 0)
+        late.observe_nowait(index, 1.0, 1)
+    for order in (early, late, none):
+        order.reach_nowait(40, 1)
+    ends = [order.memory()["epochs"][1] for order in (early, late, none)]
+    assert ends[0] != ends[1] == ends[2]
+
+
+def test_mixed_position_of_other_tasks_is_refused() -> None:
+    sizes = {"a": 4, "b": 5}
+    state = make_mixed_feed(sizes, {"a"}).state()
+    others = [
+        make_mixed_feed({"b": 5, "a": 4}, {"a"}),
+        make_mixed_feed({"a": 4, "b": 6}, {"a"}),
+        make_mixed_feed(sizes, set()),
+    ]
+    for other in (*others, make_mixed_feed({"": 4}, set())):
+        with pytest.raises(TaskError, match=r"the saved position has (.|\n)*Way out"):
+            other.load_state(state)
+    for prompt_id in ("a/7/0", "c/0/0", "0/0", "a/0/9"):
+        with pytest.raises(TaskError, match="is not among the first 3 draws of the tasks"):
+            make_mixed_feed(sizes, {"a"}).restore_nowait(3, {prompt_id: 1})
+    with pytest.raises(TaskError, match="does not fit"):
+        make_mixed_feed(sizes, {"a"}).remember_nowait({}, [("a", 1, "x")], [])

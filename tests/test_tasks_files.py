@@ -27,7 +27,7 @@ def task_of(*files: str, **settings: Any) -> Any:
     return build_task(TaskConfig(files=list(files), reward="math", **settings), seed=0)
 
 
-def test_a_jsonl_row_becomes_prompt_answer_and_info_and_a_parquet_file_gives_the_same(tmp_path: Path) -> None:
+def test_jsonl_and_parquet_rows_become_the_same_prompts(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?", "name": None}]
     for number, rows in enumerate((ROWS, [{"prompt": chat, "answer": "1"}])):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{number}.parquet")
@@ -42,7 +42,6 @@ def test_a_jsonl_row_becomes_prompt_answer_and_info_and_a_parquet_file_gives_the
 WAY_OUT = r"(.|\n)*Way out"
 QUESTION = b'{"question": "2+2?", "answer": "4"}'
 HAS_NO_COLUMN = "line 1 has no column prompt; its columns are question, answer"
-NO_GOLD: dict[str, Any] = {"prompt_column": "question", "answer_column": "gold"}
 TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
 
 
@@ -50,14 +49,12 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
     ("name", "content", "settings", "said"),
     [
         ("a.jsonl", QUESTION, {}, HAS_NO_COLUMN),
-        ("a.jsonl", QUESTION, NO_GOLD, f"no column gold{WAY_OUT}: set task.prompt_column"),
         ("a.jsonl", TORN, {}, f"a.jsonl line 3 is not JSON{WAY_OUT}"),
         ("nowhere.jsonl", None, {}, "nowhere.jsonl is not a file"),
-        ("a.csv", b"prompt\nx\n", {}, r"a.csv is not a file with rows .\.jsonl"),
         ("a.parquet", b"not at all", {}, "a.parquet is not a parquet file"),
     ],
 )
-def test_a_file_that_gives_no_rows_is_refused_with_the_place(
+def test_file_without_rows_is_refused_with_the_place(
     tmp_path: Path, name: str, content: bytes | None, settings: dict[str, Any], said: str
 ) -> None:
     if content is not None:
@@ -69,8 +66,8 @@ def test_a_file_that_gives_no_rows_is_refused_with_the_place(
 BAD_MESSAGE = {"role": "user", "content": 3}
 
 
-@pytest.mark.parametrize("prompt", [7, "", [], ["hi"], [{"role": "user"}], [{"role": "x"}], [BAD_MESSAGE]])
-def test_a_prompt_that_is_no_text_is_named_by_its_place(tmp_path: Path, prompt: object) -> None:
+@pytest.mark.parametrize("prompt", [7, "", [], [{"role": "x"}], [BAD_MESSAGE]])
+def test_prompt_without_text_is_named_by_its_place(tmp_path: Path, prompt: object) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], {"prompt": prompt, "answer": "1"}])
     with pytest.raises(ConfigError, match=f"a.jsonl line 2, column prompt is no prompt{WAY_OUT}"):
         task_of(file)
@@ -81,7 +78,7 @@ def dataset_task(folder: Path, cache: Path, **settings: Any) -> Any:
     return build_task(config, seed=0)
 
 
-def test_a_folder_of_data_files_or_a_saved_dataset_is_read_with_and_without_splits(tmp_path: Path) -> None:
+def test_folder_or_saved_dataset_is_read(tmp_path: Path) -> None:
     import datasets
 
     (tmp_path / "data").mkdir()
@@ -101,7 +98,7 @@ def test_a_folder_of_data_files_or_a_saved_dataset_is_read_with_and_without_spli
             dataset_task(tmp_path / name, tmp_path / "cache", **settings)
 
 
-def test_data_are_known_by_a_digest_of_their_bytes_or_of_their_rows_in_whatever_shards(
+def test_data_are_known_by_a_digest(
     tmp_path: Path,
 ) -> None:
     import datasets
@@ -131,7 +128,7 @@ def test_data_are_known_by_a_digest_of_their_bytes_or_of_their_rows_in_whatever_
     assert len({digest_of_rows(found) for found in (rows, *others)}) == 5
 
 
-def test_a_run_goes_on_with_the_data_that_it_began_with_or_says_what_is_other_with_which_file(
+def test_run_refuses_other_data_and_names_the_file(
     tmp_path: Path,
 ) -> None:
     begun = {"sums": {"a.jsonl": "11", "b.jsonl": "22"}, "words": {}}
@@ -140,7 +137,6 @@ def test_a_run_goes_on_with_the_data_that_it_began_with_or_says_what_is_other_wi
     for now, said in (
         ({"a.jsonl": "11", "b.jsonl": "33"}, "b.jsonl had the digest xxh3:22, and has xxh3:33"),
         ({"a.jsonl": "11"}, "b.jsonl is not read any more"),
-        ({**begun["sums"], "c.jsonl": "44"}, "c.jsonl was not read then"),
         ({"b.jsonl": "22", "a.jsonl": "11"}, "the files are in another order"),
     ):
         with pytest.raises(ConfigError, match=f"{said}(.|\n)*--allow-change task.digest"):

@@ -1,4 +1,4 @@
-"""Rewards run off the loop and within a limit; whatever goes wrong is a failure, never a reward of 0."""
+"""Rewards run off the loop and within a limit; an error is a failure, never a reward of 0."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ async def awaits_what_another_cancels(*_: Any) -> float:
 
 
 class Stop(BaseException):
-    """What a test framework, trio or code that a model wrote may raise."""
+    """A test framework, trio or generated code may raise such an error."""
 
 
 class UnspeakableError(Exception):
-    """Its text cannot be made, and the attempt raises what is no Exception."""
+    """Its __str__ raises no Exception."""
 
     def __str__(self) -> str:
         raise GeneratorExit

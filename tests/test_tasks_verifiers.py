@@ -42,7 +42,7 @@ def prompts_of(task: PromptTask, count: int) -> list[Prompt]:
     return [feed.next_nowait() for _ in range(count)]
 
 
-def test_the_prompts_are_the_tasks_of_the_environment_with_ids_that_stay() -> None:
+def test_prompts_are_the_tasks_of_the_environment() -> None:
     args = {"taskset": {"num_tasks": 20}}
     first, second = (prompts_of(task_of(args=args), 40) for _ in range(2))
     assert first == second
@@ -52,7 +52,7 @@ def test_the_prompts_are_the_tasks_of_the_environment_with_ids_that_stay() -> No
     assert first[0].messages[1]["content"].startswith("What is ")
 
 
-def test_the_info_of_a_prompt_goes_through_json_and_makes_the_task_again() -> None:
+def test_info_of_a_prompt_makes_the_task_again() -> None:
     taskset = load_taskset("calculator_env", {})
     task_class = type(taskset).task_type()
     for task, prompt in zip(taskset, [task_of().prompt(index) for index in range(5)], strict=False):
@@ -60,7 +60,7 @@ def test_the_info_of_a_prompt_goes_through_json_and_makes_the_task_again() -> No
         assert task_class.data_type().model_validate(row) == task.data
 
 
-def test_messages_are_shown_as_text_and_pictures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_text_and_pictures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import calculator_env
     import verifiers.v1 as vf
 
@@ -83,7 +83,7 @@ def test_messages_are_shown_as_text_and_pictures_are_refused(monkeypatch: pytest
         task_of()
 
 
-def test_checking_a_config_loads_the_environment_and_reads_no_tasks_and_one_that_fails_is_named() -> None:
+def test_checking_a_config_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
     task, words = look_at_task(config, 0, load_taskset=lambda: load_taskset("guessing_env_for_test", args))
@@ -98,7 +98,7 @@ def test_checking_a_config_loads_the_environment_and_reads_no_tasks_and_one_that
 
 
 @pytest.mark.parametrize("source", ["verifiers", "files"])
-def test_a_reward_that_nobody_gives_is_a_failed_rollout(tmp_path: Path, source: str) -> None:
+def test_reward_that_nobody_gives_is_a_failure(tmp_path: Path, source: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "Hi", "answer": "x"}\n')
     task_config = TaskConfig(verifiers=True) if source == "verifiers" else TaskConfig(files=[str(path)])
@@ -112,7 +112,7 @@ def test_a_reward_that_nobody_gives_is_a_failed_rollout(tmp_path: Path, source: 
             score(prompt, "a completion")
 
 
-def test_the_shipped_config_and_the_page_make_prompts() -> None:
+def test_shipped_config_and_page_make_prompts() -> None:
     page = (EXAMPLE.parents[1] / "docs" / "verifiers.md").read_text(encoding="utf-8")
     shown = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
     shipped = load_config(EXAMPLE / "calculator.yaml").generator.model_dump(exclude_unset=True)

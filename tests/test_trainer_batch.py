@@ -1,10 +1,10 @@
-"""What the trainer refuses and what it masks; rollouts of several turns and branches, and credits, against a
-computation in plain words.
-"""
+"""How batches are packed, what the trainer refuses, and credits against a plain computation."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 import torch
 from branch_cases import make_branch_batch, plain_advantages, plain_loss, plain_units
+from fake_server import FakeTrainerServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_cases import MakeStep, changed, make_batch, naive
+from trainer_cases import MakeStep, changed, make_batch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.messages.calls import BatchArrays, BatchHeader
+from asyncrl.errors import TrainerError
+from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch, unpack_batch
+from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.serving import Refused
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.model import tree
 from asyncrl.trainer.model.dealing import Costs
 from asyncrl.trainer.model.packing import mini_batches, rank_micro_batches
@@ -26,6 +30,7 @@ from asyncrl.trainer.model.policy import ForwardPlan
 from asyncrl.trainer.objective import check_batch, find_units, loss_tokens
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import TrainerClient, pack_groups, sampled_by
 
 CREDITS = {"no credits": ("none",), "turns": ("turn",), "all kinds": ("none", "turn", "branch")}
 
@@ -41,13 +46,12 @@ def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
     [
         ({"version": 5}, "batch 0 came while the trainer is at policy_version 5"),
         ({"token_ids": lambda a: at(a.token_ids, 7, 52)}, "id 52 with"),
-        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 7, np.nan)}, "with logprob nan of"),
         ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 7, 0.5)}, "with logprob 0.5 of"),
         ({"versions": lambda a: at(a.versions, 7, 1)}, "of version 1 at g10/r0/b0, position 7"),
         ({"loss_mask": lambda a: at(a.loss_mask, 0, True)}, "of version -1 at g10/r0/b0, position 0"),
     ],
 )
-def test_a_wrong_batch_is_refused_with_the_place_and_the_value(values: dict[str, Any], message: str) -> None:
+def test_wrong_batch_is_refused_with_the_place(values: dict[str, Any], message: str) -> None:
     header, arrays = make_batch()
     check_batch(header, arrays, 0, vocab_size=52)
     arrays = changed(arrays, **{name: change(arrays) for name, change in values.items() if callable(change)})
@@ -56,7 +60,7 @@ def test_a_wrong_batch_is_refused_with_the_place_and_the_value(values: dict[str,
     assert caught.value.status == (409 if "version" in values else 422)
 
 
-def test_an_old_token_is_refused_with_the_worst_ones_values_unless_it_may_be_masked() -> None:
+def test_old_token_is_refused_unless_it_may_be_masked() -> None:
     header, arrays = make_batch(version=7, min_version=5)
     second = header.trajectories[1].start + 5
     arrays = changed(arrays, versions=at(at(arrays.versions, 5, 4), second, 2))
@@ -94,7 +98,7 @@ def assert_same(found: Found, expected: Found) -> None:
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
 @pytest.mark.parametrize("credits", CREDITS)
-def test_loss_and_gradient_are_those_of_a_plain_computation_branch_by_branch(
+def test_loss_and_gradient_match_a_plain_computation(
     make_step: MakeStep,
     tiny_model_dir: Path,
     credits: str,
@@ -121,7 +125,7 @@ def test_loss_and_gradient_are_those_of_a_plain_computation_branch_by_branch(
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([*CREDITS.values()]), st.integers(1, 4), st.integers(20, 200))
-def test_every_sampled_token_is_in_one_unit_one_step_one_rank_and_one_micro_batch(
+def test_every_sampled_token_is_in_one_unit_and_step(
     seed: int, credits: tuple[str, ...], count: int, max_tokens: int
 ) -> None:
     header, arrays = make_branch_batch(seed, credits=credits)
@@ -147,19 +151,7 @@ def test_every_sampled_token_is_in_one_unit_one_step_one_rank_and_one_micro_batc
         assert len(num_micros) == 1, "or FSDP's collectives would not match"
 
 
-def test_advantages_of_units_follow_the_tokens_and_not_the_order_of_turns(make_step: MakeStep) -> None:
-    header, arrays = make_branch_batch(5, credits=("turn",))
-    sampled = arrays.loss_mask.copy()
-    first = header.trajectories[0].credits[0]
-    sampled[first.start : first.end] = False  # too old, and in its group's mean all the same
-    turned = [entry.model_copy(update={"credits": entry.credits[::-1]}) for entry in header.trajectories]
-    expected = plain_advantages(header, len(sampled))[sampled]
-    for entries in (header.trajectories, turned):
-        numbers = make_step()._numbers(header.model_copy(update={"trajectories": entries}), arrays, sampled)
-        np.testing.assert_allclose(numbers.advantage_N[sampled], expected, atol=1e-5)
-
-
-def test_the_overlong_penalty_is_for_all_sampled_tokens_of_a_unit(make_step: MakeStep) -> None:
+def test_overlong_penalty_is_for_all_tokens_of_a_unit(make_step: MakeStep) -> None:
     header, arrays = make_branch_batch(3)
     step = make_step(algorithm={"overlong_tokens": 8}, max_tokens=14)
 
@@ -172,35 +164,11 @@ def test_the_overlong_penalty_is_for_all_sampled_tokens_of_a_unit(make_step: Mak
     np.testing.assert_allclose(advantage_N[arrays.loss_mask], expected[arrays.loss_mask], atol=1e-5)
 
 
-def test_the_top_entropy_mask_takes_the_entropies_of_the_weights_and_leaves_the_divisor(
-    make_step: MakeStep, tiny_model_dir: Path
-) -> None:
-    header, arrays = make_batch(num_groups=3)
-    step = make_step(algorithm={"loss": "reinforce", "top_entropy": 0.3}, trainer={"micro_batch_tokens": 40})
-    model, entropies = AutoModelForCausalLM.from_pretrained(tiny_model_dir), []
-    for entry in header.trajectories:
-        ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
-        logprobs_TV = model(input_ids=ids[None]).logits[0, :-1].detach().log_softmax(-1)
-        mask_T = torch.from_numpy(arrays.loss_mask[entry.start + 1 : entry.end])
-        entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1)[mask_T])
-    entropy_M = torch.cat(entropies)
-    kept_M = entropy_M >= entropy_M.quantile(0.7)
-    assert 0.2 < kept_M.float().mean() < 0.4
-    advantage_N = plain_advantages(header, len(arrays.token_ids))
-    advantage_M = torch.from_numpy(advantage_N[arrays.loss_mask]).float()
-    loss = -(naive(model, header, arrays) * advantage_M * kept_M).sum() / len(kept_M)
-    loss.backward()
-    expected = float(loss.detach()), {name: one.grad for name, one in model.named_parameters()}
-    assert_same(loss_and_gradients(step, header, arrays), expected)
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [
-        *({"loss": loss} for loss in ("gspo", "m2po", "decoupled_ppo", "icepop", "cispo", "luspo", "vespo")),
+        *({"loss": loss} for loss in ("gspo", "m2po", "icepop", "cispo", "vespo")),
         {"loss": "decoupled_ppo", "correction": "tis_sequence"},
-        {"loss": "decoupled_ppo", "correction": "mis_sequence"},
-        {"loss": "vespo", "ratio": "proximal", "correction": "tis"},
         {"top_entropy": 0.3, "off_policy_mask": 0.1, "clip_delta": 1.5},
         {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
     ],
@@ -212,3 +180,73 @@ def test_any_micro_batches_give_the_same_gradient(make_step: MakeStep, algorithm
     whole, *cut = (loss_and_gradients(step, header, arrays) for step in steps)
     for found in cut:
         assert_same(found, whole)
+
+
+def make_trajectory(
+    sample_index: int = 0, spans: tuple[VersionSpan, ...] = (VersionSpan(2, 4, 3, 1), VersionSpan(4, 5, 4))
+) -> Trajectory:
+    return Trajectory(
+        sample_index=sample_index,
+        token_ids=np.arange(10, 15, dtype=np.int32) + sample_index,
+        loss_mask=np.array([False, False, True, True, True]),
+        behaviour_logprobs=np.array([0, 0, -1, -2, -3], np.float32),
+        version_spans=spans,
+        reward=0.5 + sample_index,
+    )
+
+
+def make_types_batch(version: int = 4) -> Batch:
+    main = replace(make_trajectory(0), credits=(Credit(2, 4, 1.0, 0), Credit(4, 5, 0.25, 1)))
+    fork = replace(main, branch=1, credits=(Credit(0, 5, 0.25, 1),))
+    groups = (
+        Group(GroupId(7), Prompt("0-7", ()), (main, fork, make_trajectory(2))),
+        Group(GroupId(9), Prompt("0-9", ()), (make_trajectory(0),)),
+    )
+    return Batch(version=version, groups=groups, min_version=3, mask_older=True)
+
+
+def test_groups_are_packed_with_version_and_engine_per_token() -> None:
+    batch = make_types_batch()
+    header, arrays = unpack_batch(pack_batch(*pack_groups(batch)))
+    assert (header.version, header.min_version, header.mask_older) == (4, 3, True)
+    assert [
+        (t.group_index, t.group_id, t.sample_index, t.branch, t.prompt_id, t.start, t.end, t.reward)
+        for t in header.trajectories
+    ] == [
+        (0, 7, 0, 0, "0-7", 0, 5, 0.5),
+        (0, 7, 0, 1, "0-7", 5, 10, 0.5),
+        (0, 7, 2, 0, "0-7", 10, 15, 2.5),
+        (1, 9, 0, 0, "0-9", 15, 20, 0.5),
+    ]
+    rollouts = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    assert [tuple(t.credits) for t in header.trajectories] == [rollout.credits for rollout in rollouts]
+    assert arrays.token_ids[8:].tolist() == [13, 14, 12, 13, 14, 15, 16, 10, 11, 12, 13, 14]
+    assert (arrays.versions.tolist(), arrays.versions.dtype) == ([-1, -1, 3, 3, 4] * 4, np.int32)
+    assert (arrays.engines.tolist(), arrays.engines.dtype) == ([-1, -1, 1, 1, -1] * 4, np.int16)
+    assert arrays.behaviour_logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize("spans", [[(2, 4, 3)], [(2, 5, 3), (4, 5, 4)]])
+def test_spans_must_cover_the_sampled_tokens_exactly(spans: list[Any]) -> None:
+    whole, wrong = make_trajectory(), make_trajectory(spans=tuple(VersionSpan(*span) for span in spans))
+    masks = [whole.loss_mask, wrong.loss_mask, whole.loss_mask]
+    with pytest.raises(TrainerError, match="do not cover its 3 sampled tokens"):
+        sampled_by([whole, wrong, whole], np.concatenate(masks))
+
+
+def test_step_wakes_all_that_wait_for_its_version() -> None:
+    async def story() -> None:
+        client = TrainerClient(FakeTrainerServer())
+        async with asyncio.TaskGroup() as tasks:
+            next_one = [tasks.create_task(client.wait_version_above(0)) for _ in range(2)]
+            later = tasks.create_task(client.wait_version_above(1))
+            await all_blocked()
+            assert not any(task.done() for task in (*next_one, later))
+            assert (await client.train(make_types_batch(0))).policy_version == 1
+            await all_blocked()
+            assert [task.result() for task in next_one] == [1, 1]
+            assert not later.done()
+            await client.train(make_types_batch(1))
+            assert await later == 2
+
+    run_virtual(story())

@@ -24,8 +24,7 @@ from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model import attention, fused, kernel_calls, parts
-from asyncrl.trainer.model.dealing import Heads, heads_of
+from asyncrl.trainer.model import attention, fused, parts
 from asyncrl.trainer.model.fused import experts_compile_on_cpu, fuse, why_not_compiled
 from asyncrl.trainer.model.policy import ForwardPlan
 from asyncrl.trainer.rank_process import _words
@@ -62,11 +61,11 @@ def results(model: torch.nn.Module, ids_BT: Tensor, grad_BTV: Tensor) -> list[Te
         ("qwen3", {"Qwen3RMSNorm", "Qwen3Attention"}),
         ("llama", {"LlamaRMSNorm", "LlamaAttention"}),
         ("gemma2", {"Gemma2Attention"}),  # its norm multiplies with 1 + weight
-        ("phi3", {"Phi3RMSNorm"}),  # it turns a part of each head alone
-        ("nanochat", set()),  # it turns the other way, by a function that the rotary one calls
+        ("phi3", {"Phi3RMSNorm"}),  # it rotates only a part of each head
+        ("nanochat", set()),  # it rotates the other way
     ],
 )
-def test_a_model_gives_the_same_logits_and_gradients(
+def test_fused_model_gives_the_same_logits_and_gradients(
     model_type: str, exchanged: set[str], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -90,7 +89,7 @@ def test_a_model_gives_the_same_logits_and_gradients(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Have an empty module of this name found."""
+    """Make an empty module of this name importable."""
     module = ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     monkeypatch.setitem(sys.modules, name, module)
@@ -102,12 +101,12 @@ GUARDED = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:.*Function.*should not be instantiated:DeprecationWarning",
 )
-"""Torch's own tracer is warned of these, and hides them from all but filters that make errors of them."""
+"""Warnings to the tracer of torch itself."""
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Traces and differentiates graphs as for a device, runs them as they are, and counts them."""
+    """Trace and differentiate graphs as for a device, and count them."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(fused, "BACKEND", counter)
     yield counter
@@ -118,15 +117,14 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBack
 @pytest.mark.parametrize(
     ("trainer", "values", "has_mesh"),
     [
-        ({}, {}, False),
         ({"lora": {"rank": 2, "alpha": 4}}, {"algorithm": {"kl_coefficient": 0.1}}, False),
         ({"lora": {"rank": 2, "merge": "step"}}, {"dtype": "bfloat16"}, False),
         ({"gradient_checkpointing": True}, {"algorithm": {"kl_coefficient": 0.1}}, True),
         ({"gradient_checkpointing": True, "lora": {"rank": 2}}, {"dtype": "bfloat16"}, True),
     ],
-    ids=["plain", "adapters", "merged adapters", "shards", "shards, adapters"],
+    ids=["adapters", "merged adapters", "shards", "shards, adapters"],
 )
-def test_compiled_layers_learn_the_same_and_are_compiled_once_for_all_lengths(
+def test_compiled_layers_learn_the_same_for_all_lengths(
     compiler: CompileCounterWithBackend,
     tiny_model_dir: Path,
     tmp_path: Path,
@@ -158,13 +156,13 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once_for_all_lengths(
 @pytest.mark.skipif(not experts_compile_on_cpu(), reason="this transformers cannot compile experts on a CPU")
 @pytest.mark.parametrize(
     ("model_type", "has_replay"),
-    [("qwen3_moe", True), ("mixtral", False), ("deepseek_v3", False), ("deepseek_v3", True)],
+    [("mixtral", False), ("deepseek_v3", True)],
 )
 @pytest.mark.usefixtures("compiler")
-def test_compiled_experts_learn_the_same_and_have_one_graph_for_all_their_layers(
+def test_compiled_experts_learn_the_same_in_one_graph(
     tmp_path: Path, model_type: str, has_replay: bool
 ) -> None:
-    """One more for layers without experts, and none for routers that are told what to choose."""
+    """Layers without experts add one graph; replay adds none."""
     counters.clear()
     heads = {"qk_nope_head_dim": 8} if model_type == "deepseek_v3" else {}  # 12, and 8 of a value
     folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | heads)
@@ -189,11 +187,11 @@ def test_compiled_experts_learn_the_same_and_have_one_graph_for_all_their_layers
             arrays = changed(arrays, routing=drawn.astype(np.uint8))
         wanted, found = (learned(one.train(header, arrays)) for one in (eager, compiled))
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
-    # not the compiler's own count, which has also those that torch began anew
+    # the compiler's own count includes restarted graphs
     assert counters["stats"]["unique_graphs"] == (2 if model_type == "deepseek_v3" else 1)
 
 
-def test_what_cannot_be_compiled_is_left_alone_or_refused(
+def test_uncompilable_model_is_left_or_refused(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, "triton")
@@ -203,13 +201,6 @@ def test_what_cannot_be_compiled_is_left_alone_or_refused(
     monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: {"include": str(headers)}[name])
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
-    experts = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen3_moe", **SIZES, num_experts=4, moe_intermediate_size=16)
-    )
-    assert why_not_compiled(experts, cuda, torch.bfloat16) == ""
-    assert ("5.23 can" in why_not_compiled(experts, cpu, torch.float32)) != experts_compile_on_cpu()
-    experts.set_experts_implementation("eager")
-    assert "experts" in why_not_compiled(experts, cpu, torch.float32)
     assert "float32" in why_not_compiled(model, cuda, torch.float32)
     packed, windowed = ForwardPlan(True, True), ForwardPlan(True, True, window=8)
     spec, asked = (make_spec(tiny_model_dir, tmp_path, trainer={"compile": one}) for one in ("auto", True))
@@ -220,21 +211,13 @@ def test_what_cannot_be_compiled_is_left_alone_or_refused(
     with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens at any length"):
         parts.should_compile(asked, model, windowed, cuda, torch.bfloat16)
     (headers / "Python.h").unlink()
-    for reason, take_away in (
-        (f"Python's headers .* {headers}/Python.h", lambda: None),
-        ("Triton is not installed", lambda: monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)),
-        ("no C compiler", lambda: monkeypatch.setenv("PATH", str(tmp_path))),
-    ):
-        take_away()
-        assert not parts.should_compile(spec, model, packed, cuda, torch.bfloat16)
-        with pytest.raises(ConfigError, match=reason):
-            parts.should_compile(asked, model, packed, cuda, torch.bfloat16)
+    assert not parts.should_compile(spec, model, packed, cuda, torch.bfloat16)
+    with pytest.raises(ConfigError, match=f"Python's headers .* {headers}/Python.h"):
+        parts.should_compile(asked, model, packed, cuda, torch.bfloat16)
 
 
 @GUARDED
-def test_layers_that_do_not_compile_are_an_error_that_names_the_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_compilation_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise NotImplementedError("no such kernel")
 
@@ -249,73 +232,22 @@ def test_layers_that_do_not_compile_are_an_error_that_names_the_setting(
     torch._dynamo.reset()
 
 
-# ---- what a CUDA process chooses at its start
-
-
-@pytest.mark.parametrize("name", parts.ALLOCATOR_ENV)
-def test_segments_grow_unless_the_user_has_set_the_allocator(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    told = list[str]()
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    parts.prepare_cuda({name: "max_split_size_mb:64"})
-    assert told == []
-    parts.prepare_cuda({})
-    assert told == ["expandable_segments:True"]
+# ---- the kernel of attention
 
 
 @pytest.mark.parametrize(
-    ("is_installed", "capability", "fault", "expected"),
-    [
-        (True, (9, 0), "", "FA3"),
-        (True, (8, 0), "", "FA2"),
-        (True, (10, 0), "", "FA2"),
-        (False, (9, 0), "", "FA2"),
-        (True, (9, 0), "activate", "FA2"),
-        (True, (9, 0), "forward", "FA2"),
-        (True, (9, 0), "backward", "FA2"),
-    ],
+    ("capability", "is_broken", "expected"),
+    [((9, 0), False, "FA3"), ((10, 0), False, "FA2"), ((9, 0), True, "FA2")],
 )
-def test_fa3_is_chosen_where_it_is_installed_and_has_computed_something(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    is_installed: bool,
-    capability: tuple[int, int],
-    fault: str,
-    expected: str,
+def test_fa3_is_chosen_where_it_computes(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_broken: bool, expected: str
 ) -> None:
-    """The device is a CPU here, whose kernels do; those that fail are called as on CUDA."""
-    active = ["FA2"]
-
-    def broken(*_: Any, **__: Any) -> Any:
+    def broken(*_: Any) -> None:
         raise RuntimeError("this build has no such kernel")
 
-    activate = broken if fault == "activate" else active.append
+    active = ["FA2"]
+    activate = broken if is_broken else active.append
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.pop)
-    for name, operator in (("forward", "_varlen"), ("backward", "_varlen_backward")):
-        monkeypatch.setattr(attention, operator, broken)
-        if name == fault:
-            monkeypatch.setattr(attention, f"_{name}_cpu", getattr(attention, f"_{name}_cuda"))
-            monkeypatch.setattr(attention, "calls_of", kernel_calls.calls_by_pass)
-    if is_installed:
-        install(monkeypatch, "flash_attn_interface")
-    assert attention.choose_flash(capability, (4, 2, 16), torch.device("cpu")) == expected
-    assert active[-1] == expected
-    assert ("cannot be used, so FA2 is: this build" in caplog.text) == (fault != "")
-    assert attention.choose_flash(capability, None, torch.device("cpu")) == "FA2", "nothing attends"
-
-
-@pytest.mark.parametrize(
-    ("model_type", "settings", "expected"),
-    [
-        ("qwen3", {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}, (16, 8, 128)),
-        ("gpt2", {"n_head": 12, "n_embd": 768}, (12, 12, 64)),
-        ("deepseek_v3", {}, (128, 128, 192)),
-        ("mamba", {}, None),
-    ],
-)
-def test_the_heads_are_those_of_the_config(
-    model_type: str, settings: dict[str, int], expected: Heads | None
-) -> None:
-    assert heads_of(AutoConfig.for_model(model_type, **settings)) == expected
+    install(monkeypatch, "flash_attn_interface")
+    assert attention.choose_flash(capability, (4, 2, 16), torch.device("cpu")) == expected == active[-1]

@@ -1,10 +1,7 @@
-"""What is offloaded comes back to the bit; what needs it is refused meanwhile; what cannot be moved stays
-where it was.
-"""
+"""Offloaded parts return bit for bit, and calls that need them are refused."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,13 +46,12 @@ def are_gone(tensors: Sequence[Tensor]) -> bool:
     ("values", "is_tied"),
     [
         ({}, True),
-        ({"dtype": "bfloat16"}, False),
         ({"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"}, True),
         ({"trainer": {"mini_batches": 2}, "algorithm": {"kl_coefficient": 0.1}}, False),
     ],
-    ids=["tied", "untied in bfloat16", "lora in bfloat16", "reference"],
+    ids=["tied", "lora in bfloat16", "reference"],
 )
-def test_a_trainer_that_was_offloaded_between_its_steps_takes_the_steps_of_one_that_never_was(
+def test_offloaded_trainer_takes_the_same_steps(
     make_step: MakeStep, tmp_path: Path, values: dict[str, Any], is_tied: bool
 ) -> None:
     folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=is_tied, **PAGED)
@@ -78,7 +74,7 @@ def test_a_trainer_that_was_offloaded_between_its_steps_takes_the_steps_of_one_t
     assert step.offloaded == []
 
 
-def test_what_is_away_has_no_memory_and_moves_are_counted_once(make_step: MakeStep) -> None:
+def test_offloaded_parts_have_no_memory(make_step: MakeStep) -> None:
     step = make_step(dtype="bfloat16", algorithm={"kl_coefficient": 0.1})
     step.train(*make_batch())
     weights, optimizer = step._tensors_of("weights"), step._tensors_of("optimizer")
@@ -87,16 +83,14 @@ def test_what_is_away_has_no_memory_and_moves_are_counted_once(make_step: MakeSt
     assert moved.num_bytes / (num_parameters * 12) >= 0.8, "float32 masters and two moments"
     assert are_gone(optimizer)
     assert not are_gone(weights), "an export needs no more than these"
-    assert step.offload(ALL).num_bytes >= 0.75 * num_parameters * 4, "policy and reference in bfloat16"
+    step.offload(ALL)
     assert are_gone(weights)
     assert step.offload(ALL).num_bytes == 0
     assert step.offloaded == ["gradients", "optimizer", "weights"]
     assert step.onload(("optimizer",)).num_bytes == moved.num_bytes
-    assert step.onload(("optimizer",)).num_bytes == 0
-    assert step.offloaded == ["gradients", "weights"]
 
 
-def test_what_needs_a_part_that_is_away_is_refused_by_its_name(make_step: MakeStep, tmp_path: Path) -> None:
+def test_call_that_needs_an_offloaded_part_is_refused(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step()
     step.offload(("optimizer",))
     with pytest.raises(Refused, match="cannot train: optimizer offloaded") as refused:
@@ -118,15 +112,14 @@ def test_what_needs_a_part_that_is_away_is_refused_by_its_name(make_step: MakeSt
     step.train(*make_batch())
 
 
-@pytest.mark.parametrize("parts", [("weights",), ("optimizer",), ALL], ids=["weights", "optimizer", "all"])
-def test_a_checkpoint_may_be_made_of_what_is_away(make_step: MakeStep, tmp_path: Path, parts: Any) -> None:
+def test_checkpoint_may_hold_offloaded_parts(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step(dtype="bfloat16")
     for version in range(2):
         step.train(*make_batch(version=version, seed=version))
     digest = step.weights_digest()
-    step.offload(parts)
+    step.offload(("optimizer",))
     step.begin_save_state(tmp_path / "away")
-    step.onload(parts)
+    step.onload(("optimizer",))
     step.wait_save_state()
     step.train(*make_batch(version=2, seed=2))
     again = make_step(dtype="bfloat16")
@@ -136,62 +129,10 @@ def test_a_checkpoint_may_be_made_of_what_is_away(make_step: MakeStep, tmp_path:
     assert again.weights_digest() == step.weights_digest()
 
 
-def test_a_host_with_no_memory_for_a_copy_has_a_checkpoint_written_from_where_the_state_is_away(
-    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the next step ends after it, since the move that follows would overwrite it."""
-    monkeypatch.setattr(offload, "available_memory", lambda: 10_000)
-    may_write, step = threading.Event(), make_step(dtype="bfloat16")
-    moves = step._offload
-    moves._pinned = {part: HostMemory(torch.device("cpu")) for part in PARTS}
-    for version in range(2):
-        step.train(*make_batch(version=version, seed=version))
-    digest = step.weights_digest()
-    with pytest.raises(Refused, match="bytes are needed, and the host has 10000 available"):
-        step.begin_save_state(tmp_path / "here").result()
-    monkeypatch.setattr(offload, "available_memory", lambda: 2**30)
-    step.offload(ALL)
-    slabs = {part: memory._data.data_ptr() for part, memory in moves._pinned.items()}
-    monkeypatch.setattr(offload, "available_memory", lambda: 10_000)
-    step._state._writer.submit(may_write.wait)
-    saving = step.begin_save_state(tmp_path / "away")
-    step.onload(ALL)
-    assert sum(copy.nbytes for copy in step._state._host.values()) > len(step._state._memory)
-    next_step = threading.Thread(target=step.train, args=make_batch(version=2, seed=2))
-    next_step.start()
-    next_step.join(0.2)
-    assert next_step.is_alive(), "after it comes the move, over what is being written"
-    assert not saving.done()
-    may_write.set()
-    next_step.join()
-    assert saving.done()
-    step.offload(ALL)
-    assert {part: memory._data.data_ptr() for part, memory in moves._pinned.items()} == slabs
-    step.onload(ALL)
-    again = make_step(dtype="bfloat16")
-    again.load_state(tmp_path / "away")
-    assert again.weights_digest() == digest
-    again.train(*make_batch(version=2, seed=2))
-    assert again.weights_digest() == step.weights_digest()
-
-
-def test_a_part_that_a_full_disk_does_not_take_stays_where_it_was(make_step: MakeStep) -> None:
-    step = make_step()
-    step.train(*make_batch())
-    before = step.weights_digest()
-    words = "offload weights, optimizer on rank 0: OSError"
-    with full_disk(), pytest.raises(Refused, match=words) as refused:
-        step.offload(("weights", "optimizer"))
-    assert refused.value.status == 507
-    assert "free space on the disk" in refused.value.body.way_out
-    assert (step.offloaded, step.weights_digest()) == ([], before)
-    step.train(*make_batch(version=1))
-
-
 def test_ranks_of_a_host_ask_for_its_memory_together(
     make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each alone would find enough for itself, and be killed once all have it."""
+    """Each rank would find enough memory for itself, and all would be killed."""
 
     class Two(Ranks):
         def gather(self, value: Any) -> list[Any]:
@@ -216,11 +157,8 @@ def test_ranks_of_a_host_ask_for_its_memory_together(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_device_parts_go_to_pinned_memory_and_come_back_to_the_bit(
-    make_step: MakeStep, tmp_path: Path, dtype: str
-) -> None:
-    step = make_step(device="cuda", dtype=dtype)
+def test_device_parts_come_back_to_the_bit(make_step: MakeStep, tmp_path: Path) -> None:
+    step = make_step(device="cuda", dtype="bfloat16")
     step.train(*make_batch())
     digest, before = step.weights_digest(), torch.cuda.memory_allocated()
     moved = step.offload(ALL)
@@ -229,7 +167,7 @@ def test_on_a_device_parts_go_to_pinned_memory_and_come_back_to_the_bit(
     step.wait_save_state()
     step.onload(ALL)
     assert step.weights_digest() == digest
-    again = make_step(device="cuda", dtype=dtype)
+    again = make_step(device="cuda", dtype="bfloat16")
     again.load_state(tmp_path / "state")
     assert again.weights_digest() == digest
     step.train(*make_batch(version=1))
@@ -250,12 +188,10 @@ def move(group: Group, what: str, *parts: TrainerPart) -> Moved:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(
-    paged_model_dir: Path, tmp_path: Path
-) -> None:
+def test_offloaded_ranks_give_the_same_bits(paged_model_dir: Path, tmp_path: Path) -> None:
     for name in ("plain", "moved"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "noisy_loss.py").write_text(NOISY)  # each rank draws noise of its own
+        (tmp_path / name / "noisy_loss.py").write_text(NOISY)  # each rank draws other noise
     noisy = {"algorithm": {"loss": "noisy_loss:loss"}}
     with (
         running(paged_model_dir, tmp_path / "plain", **noisy) as plain,
@@ -270,7 +206,6 @@ def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(
                     move(moved, "offload", *ALL)
             assert [moved.health(rank).offloaded for rank in range(2)] == [["optimizer"]] * 2
             move(moved, "offload", *ALL)
-            assert move(moved, "offload", *ALL).num_bytes == 0
             if version == 2:
                 with pytest.raises(CallRefused, match="cannot export: weights offloaded"):
                     moved.export()

@@ -1,11 +1,8 @@
-"""How a batch is cut into micro-batches: every loss token once, shared prefixes once, nothing that cannot
-matter.
-"""
+"""Micro-batches hold every loss token once and cost all ranks about the same."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,23 +10,26 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tiny_model import TINY_ARCHITECTURE
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import Rows, assert_all_close, batch_of, random_groups, trees
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.messages.calls import BatchArrays, BatchHeader
-from asyncrl.trainer.model import attention as attention_kernels
-from asyncrl.trainer.model import kernel_calls, packing, tree
+from asyncrl.trainer.model import kernel_calls, tree
 from asyncrl.trainer.model.attention import packed_attention, plain_attention
-from asyncrl.trainer.model.packing import MicroBatch, pack
-from asyncrl.trainer.model.tree import Layout, places_of
+from asyncrl.trainer.model.dealing import Costs, PassSize, costs_of, deal
+from asyncrl.trainer.model.packing import MicroBatch, by_group, pack, token_ranges
+from asyncrl.trainer.model.policy import ForwardPlan, Policy
+from asyncrl.trainer.model.tree import Layout, TokenRange, places_of
 
 CPU = torch.device("cpu")
-MAIN, FORK = random_groups([[6, 7]], prompt=17)[0]
 HISTORY = [5, 6, 7, 8, 9] * 20
 
 
 def turn(number: int) -> tuple[list[int], list[bool]]:
-    """What an agent samples after 30, 50 and 70 tokens of one history, none of which is in the next turn."""
+    """An agent samples after 30, 50 and 70 tokens of one history; no thought is in the next turn."""
     start = 30 + 20 * number
     thought = list(range(10 * number + 10, 10 * number + 30))
     return HISTORY[:start] + thought, [False] * start + [True] * len(thought)
@@ -37,7 +37,7 @@ def turn(number: int) -> tuple[list[int], list[bool]]:
 
 THOUGHT = turn(1)[0]
 FORKED = THOUGHT[:-6] + [4] * 9, [False] * (len(THOUGHT) - 6) + [True] * 9
-"""Leaves a thought, which leaves the history."""
+"""It forks from a thought, which forks from the history."""
 
 
 def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArrays, list[MicroBatch]]:
@@ -47,9 +47,7 @@ def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArr
 
 @settings(max_examples=100, deadline=None)
 @given(trees(), st.integers(1, 120), st.integers(0, 20))
-def test_every_loss_token_is_there_once_in_trees_whose_queries_see_their_ancestors_alone(
-    groups: Rows, max_tokens: int, min_shared: int
-) -> None:
+def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shared: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "MIN_SHARED_TOKENS", min_shared)
         header, arrays, micros = packed(groups, max_tokens)
@@ -84,7 +82,7 @@ def test_every_loss_token_is_there_once_in_trees_whose_queries_see_their_ancesto
 
 
 def seen_keys(layout: Layout) -> list[list[int]]:
-    """The keys of each token's query, by the calls of the kernel."""
+    """Return the keys of each token's query, by the calls of the kernel."""
     seen: list[list[int]] = [[] for _ in range(layout.num_tokens)]
     for part in layout.passes:
         for piece in part.pieces:
@@ -96,7 +94,7 @@ def seen_keys(layout: Layout) -> list[list[int]]:
 
 @settings(max_examples=40, deadline=None)
 @given(trees())
-def test_with_all_that_can_be_shared_no_node_is_there_twice(groups: Rows) -> None:
+def test_no_node_of_a_tree_is_there_twice(groups: Rows) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "MIN_SHARED_TOKENS", -math.inf)
         _, _, micros = packed(groups)
@@ -111,40 +109,7 @@ def test_with_all_that_can_be_shared_no_node_is_there_twice(groups: Rows) -> Non
         assert len(micro.layout.passes) <= 1 + math.log2(micro.layout.num_tokens)
 
 
-@pytest.mark.parametrize(
-    ("groups", "max_tokens", "num_tokens", "left"),
-    [
-        (random_groups([[5, 9, 3, 7]], prompt=30), 10**6, [30 + 4 + 8 + 2 + 6], [[(30, 12)]]),
-        (random_groups([[11] * 5], prompt=20), 40, [40, 40, 30], [[(20, 10)], [(20, 10)], []]),
-        (random_groups([[50, 3], [3]], prompt=20), 30, [69, 22, 22], [[], [], []]),
-        ([[(MAIN[0], [False] * 12 + [True] * 11), FORK]], 99, [17 + 5 + 6], [[(17, 5)]]),
-        ([[turn(0), turn(1), turn(2), turn(2)], [turn(1)]], 999, [70 + 3 * 19], [[(30, 19), (50, 19)]]),
-    ],
-    ids=[
-        "shared once",
-        "cut in two",
-        "longer than the limit",
-        "loss in one and context in the other",
-        "turns",
-    ],
-)
-def test_what_leaves_a_path_has_its_first_keys(
-    groups: Rows, max_tokens: int, num_tokens: list[int], left: list[list[tuple[int, int]]]
-) -> None:
-    layouts = [micro.layout for micro in packed(groups, max_tokens)[2]]
-    assert [layout.num_tokens for layout in layouts] == num_tokens
-    for layout, expected in zip(layouts, left, strict=True):
-        pieces = [piece for part in layout.passes[1:] for piece in part.pieces]
-        assert [(piece.num_keys, piece.num_queries) for piece in pieces] == expected
-
-
-def test_on_a_cpu_a_micro_batch_is_no_larger_than_its_caches_like(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(packing.MOST_TOKENS, "cpu", 30)
-    micros = packed(random_groups([[9], [9], [9]], prompt=7))[2]
-    assert [micro.layout.num_tokens for micro in micros] == [30, 15]
-
-
-# ---- packed attention is ordinary attention of each sequence by itself, whatever is shared
+# ---- packed attention
 
 PLAIN = random_groups([[30, 70, 1, 9], [40], [5, 60]], prompt=25)
 LAYOUT = packed([*PLAIN, [turn(0), turn(1), turn(2), FORKED]])[2][0].layout
@@ -161,9 +126,7 @@ def tensors(layout: Layout, dtype: torch.dtype, key_heads: int = 2, width: int =
 
 
 def row_by_row(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Each sequence's tokens gathered and attended to with the whole matrix of scores; a shared token's row
-    is taken once.
-    """
+    """Attend to each sequence by itself, with the whole matrix of scores."""
     output = torch.zeros_like(query)
     group = query.shape[1] // key.shape[1]
     for runs in layout.rows:
@@ -186,10 +149,7 @@ def results(function: Any, made: list[Tensor], layout: Layout, scale: float = 0.
 
 @settings(max_examples=40, deadline=None)
 @given(trees(), st.sampled_from([(), (2,), (4, 8), kernel_calls.TILE_SIZES]))
-def test_any_tree_gives_the_outputs_and_gradients_of_separate_sequences(
-    groups: Rows, tile_sizes: tuple[int, ...]
-) -> None:
-    """Whatever is short enough to share the rows of a call."""
+def test_any_tree_attends_like_separate_sequences(groups: Rows, tile_sizes: tuple[int, ...]) -> None:
     micros = packed(groups)[2]
     assume(micros)
     layout = micros[0].layout
@@ -202,7 +162,7 @@ def test_any_tree_gives_the_outputs_and_gradients_of_separate_sequences(
 
 @pytest.mark.parametrize(
     ("dtype", "key_heads", "limit"),
-    [(torch.float32, 1, 1e-6), (torch.float32, 6, 1e-6), (torch.bfloat16, 2, 0.01), (torch.float16, 2, 0.01)],
+    [(torch.float32, 1, 1e-6), (torch.float32, 6, 1e-6), (torch.bfloat16, 2, 0.01)],
 )
 def test_any_dtype_agrees_with_the_whole_matrix(dtype: torch.dtype, key_heads: int, limit: float) -> None:
     made = tensors(LAYOUT, dtype, key_heads=key_heads)
@@ -214,52 +174,9 @@ def test_any_dtype_agrees_with_the_whole_matrix(dtype: torch.dtype, key_heads: i
             assert float((one.float() - other).norm() / other.norm()) < limit
 
 
-def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
-
-
-def test_the_layout_of_the_cuda_kernel_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA operators cannot run here: others stand in for them, and what they are called with is what is
-    tested.
-    """
-    forward, backward = attention_kernels._flash, attention_kernels._flash_backward
-    num_launches = 0
-
-    def cut(tensors: Iterable[Tensor], kinds: str, ends: tuple[Tensor, ...], *options: Any) -> Iterator[Any]:
-        """Heads first, sequence by sequence of the queries or the keys."""
-        lengths = {kind: one.diff().tolist() for kind, one in zip("qk", ends, strict=True)}
-        assert options == (max(lengths["q"]), max(lengths["k"]), 0.0)
-        cuts = [tensor.split(lengths[kind]) for tensor, kind in zip(tensors, kinds, strict=True)]
-        return (heads_first(*pieces) for pieces in zip(*cuts, strict=True))
-
-    def varlen(*given: Any, scale: float) -> tuple[Tensor, Tensor]:
-        nonlocal num_launches
-        num_launches += 1
-        pieces = cut(given[:3], "qkk", given[3:5], *given[5:8])
-        found = zip(*(forward(*piece, 0.0, given[8], scale=scale) for piece in pieces), strict=True)
-        output, logsum = (torch.cat(parts, 2)[0] for parts in found)
-        return output.transpose(0, 1), logsum
-
-    def varlen_backward(*given: Any, scale: float) -> list[Tensor]:
-        logsums = given[5].split(given[6].diff().tolist(), 1)
-        pieces = zip(cut(given[:5], "qqkkq", given[6:8], *given[8:11]), logsums, strict=True)
-        found = (backward(*piece, one[None], 0.0, given[11], scale=scale) for piece, one in pieces)
-        return [torch.cat(parts, 2)[0].transpose(0, 1) for parts in zip(*found, strict=True)]
-
-    made = tensors(LAYOUT, torch.float64)
-    expected = results(packed_attention, made, LAYOUT)
-    monkeypatch.setattr(attention_kernels, "_varlen", varlen)
-    monkeypatch.setattr(attention_kernels, "_varlen_backward", varlen_backward)
-    monkeypatch.setattr(attention_kernels, "calls_of", kernel_calls.calls_by_pass)
-    monkeypatch.setattr(attention_kernels, "_forward_cpu", attention_kernels._forward_cuda)
-    monkeypatch.setattr(attention_kernels, "_backward_cpu", attention_kernels._backward_cuda)
-    assert_all_close(results(packed_attention, made, LAYOUT), expected, 1e-9)
-    assert num_launches == len(LAYOUT.passes) == 3, "one for each pass"
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_on_cuda_it_agrees_with_the_cpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cuda_agrees_with_the_cpu(dtype: torch.dtype) -> None:
     layout = LAYOUT
     made = tensors(layout, dtype, width=64)
     there = [tensor.detach().cuda().requires_grad_(index < 3) for index, tensor in enumerate(made)]
@@ -267,3 +184,95 @@ def test_on_cuda_it_agrees_with_the_cpu(dtype: torch.dtype) -> None:
         results(packed_attention, there, layout), results(packed_attention, made, layout), strict=True
     ):
         assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < 0.02
+
+
+COSTS = Costs(key=0.01, loss_token=0.2)
+Steps = list[list[list[TokenRange]]]
+
+
+def dealt(groups: Rows, max_tokens: int, num_ranks: int, costs: Costs = COSTS) -> tuple[Steps, BatchArrays]:
+    header, arrays = batch_of(groups)
+    sequences = by_group(token_ranges(header, arrays.loss_mask))
+    return deal(sequences, arrays.token_ids, costs, max_tokens, num_ranks), arrays
+
+
+def tree_cost(sequences: list[TokenRange], arrays: BatchArrays, costs: Costs) -> tuple[int, float]:
+    """Return (tokens, cost) of one micro-batch with every shared token once."""
+    nodes = {
+        tuple(arrays.token_ids[one.start : one.start + end].tolist())
+        for one in sequences
+        for end in range(1, one.length + 1)
+    }
+    loss = costs.loss_token * sum(one.num_loss for one in sequences)
+    return len(nodes), sum(1 + costs.key * len(node) for node in nodes) + loss
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees(), st.integers(1, 150), st.integers(1, 5))
+def test_every_sequence_is_dealt_once(groups: Rows, max_tokens: int, num_ranks: int) -> None:
+    steps, arrays = dealt(groups, max_tokens, num_ranks)
+    header, _ = batch_of(groups)
+    found = [one.trajectory for step in steps for share in step for one in share]
+    assert sorted(found) == [one.trajectory for one in token_ranges(header, arrays.loss_mask)]
+    assert all(len(step) == num_ranks for step in steps)
+    assert all(any(step) for step in steps)
+    for share in (share for step in steps for share in step if len(share) > 1):
+        assert tree_cost(share, arrays, COSTS)[0] <= max_tokens
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=30), st.integers(2, 8))
+def test_no_rank_is_a_sequence_above_the_mean(lengths: list[int], num_ranks: int) -> None:
+    """Graham's bound, for sequences that share nothing."""
+    steps, arrays = dealt(random_groups([[length] for length in lengths], prompt=2), 10**9, num_ranks)
+    loads = [tree_cost(share, arrays, COSTS)[1] for share in steps[0]]
+    longest = max(tree_cost([one], arrays, COSTS)[1] for share in steps[0] for one in share)
+    assert len(steps) == 1
+    assert max(loads) <= np.mean(loads) + longest * (1 - 1 / num_ranks) + 1e-9
+
+
+def test_long_sequences_are_dealt_by_attention_cost() -> None:
+    groups = random_groups([[400]] + [[100]] * 8, prompt=2)
+    for key, expected in ((0.0, [3, 6]), (0.1, [1, 8])):
+        (step,), _ = dealt(groups, 10**6, 2, Costs(key, 0.0))
+        assert sorted(map(len, step)) == expected
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1.5])
+def test_eight_ranks_wait_little_for_each_other(sigma: float) -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(math.log(30), sigma, (16, 8)), 2, 300).astype(int).tolist()
+    steps, arrays = dealt(random_groups(lengths, prompt=10), 400, 8, Costs(1e-4, 0.1))
+    loads = [[tree_cost(share, arrays, Costs(1e-4, 0.1))[1] for share in step] for step in steps]
+    assert sum(map(sum, loads)) >= 0.9 * 8 * sum(map(max, loads))
+
+
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("architecture", [{}, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("trains", ["all", "nothing but the embedding"])
+def test_model_flops_match_those_of_torch(architecture: dict[str, object], trains: str) -> None:
+    """Of a plain pass: whole logits, and attention that computes all T x T scores."""
+    shape = {**TINY_ARCHITECTURE, **architecture, "vocab_size": 52, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(**shape)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    model.requires_grad_(trains == "all").get_input_embeddings().requires_grad_(True)
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=torch.arange(2, 32)[None]).logits.sum().backward()
+    size = PassSize(num_tokens=30, num_pairs=30 * 30, num_targets=30)
+    expected = costs_of(model).flops(size, has_backward=True)
+    # Some versions of transformers make the angles of rotary embeddings by a matrix product.
+    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-3)
+
+
+def test_shared_tokens_of_a_pass_are_counted_once() -> None:
+    """Two rollouts of 60 tokens after a prompt of 20; the last token is only predicted."""
+    header, arrays = batch_of(random_groups([[60, 60]], prompt=20))
+    (micro,) = pack(header, arrays, arrays.loss_mask, 1000, torch.device("cpu"))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_ARCHITECTURE, vocab_size=52))
+    packed, alone = Policy(model).size_of(micro), Policy(model, ForwardPlan(False, True)).size_of(micro)
+    assert (packed.num_tokens, packed.num_pairs) == (79 + 59, 79 * 80 // 2 + 59 * 60 // 2 + 59 * 20)
+    assert alone == PassSize(2 * 79, 2 * 79 * 80 // 2, 120)
+    assert packed.num_targets == len({*zip(micro.predict_U.tolist(), micro.target_U.tolist(), strict=True)})

@@ -55,7 +55,7 @@ def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **change
     settings = {**COMMON, **PACKED.get(kind, ALONE.get(kind, {})), **changes}
     config = AutoConfig.for_model(kind, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    # The same weights whatever the dtype; buffers, as a rotary embedding's frequencies, stay as they are.
+    # Every dtype has the same weights; buffers stay unchanged.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -148,7 +148,7 @@ def test_other_architectures_run_alone(kind: str, caplog: pytest.LogCaptureFixtu
 def test_any_tree_cut_and_ranks_give_plain_gradients(
     groups: Rows, max_tokens: int, num_ranks: int, shares_all: bool
 ) -> None:
-    """Each token has a weight of its own in each sequence, also where sequences share it."""
+    """Each token has its weight in each sequence, also a shared token."""
     assume(any(any(mask) for rows in groups for _, mask in rows))
     model = make_model(dtype=torch.float64)
     expected = run_plain(model, groups)
@@ -178,7 +178,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(is_packed: bool) -> None
 
 
 def test_plan_check_sees_that_sequences_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention that takes packed tokens for one long sequence is the mistake that it is there for."""
+    """The mistake: an attention that reads packed tokens as one long sequence."""
     real = policy_module.packed_inputs
 
     def without_layout(micro: MicroBatch) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tiny_model import make_tiny_model
 from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import TrainerConfig, load_config
+from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RoomError
 from asyncrl.http import CallRefused
 from asyncrl.job import start as startup
@@ -46,7 +46,7 @@ from asyncrl.weights.tensor_files import digest_tensors
 
 
 def aged(header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
-    """As if every third sequence had been sampled by the version before."""
+    """Mark every third sequence as sampled by the version before."""
     versions = arrays.versions.copy()
     for entry in header.trajectories[::3]:
         versions[entry.start : entry.end] = np.where(
@@ -104,7 +104,7 @@ def compare(
             adapters = [folder / name / "adapter_model.safetensors" for name in ("adapter", "alone-adapter")]
             assert_close(*adapters, atol)
         assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == 3, "one line a batch, not a rank"
-        # What several processes have saved, one has then, and the other way round.
+        # One process loads a state of several, and several load a state of one.
         save_state(group, folder / "several")
         alone.load_state(folder / "several")
         assert_close(
@@ -122,7 +122,7 @@ def compare(
 
 
 def check_memories(chunk: ExportChunkResponse, num_memories: int) -> None:
-    """The chunk lies in memory of each rank."""
+    """Check the chunk in the memory of each rank."""
     handles, tensors = ([], []) if chunk.memory is None else (chunk.memory.handles, chunk.memory.tensors)
     assert len({handle.name for handle in handles}) == len(handles) == num_memories
     for handle in handles:
@@ -130,7 +130,7 @@ def check_memories(chunk: ExportChunkResponse, num_memories: int) -> None:
 
 
 def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
-    """Of all tensors in two files."""
+    """Compare all tensors in two files."""
     found, wanted = load_file(actual), load_file(expected)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -142,22 +142,6 @@ def test_cpu_offload_is_refused_on_the_cpu(tiny_model_dir: Path, tmp_path: Path)
     spec = make_spec(tiny_model_dir, tmp_path, trainer={"cpu_offload": True})
     with pytest.raises(ConfigError, match="cpu_offload=true, and the trainer runs on the CPU"):
         join_ranks(spec, torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "device", "dtype", "expected"),
-    [
-        ({}, "cuda", "bfloat16", True),
-        ({}, "cuda", "float32", False),
-        ({"lora": {"rank": 2}}, "cuda", "bfloat16", False),
-        ({"lora": {"rank": 2}, "cpu_offload": True}, "cuda", "bfloat16", True),
-        ({"world_size": 2}, "cpu", "float32", True),
-    ],
-)
-def test_lone_rank_has_shards_where_they_save_a_copy(
-    trainer: dict[str, Any], device: str, dtype: str, expected: bool
-) -> None:
-    assert TrainerConfig.model_validate(trainer).is_sharded(device, dtype) == expected
 
 
 def held_bytes(step: TrainStep) -> int:
@@ -183,7 +167,7 @@ def test_mesh_of_one_rank_learns_what_masters_do(
             assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         if lora is None:
             num = sum(one.numel() for one in step.policy.parameters())
-            assert 12 * num <= held_bytes(step) < 12.5 * num, "float32 weights and moments alone"
+            assert 12 * num <= held_bytes(step) < 12.5 * num, "only float32 weights and moments"
         exports = [one.export(tmp_path / f"{name}.safetensors") for name, one in (("a", alone), ("m", step))]
         for name, tensor in load_file(exports[0].path).items():
             found_tensor = load_file(exports[1].path)[name]

@@ -47,7 +47,7 @@ def test_loaded_trainer_continues_to_the_same_bits(make_step: MakeStep, tmp_path
     step = make_step(**values)
     step.load_state(tmp_path / "state")
     assert (step.policy_version, step.num_optimizer_steps) == (3, 3 * whole.spec.steps_per_batch)
-    assert torch.equal(torch.rand(4), drawn), "the random generator goes on where it was"
+    assert torch.equal(torch.rand(4), drawn), "the random generator continues"
     train(step, 3, 5)
     assert step.weights_digest() == whole.weights_digest()
     exports = [one.export(tmp_path / "weights").digest for one in (step, whole)]

@@ -1,6 +1,4 @@
-"""One optimizer step in this process: the same bits, nothing changed by what is refused or not finite;
-learning rates, and how far each engine is from the trainer.
-"""
+"""One optimizer step: the same bits, and no change by a refused batch."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_cases import DeviceReads, MakeStep, changed, make_batch, naive_logprobs
+from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
@@ -21,13 +19,11 @@ from asyncrl.observe.metrics import GAUGES
 from asyncrl.serving import Refused
 from asyncrl.trainer.model import loading
 from asyncrl.trainer.model.parts import learning_rate_at
-from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
     MIN_ENGINE_TOKENS,
     PHASES,
     Gap,
-    StepMeter,
     gap_fault,
     peak_flops,
 )
@@ -40,7 +36,7 @@ def weights(step: TrainStep) -> dict[str, torch.Tensor]:
 
 
 def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
-    """float32 [N] by the step's present weights, 0 where no loss is carried."""
+    """Return float32 [N] by the step's present weights, 0 without loss."""
     return step._forward(step.policy, header, arrays, arrays.loss_mask)[0]
 
 
@@ -208,7 +204,7 @@ def test_many_optimizer_steps_make_one_version(make_step: MakeStep) -> None:
     assert (step.policy_version, metrics["trainer/optimizer_steps"]) == (1, 4)
     assert metrics["trainer/learning_rate"] == pytest.approx(1e-2 * (1 - 3 / 40))
     assert metrics["policy/clip_fraction"] > 0, "with so high a learning rate the later steps leave the range"
-    assert metrics["policy/logprob_gap_max"] < 2e-5, "measured before the first step alone"
+    assert metrics["policy/logprob_gap_max"] < 2e-5, "measured only before the first step"
     assert len(step.spec.record_path.read_text().splitlines()) == 1
 
 
@@ -238,14 +234,14 @@ def test_masked_out_mini_batch_keeps_the_schedule(make_step: MakeStep) -> None:
     assert metrics["policy/grad_norm"] > 0
 
 
-def test_the_kl_to_the_initial_weights_is_zero_at_first_and_more_later(make_step: MakeStep) -> None:
+def test_kl_to_the_initial_weights_begins_at_zero(make_step: MakeStep) -> None:
     step = make_step(algorithm={"kl_coefficient": 0.1})
     first, second = (step.train(*make_batch(version=version))["policy/kl_reference"] for version in range(2))
     assert first == pytest.approx(0.0, abs=1e-6)
     assert second > 0
 
 
-# ---- learning rates worked out by hand, and how far each engine is from the trainer
+# ---- learning rates, and the gap of each engine
 
 
 @pytest.mark.parametrize(
@@ -256,7 +252,7 @@ def test_the_kl_to_the_initial_weights_is_zero_at_first_and_more_later(make_step
         ("cosine", 0, 8, {0: 1.0, 2: 0.853553, 4: 0.5, 8: 0.0}),
     ],
 )
-def test_the_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int, rates: Any) -> None:
+def test_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int, rates: Any) -> None:
     steps = {"warmup_steps": warmup_steps, "num_steps": num_steps}
     config = TrainerConfig(learning_rate=1.0, schedule=schedule, **steps)
     found = {step: learning_rate_at(config, step) for step in rates}
@@ -277,14 +273,12 @@ NAN = [Gap(None, 100, np.nan, np.nan), Gap(0, 100, np.nan, np.nan)]
     ],
     ids=["one of many", "too few to judge", "NaN is skipped anyway"],
 )
-def test_the_engine_that_is_off_is_found(gaps: list[Gap], limit: float, fault: str) -> None:
+def test_engine_that_is_off_is_found(gaps: list[Gap], limit: float, fault: str) -> None:
     assert gap_fault(gaps, limit) == fault
 
 
 def sampled_by_two(step: TrainStep, offset: float) -> tuple[BatchHeader, BatchArrays]:
-    """Trajectories by engine-0, engine-1 and one that is not known in turn; engine-1's logprobs are off by
-    `offset`, the others right.
-    """
+    """Trajectories of engine-0, engine-1 and an unknown one; engine-1's logprobs are off by `offset`."""
     header, arrays = make_batch(num_groups=6, group_size=4)
     exact = naive_logprobs(step.policy.model, header, arrays, 1.0)
     engines = np.full(len(exact), -1, np.int16)
@@ -315,7 +309,7 @@ def test_step_reports_the_gap_of_each_engine(make_step: MakeStep) -> None:
     header = header.model_copy(update={"version": 1, "min_version": 0})
     again = step.train(header, changed(arrays, versions=versions))
     assert "policy/logprob_gap_mean/engine-0" in again
-    assert "policy/logprob_gap_mean/engine-1" not in again, "none of its tokens is fresh"
+    assert "policy/logprob_gap_mean/engine-1" not in again, "all its tokens are stale"
     fresh = {(group, sample) for group, sample, _ in step.rollout_gaps}
     assert fresh == {name for name, engine in engine_of.items() if engine != 1}
 
@@ -330,31 +324,6 @@ def test_engine_past_the_gap_limit_is_named(make_step: MakeStep) -> None:
     assert (step.policy_version, step.weights_digest()) == (0, before)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"loss": "cispo", "proximal": "interpolate"},
-        {"off_policy_mask": 0.5, "top_entropy": 0.5, "kl_coefficient": 0.1, "kl_weighted": True},
-    ],
-)
-def test_no_micro_batch_waits_for_the_device(
-    make_step: MakeStep, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
-) -> None:
-    step = make_step(algorithm=algorithm, trainer={"micro_batch_tokens": 40})
-    reads, enter = DeviceReads(), step._meter.enter
-
-    def enter_and_tell(phase: Any) -> None:
-        reads.key = phase
-        enter(phase)
-
-    monkeypatch.setattr(step._meter, "enter", enter_and_tell)
-    with reads:
-        step.train(*make_batch(version=0))
-    # The CPU's attention looks for rows in tables that lie on the host on any device.
-    where = {phase for phase, name in reads.counts if name == "_local_scalar_dense"}
-    assert where == {"", "optimizer"}, "the loss and its statistics; the norm of the gradient"
-
-
 def test_step_tells_where_its_time_went(make_step: MakeStep) -> None:
     step = make_step(algorithm={"kl_coefficient": 0.1})
     found = step.train(*make_batch())
@@ -367,66 +336,6 @@ def test_step_tells_where_its_time_went(make_step: MakeStep) -> None:
     assert not [name for name in found if name.startswith("perf/") and name not in GAUGES]
     step.export(step.spec.staging_dir / "v1.safetensors")
     assert found["perf/export_s"] == 0 < step.train(*make_batch(version=1))["perf/export_s"]
-
-
-class FakeCuda:
-    """A device that is 0.5 s behind the host; events can be read once one after them was waited for."""
-
-    def __init__(self) -> None:
-        self.now_s, self.num_waits, self.passed_s = 100.0, 0, 0.0
-        cuda = self
-
-        class Event:
-            def __init__(self, *, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.at_s = cuda.now_s + 0.5
-
-            def synchronize(self) -> None:
-                cuda.num_waits += 1
-                cuda.passed_s = cuda.now_s = self.at_s
-
-            def elapsed_time(self, end: Event) -> float:
-                assert max(self.at_s, end.at_s) <= cuda.passed_s, "torch raises for an event that is to come"
-                return 1e3 * (end.at_s - self.at_s)
-
-        self.Event = Event
-
-    def get_device_name(self) -> str:
-        return "NVIDIA H100 80GB HBM3"
-
-    def max_memory_allocated(self) -> int:
-        return 3000
-
-    def max_memory_reserved(self) -> int:
-        return 4000
-
-    def reset_peak_memory_stats(self) -> None: ...
-
-
-def test_cuda_step_is_timed_by_events(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = FakeCuda()
-    monkeypatch.setattr("asyncrl.trainer.step_report.time.perf_counter", lambda: cuda.now_s)
-    meter = StepMeter(ALONE, "bfloat16", cuda)
-    meter.start()
-    timed = [("forward", 1.0), ("backward", 2.0), ("", 0.25), ("forward", 1.0), ("optimizer", 0.25)]
-    for phase, spent_s in timed:
-        meter.enter(phase)
-        cuda.now_s += spent_s
-    meter.count(989.5e12, 3000)
-    meter.count(989.5e12)
-    assert cuda.num_waits == 0
-    found = meter.numbers()
-    assert cuda.num_waits == 1
-    spent = {"forward": 2.0, "backward": 2.0, "optimizer": 0.25, "pack": 0.0, "logprobs": 0.0, "blocked": 0.0}
-    assert {phase: found[f"perf/{phase}_s"] for phase in PHASES} == pytest.approx(spent)
-    assert found["perf/train_s"] == pytest.approx(4.5 + 0.5), "to the end of the device's work"
-    assert found["perf/mfu"] == pytest.approx(2 / 5)
-    assert found["perf/device_tokens_per_s"] == pytest.approx(600)
-    assert (found["perf/device_memory_bytes"], found["perf/device_reserved_bytes"]) == (3000, 4000)
 
 
 @pytest.mark.parametrize(

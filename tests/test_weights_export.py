@@ -1,13 +1,11 @@
-"""What the trainer exports: files that another reader understands, chunks that together are the export, and
-one digest for all.
-"""
+"""Exports that other readers understand, their chunks, and one digest for all."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +15,12 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_model
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import make_batch, make_spec
 from transformers import AutoTokenizer
 
@@ -37,7 +30,6 @@ from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
 from asyncrl.weights.export import (
-    LazyWeights,
     cut,
     digest_of,
     export_weights,
@@ -51,7 +43,6 @@ from asyncrl.weights.tensor_files import (
     torch_block_sums,
     write_tensors,
 )
-from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 
 CHUNK_BYTES = 10_000
 MakeStep = Callable[..., TrainStep]
@@ -67,7 +58,7 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
 
 
 def chunks_of(step: TrainStep) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
-    """As an engine asks for them: each loaded before the next is asked for."""
+    """Load each chunk before the next, like an engine."""
     chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
     while not chunks or not chunks[-1][0].is_last:
         step.chunk_names(step.policy_version, len(chunks))
@@ -85,7 +76,7 @@ def test_export_holds_every_weight_once_by_its_name(tiny_model_dir: Path, tmp_pa
     answer = step.export(tmp_path / "v1.safetensors")
     loaded, parameters = load_file(answer.path), dict(step.policy.model.named_parameters())
     assert loaded.keys() == parameters.keys()
-    assert "lm_head.weight" not in loaded, "tied to the embedding, which is there"
+    assert "lm_head.weight" not in loaded, "tied to the exported embedding"
     assert all(torch.equal(loaded[name], one.detach().bfloat16()) for name, one in parameters.items())
     assert answer.digest == digest_tensors(loaded)
     num_bytes = sum(tensor.nbytes for tensor in loaded.values())
@@ -112,42 +103,6 @@ def test_saved_folder_has_the_chat_template_of_the_run(tiny_model_dir: Path, tmp
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template.read_text()
 
 
-class MadeHere(TorchDispatchMode):
-    """Counts the bytes of memory that this rank fills: of its shard, where a tensor is sharded."""
-
-    def __init__(self, known: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._seen, self.num_bytes = {known.untyped_storage().data_ptr(): known}, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, list | tuple) else (out,):
-            local = one.to_local() if isinstance(one, DTensor) else one
-            if type(local) is Tensor:
-                storage = local.untyped_storage()
-                self.num_bytes += 0 if storage.data_ptr() in self._seen else storage.nbytes()
-                self._seen[storage.data_ptr()] = local
-        return out
-
-
-@pytest.fixture
-def mesh_of_four() -> Iterator[DeviceMesh]:
-    """As its second rank has it; the others answer nothing."""
-    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
-    yield DeviceMesh("cpu", list(range(4)))
-    dist.destroy_process_group()
-
-
-def test_idle_rank_copies_no_more_than_its_shard(mesh_of_four: DeviceMesh) -> None:
-    local, shape = torch.ones(26, 8), torch.Size((103, 8))
-    weight = DTensor.from_local(local, mesh_of_four, [Shard(0)], run_check=False, shape=shape, stride=(8, 1))
-    transport = make_transport("nccl", TrainerEnd(torch.device("cpu"), torch.bfloat16, 2**20, is_first=False))
-    with MadeHere(local) as made:
-        answer = transport.begin(Exported(3, lambda: LazyWeights({"w": weight})), Path("nowhere")).result()
-    assert (answer.version, answer.num_bytes) == (3, 0)
-    assert made.num_bytes == local.numel() * 2
-
-
 def test_saved_weights_are_replaced_once_the_new_are_whole(make_step: MakeStep, tmp_path: Path) -> None:
     step, folder = make_step(), tmp_path / "saved"
 
@@ -157,7 +112,6 @@ def test_saved_weights_are_replaced_once_the_new_are_whole(make_step: MakeStep, 
     step.save(folder)
     before = content()
     step.train(*make_batch())
-    # In the middle: some files of the new folder are there.
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     tokenizer = SimpleNamespace(save_pretrained=full)
     with (
@@ -267,8 +221,7 @@ def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path
     assert digest_of(load_file(answer.path)) == before != step.weights_digest()
 
 
-@pytest.mark.parametrize("what", ["offload", "load_state"])
-def test_weights_stay_while_an_export_reads_them(make_step: MakeStep, tmp_path: Path, what: str) -> None:
+def test_weights_stay_while_an_export_reads_them(make_step: MakeStep, tmp_path: Path) -> None:
     step, is_waited_for = make_step(), threading.Event()
     before, write = step.weights_digest(), write_tensors
     step.begin_save_state(tmp_path / "state").result()
@@ -288,10 +241,7 @@ def test_weights_stay_while_an_export_reads_them(make_step: MakeStep, tmp_path: 
         patch("asyncrl.trainer.step.wait", wait_and_tell),
     ):
         finish = step.begin_export(tmp_path / "v1.safetensors")
-        if what == "offload":
-            step.offload(["weights"])
-        else:
-            step.load_state(tmp_path / "state")
+        step.load_state(tmp_path / "state")
     assert finish().digest == after != before
     assert digest_of(load_file(tmp_path / "v1.safetensors")) == after
 
@@ -311,7 +261,7 @@ def test_failed_export_reaches_its_caller_and_training_continues(make_step: Make
 
 
 def sums_of(data: bytes) -> bytes:
-    """block_sums as the head of digest.py says it, in Python's integers."""
+    """Compute block_sums in Python's integers."""
     data += bytes(-len(data) % 2048)
     signed = memoryview(data).cast("b").tolist()
     sums = b""

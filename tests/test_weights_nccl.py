@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -19,13 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from network_hosts import Host, network, reason_for_none
 from rank_processes import running
 from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import make_batch
 
-from asyncrl.errors import ConfigError
 from asyncrl.http import CallRefused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
 from asyncrl.messages.calls import ExportResponse
@@ -113,120 +105,8 @@ def test_member_that_dies_breaks_the_group(tmp_path: Path) -> None:
             group._broadcast(torch.zeros(8))
 
 
-RECEIVER = """
-import json, sys
-import torch
-from asyncrl.messages.base import GroupSeat
-from asyncrl.weights.nccl import GroupBroken, WeightGroup
-from asyncrl.weights.tensor_files import digest_tensors
-
-for line in iter(sys.stdin.readline, ""):
-    seat, stops = json.loads(line)
-    try:
-        if seat["is_new"]:
-            group = WeightGroup(GroupSeat(**seat), torch.device("cpu"))
-        found = {}
-        for version, tensors in group.receive():
-            found |= tensors
-            if stops:
-                print("in the middle", flush=True)
-                sys.stdin.readline()
-        print(version, digest_tensors(found), flush=True)
-    except GroupBroken as broken:
-        print(broken, flush=True)
-"""
-
-
-class Hosted:
-    """A trainer's end on the first of two hosts, and receivers in processes of theirs."""
-
-    def __init__(self, hosts: Sequence[Host]) -> None:
-        self.hosts, self.store = hosts, f"{hosts[0].address}:7001"
-        end = TrainerEnd(CPU, torch.float32, 2**24, store=self.store)
-        self.held = hosts[0].inside(lambda: BroadcastTransport(end))
-        self.digest = ""
-
-    def receiver(self, host: int) -> Any:
-        how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return self.hosts[host].start([sys.executable, "-c", RECEIVER], **how)
-
-    def hold(self, version: int) -> None:
-        """More in each of its two buffers than sockets take unread."""
-        random = torch.Generator().manual_seed(version)
-        weights = {name: torch.randn(2**22, generator=random) for name in "ab"}
-        self.digest = hold(self.held, weights, version).digest
-
-    def send(self, group: str, *receivers: Any, stops: Any = None, is_new: bool = True, **how: Any) -> Any:
-        """A Future of the trainer's answer; the receivers have their seats."""
-        size, version = 1 + len(receivers), self.held.version
-        how = {"path": group, "store": self.store, "size": size, "is_new": is_new, "timeout_s": 90.0, **how}
-        for rank, receiver in enumerate(receivers, 1):
-            seat = GroupSeat(rank=rank, **how).model_dump()
-            receiver.stdin.write(json.dumps([seat, receiver is stops]) + "\n")
-            receiver.stdin.flush()
-        request = BroadcastRequest(version=version, seat=GroupSeat(rank=0, **how))
-        future: Future[BroadcastResponse] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(self.hosts[0].inside(lambda: self.held.send(request)))
-            except Refused as refused:
-                future.set_exception(refused)
-
-        threading.Thread(target=work, daemon=True).start()
-        return future
-
-
-def line_of(receiver: Any) -> str:
-    return str(receiver.stdout.readline()).strip()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
-def test_receivers_of_two_hosts_get_the_bits_or_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is as before in the end
-        monkeypatch.delenv(name)
-    with network(2) as hosts, ExitStack() as stack:
-        trainer = Hosted(hosts)
-        near, far, again = (trainer.receiver(host) for host in (0, 1, 1))
-        for receiver in (near, far, again):
-            stack.callback(receiver.communicate)
-            stack.callback(receiver.kill)
-        for version in (1, 2):
-            trainer.hold(version)
-            sent = trainer.send("first", near, far, is_new=version == 1).result().digest
-            assert [line_of(near), line_of(far)] == [f"{version} {trainer.digest}"] * 2
-            assert sent == trainer.digest
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
-        assert os.environ["NCCL_SOCKET_IFNAME"] == "=eth0"
-
-        trainer.hold(3)
-        sending = trainer.send("first", near, far, stops=far, is_new=False)
-        assert line_of(far) == "in the middle"
-        far.kill()
-        with pytest.raises(Refused, match=r"policy_version 3 was not sent: a broadcast of \d+ bytes failed"):
-            sending.result()
-        assert line_of(near), "it has ended, too"
-        trainer.send("second", near, again).result()
-        assert [line_of(near), line_of(again)] == [f"3 {trainer.digest}"] * 2, "it has joined anew"
-
-        hosts[1].link("down")
-        sending = trainer.send("third", again, timeout_s=1.0)
-        for said in (str(sending.exception()), line_of(again)):
-            assert f"no group of 2 processes at {trainer.store} within 1.0 s" in said
-            assert "let the nodes of the run reach each other at every TCP port" in said
-        hosts[1].link("up")
-        trainer.send("fourth", again).result()
-        assert line_of(again) == f"3 {trainer.digest}"
-        with pytest.raises(ConfigError, match=f"rank 0 cannot listen at {trainer.store}: Address already in"):
-            Hosted(hosts)
-
-
 class SilentNccl:
-    """One member of several, none of which answers, as torch has NCCL's: made at once, connected later."""
+    """NCCL's member without partners: made at once, connected later."""
 
     asked: ClassVar[SimpleQueue[torch.device]] = SimpleQueue()
     Options = SimpleNamespace
@@ -270,7 +150,7 @@ def test_broadcast_on_a_device_does_not_wait_for_training(tmp_path: Path) -> Non
 def test_trainer_process_sends_what_it_would_write(
     tiny_model_dir: Path, tmp_path: Path, world_size: int, lora: dict[str, int] | None
 ) -> None:
-    """Shards are gathered, adapters are merged; a step after the export changes nothing of what is sent."""
+    """Shards are gathered, adapters are merged; a later step changes nothing that is sent."""
     how: dict[str, Any] = {"trainer": {"lora": lora}, "transport": "nccl", "is_file_wanted": True}
     with running(tiny_model_dir, tmp_path / "trainer", world_size, chunk_bytes=8192, **how) as trainer:
         first, second = seats(tmp_path, 2)

@@ -51,9 +51,7 @@ def make_spec(
 def make_batch(
     *, version: int = 0, num_groups: int = 2, group_size: int = 3, seed: int = 0, **header: Any
 ) -> tuple[BatchHeader, BatchArrays]:
-    """Random tokens of the tiny model, prompts of 5, completions of 1 to 20 tokens, all sampled at
-    `version`.
-    """
+    """Random prompts of 5 tokens and completions of 1 to 20, all sampled at `version`."""
     rng = np.random.default_rng(seed)
     drawn = [(int(rng.integers(1, 21)), float(rng.random())) for _ in range(num_groups * group_size)]
     rows = [([0] * (5 + length), [False] * 5 + [True] * length) for length, _ in drawn]
@@ -75,7 +73,7 @@ def make_batch(
 
 @contextlib.contextmanager
 def mesh_of_one(folder: Path) -> Iterator[Ranks]:
-    """The place of a lone rank whose weights are shards, as on a CUDA device."""
+    """Give the place of a lone rank whose weights are shards, as on CUDA."""
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -86,7 +84,7 @@ def mesh_of_one(folder: Path) -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def full_disk(pid: int = 0, limit: int = 20_000) -> Iterator[None]:
-    """As a disk on which no file of this process can grow past `limit` bytes."""
+    """Let no file of this process grow past `limit` bytes, like a full disk."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -101,7 +99,7 @@ def assert_all_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Ten
 
 
 def learned(metrics: dict[str, float]) -> dict[str, float]:
-    """Without time, speed and memory, which are others each time."""
+    """Drop times, speeds and memory, which differ each time."""
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
@@ -144,9 +142,7 @@ def batch_of(groups: Rows) -> tuple[BatchHeader, BatchArrays]:
 
 
 def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, seed: int = 0) -> Rows:
-    """One group an entry: a shared prompt and completions of the given lengths, all of whose tokens carry
-    loss.
-    """
+    """One group an entry: a shared prompt, and completions of these lengths that carry loss."""
     rng = np.random.default_rng(seed)
     groups = []
     for lengths in sizes:
@@ -158,9 +154,7 @@ def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, 
 
 
 def naive(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: float = 1.0) -> torch.Tensor:
-    """Logprobs of all loss tokens in the batch's order, with gradient: one forward a sequence, the whole
-    softmax.
-    """
+    """Logprobs of all loss tokens with gradient, by one forward a sequence and the whole softmax."""
     parts = []
     for entry in header.trajectories:
         ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
@@ -172,9 +166,7 @@ def naive(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: flo
 
 @st.composite
 def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
-    """Random groups whose sequences leave a common trunk or one another anywhere, with loss on any tokens but
-    the first, or on none.
-    """
+    """Random groups whose sequences fork anywhere, with loss on any tokens but the first."""
     groups: Rows = []
     for _ in range(draw(st.integers(1, 3))):
         rng = np.random.default_rng(draw(st.integers(0, 2**16)))
@@ -193,9 +185,7 @@ def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
 
 
 class DeviceReads(TorchDispatchMode):
-    """Counts, under `key`, what makes a host wait for its device: numbers that are read, and shapes that
-    depend on them.
-    """
+    """Counts, under `key`, operations that make a host wait for its device."""
 
     OPS = frozenset(["_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "_unique2"])
 
