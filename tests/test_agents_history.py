@@ -50,7 +50,7 @@ HABITS = {
     + "{{ ns.n }}{{ ns.prev }}{% set ns.n = ns.n + 1 %}{% set ns.prev = m.role %}"
     + REST
     + "{{ ns.n }}{{ ns.prev }}",
-    "remembers what is no text": "{% set ns = namespace(n=none) %}"
+    "remembers an object": "{% set ns = namespace(n=none) %}"
     + LOOP
     + "{% if ns.n %}{{ ns.n.x }}{% endif %}{% set ns.n = namespace(x=m.role) %}"
     + REST,
@@ -67,20 +67,10 @@ HABITS = {
     + "{% for f in messages[loop.index:] %}"
     + "{% if f.role == 'user' %}{{ f.content }}{% break %}{% endif %}{% endfor %}"
     + REST,
-    "has inner loops": LOOP
-    + "{% for c in m.content %}{{ c }}{{ loop.last }}{{ loop.length }}{% endfor %}"
-    + "{{ loop.index }}"
-    + REST,
     "has macros": "{% macro say(m) %}{{ m.content }}{{ messages[0].content }}"
     + "{{ messages|length // 4 }}{% endmacro %}"
     + "{% for m in messages %}{{ say(m) }}{% endfor %}!",
     "writes all": LOOP + REST + "{{ messages|tojson }}",
-    "keeps all": "{% set ns = namespace(all=[]) %}{% for m in messages %}"
-    + "{% set ns.all = ns.all + [m.content] %}{{ ns.all|length }}{% endfor %}{{ ns.all|join }}",
-    "defines by what is there": "{% set x = messages[6].role if messages|length > 6 %}"
-    + LOOP
-    + "{{ x }}"
-    + REST,
 }
 
 GOING_ON = "qwen2_5 qwen3 qwen3_5_think qwen3_training llama3_1 llama3_2 deepseek_r1_distill glm4moe lfm2"
