@@ -8,7 +8,6 @@ import ctypes
 import math
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,9 +103,3 @@ async def environment(task: Task, session: Session) -> Outcome:
     # PR_GET_DUMPABLE: others of this user do not read it in /proc
     is_hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
     return Outcome(1.0, {"has_worker_key": "ASYNCRL_WORKER_KEY" in os.environ, "is_hidden": is_hidden})
-
-
-async def hangs_in_thread(task: Task, session: Session, *, mark: str = "") -> float:
-    Path(mark).write_text("begun")  # noqa: ASYNC240
-    await asyncio.to_thread(time.sleep, 3600.0)
-    return 1.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from dataclasses import dataclass
-from pathlib import Path
 
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.letters import Letters
@@ -44,16 +42,4 @@ class Unhurried(Letters):
 
     async def score(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
         await asyncio.sleep(6.0)  # no wait for anything: it is what this judge takes
-        return super().score(prompt, completion)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gated(Letters):
-    """No text of it is scored while the file `gate` is missing."""
-
-    gate: str
-
-    async def score(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
-        while not Path(self.gate).exists():  # noqa: ASYNC110, ASYNC240  another process makes it
-            await asyncio.sleep(0.02)
         return super().score(prompt, completion)

@@ -32,7 +32,6 @@ class Evaluated:
     def __init__(self, *, every: Mapping[str, int], last: int, timeout_s: float) -> None:
         self.every, self.last, self.timeout_s = every, last, timeout_s
         self.results, self.troubles = list[EvalResult](), list[str]()
-        self.released_at = list[tuple[float, int]]()
 
     def attach(self, rooms: EngineRooms) -> None:
         generator = single_turn(rooms.pool.counted_apart(), max_tokens=10)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,20 +246,6 @@ def test_failed_resume_leaves_the_run_as_it_was(
     state = json.loads((tmp_path / "status.json").read_text())["state"]
     assert state == ("failed" if error else "interrupted")
     assert resuming.reporter._warnings == ["checkpoint step_9 is damaged"]
-
-
-def test_resumed_run_keeps_earlier_steps_and_names_lost_ones(tmp_path: Path) -> None:
-    reporter = make_reporter(tmp_path, num_steps=400)
-    reporter.resumes(300, {})
-    assert reporter._last == {"step": 300, "time_s": 30_000.0, "reward/mean": 0.5}, "and keeps no other"
-    reporter.training_starts()
-    assert time.monotonic() - reporter._trained_since_s >= 30_000.0
-    assert reporter._warnings == []
-    reporter.resumes(302, {})
-    assert ["steps 301..302 are missing in metrics.jsonl" in text for text in reporter._warnings] == [True]
-    reporter.finish("interrupted")
-    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 300
-    assert json.loads((tmp_path / "status.json").read_text())["step"] == 300
 
 
 def begun_run(tmp_path: Path, config: RunConfig) -> Path:

@@ -73,22 +73,6 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     assert (held_out.slots, held_out.tensor_parallel) == (7, 1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "num"),
-    [
-        (VLLM, 55),
-        (f"{VLLM} weight_sync.canary_limit=none", 0),
-        ("", 0),
-    ],
-)
-def test_the_trainer_takes_a_canary_that_fits(tmp_path: Path, overrides: str, num: int) -> None:
-    disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path}", "model.chat_template=own.jinja"]
-    told = maker(tmp_path, *overrides.split(), *disk).trainer_spec(0, tmp_path / "asyncrl-1")
-    assert (told.canary_tokens, told.transport) == (num, "disk")
-    assert told.staging_dir == tmp_path / "asyncrl-1"
-    assert told.chat_template == Path.cwd() / "own.jinja", "another node has another working folder"
-
-
 def test_vllm_runs_under_its_own_python(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 0\n")
