@@ -107,9 +107,6 @@ class Voice:
     ) -> None:
         """A rollout has failed for good."""
 
-    def flush(self) -> None:
-        """Return when all that was told is in the files; any thread may call it."""
-
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """How it ended: done, interrupted or failed. Without `can_go_on` the same command would fail
         again.

@@ -12,17 +12,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
 from asyncrl.files import lines_from_end
-from asyncrl.observe.recorder import is_number, lines_of, tell
+from asyncrl.observe.run_dir import TIMELINE_FILE, is_number, parse, read_values, tell
 from asyncrl.spans import TimedSpan
 
-TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 2 * 2**20
 """Of the file. A step takes some 300 to 600 bytes, a second of a slow step 50 and 20 an engine."""
 SLOTS_PERIOD_S = 0.1
@@ -125,8 +122,7 @@ def _thin_file(path: Path) -> None:
     """The newer half of its bytes stays as it is, of the older one half."""
     content = path.read_bytes()
     cut = content.index(b"\n", len(content) // 2) + 1
-    parsed = filter(None, map(_parse, content[:cut].splitlines()))
-    old = _thinned([_as_row(row) for row in parsed if _is_row(row)])
+    old = _thinned([_as_row(row) for row in map(parse, content[:cut].splitlines()) if _is_row(row)])
     lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in old)
     unfinished = path.with_name(f".{path.name}.new")
     unfinished.write_bytes(lines.encode() + content[cut:])
@@ -160,37 +156,25 @@ def _merged(rows: list[Row]) -> Row:
 
 
 def read_timeline(path: Path, problems: list[str]) -> list[Row]:
-    """All rows, in the order in which they ended; lines that are none are left out and told in `problems`."""
+    """Return all rows, in the order of their ends."""
     found = list[Row]()
-    for number, (_, row) in enumerate(lines_of(path, problems, _parse), start=1):
+    for row in read_values(path, problems, list):
         if _is_row(row):
             found.append(_as_row(row))
         else:
-            tell(problems, f"{path.name} object {number} is no span and is left out")
+            tell(problems, f"a line of {path.name} is no span and is left out")
     return found
-
-
-def _parse(line: bytes) -> list[Any] | None:
-    try:
-        value = from_json(line, cache_strings="all")
-    except ValueError:
-        return None
-    return value if isinstance(value, list) else None
 
 
 def _as_row(row: list[Any]) -> Row:
     return row[0], row[1], row[2], row[3], row[4], row[5]
 
 
-def _is_row(row: list[Any]) -> bool:
-    if len(row) != 6 or not (type(row[0]) is str and type(row[1]) is str and type(row[4]) is int):
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, list) or [type(value) for value in (*row[:2], *row[4:5])] != [str, str, int]:
         return False
-    if not (is_number(row[2]) and is_number(row[3]) and row[3] >= 0):
+    if len(row) != 6 or not (is_number(row[2]) and is_number(row[3]) and row[3] >= 0):
         return False
     if row[1] == "slots" and not row[0]:
-        return isinstance(row[5], dict) and _are_numbers(row[5].values())
+        return isinstance(row[5], dict) and all(map(is_number, row[5].values()))
     return type(row[5]) is str
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(map(is_number, values))

@@ -263,14 +263,6 @@ class HFChatTokenizer:
         """Text of the ids, without the special tokens by default."""
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """Text of the first 1, 2, ... and of all the ids, with the special tokens. Time grows with the square
-        of their number; meanwhile other threads of this process run.
-        """
-        ids = list(token_ids)
-        prefixes = [ids[:end] for end in range(1, len(ids) + 1)]
-        return list(self._backend.decode_batch(prefixes, skip_special_tokens=False))
-
 
 def _load(model_path: str) -> Any:
     from transformers import PreTrainedTokenizerFast

@@ -313,7 +313,6 @@ class Checkpointer:
             # Only now: had the trainer died meanwhile, it would have to go back first.
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    await asyncio.to_thread(self._job.voice.flush)  # no resume writes those again
                     finish = self._checkpoints.finish
                     folder = await asyncio.to_thread(
                         lambda: finish(pending, version, controller.model_dump())

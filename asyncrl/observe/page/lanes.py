@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncrl.observe.page.shape import Timeline
-from asyncrl.observe.recorder import tell
+from asyncrl.observe.run_dir import tell
 from asyncrl.observe.timeline import Row, merged_slots
 
 MAX_SPANS, NUM_NEWEST, MAX_SLOTS, MAX_ENGINES = 5000, 2500, 1000, 256

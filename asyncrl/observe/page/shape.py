@@ -98,7 +98,7 @@ class RunView(TypedDict):
     """One run. `window`: the number of points of a curve that the verdict's recent steps are. `step` and
     `time_s`: the x values of the curves; `evaluations`: policy_version, time_s and metrics of each.
     `step_times`: seconds of a step by what they went on, which add up to perf/step_s. `gauges`: unit and
-    meaning of each metric. `commands`: [what it does, command].
+    meaning of each metric.
     """
 
     name: str
@@ -123,7 +123,6 @@ class RunView(TypedDict):
     failures: list[Failure]
     warnings: list[str]
     settings: list[Setting]
-    commands: list[tuple[str, str]]
     problems: list[str]
 
 
