@@ -269,7 +269,7 @@ _WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 
         ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}\n', ""),
         ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl is no JSON dict"),
         ("eval.jsonl", "{}\n", "eval.jsonl without a number policy_version"),
-        ("trained.jsonl", "garbage\n", "trained.jsonl is no JSON dict, left out: b'garbage"),
+        ("trained.jsonl", "garbage\n", "trained.jsonl is no JSON dict, skipped: b'garbage"),
         ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}\n', "trained.jsonl"),
         ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}\n', "is no record"),
         ("trained.jsonl", '{"restored": null}\n', "is no record"),

@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, eval.jsonl and status.json of a run, and tells its trackers. Imports no torch."""
+"""Writes metrics.jsonl, eval.jsonl and status.json of a run, for trackers too. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_FINITE = "not_finite"
 class Recorder:
     """Appends to the files of a run, from one thread; each line is one write.
 
-    metrics.jsonl   one JSON object a step; NaN and infinity are left out, named under `not_finite`
+    metrics.jsonl   one JSON object a step; NaN and infinity are omitted and named in `not_finite`
     eval.jsonl      one JSON object an evaluation
     status.json     the present state, replaced as a whole
     """
@@ -49,7 +49,7 @@ class Recorder:
         """Cut off the lines of steps after `num_steps`, which are trained again, and a torn end.
 
         Return the line of the last kept step, {} if there is none. If steps up to `num_steps` are missing,
-        add a line that says so: {"lost": [first, last], "why": ...}.
+        append: {"lost": [first, last], "why": ...}.
         """
         path = self.run_dir / METRICS_FILE
         end = path.stat().st_size
@@ -81,7 +81,7 @@ class Recorder:
             self.trackers.tell("step", int(metrics["step"]), scalars)
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Append one evaluation, with `policy_version`, and `name` where there are several."""
+        """Append one evaluation, with `policy_version`, and `name` if there are several."""
         append_lines(self.run_dir / EVAL_FILE, [_finite(line)])
         if self.trackers is not None:
             self.trackers.tell("evaluation", line["policy_version"], evaluation_metrics(line))
@@ -115,7 +115,7 @@ def _finite(value: Any) -> Any:
 
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of an evaluation by their names in metrics.jsonl: eval/NAME/... where there are
+    """Return the metrics of an evaluation by their names in metrics.jsonl: eval/NAME/... if there are
     several; totals count all together.
     """
     found = {name: float(value) for name, value in line.items() if name.startswith(EVAL_PREFIX)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +31,8 @@ MAX_PROBLEMS = 100
 
 
 def read_values(path: Path, problems: list[str], kind: type[T], *, from_end: bool = False) -> Iterator[T]:
-    """Yield the JSON values of one `kind` of a file, one a line, the last first `from_end`; none if the file
-    is absent. Other lines go to `problems`.
+    """Yield the JSON values of one `kind` of a file, one a line, the last first `from_end`; an absent file is
+    empty. Other lines go to `problems`.
     """
     try:
         for line in _lines(path, from_end=from_end):
@@ -40,9 +40,9 @@ def read_values(path: Path, problems: list[str], kind: type[T], *, from_end: boo
             if isinstance(value, kind):
                 yield value
             elif line.endswith(b"\n"):
-                tell(problems, f"a line of {path.name} is no JSON {kind.__name__}, left out: {line[:60]!r}")
+                tell(problems, f"a line of {path.name} is no JSON {kind.__name__}, skipped: {line[:60]!r}")
             else:
-                tell(problems, f"{path.name} ends in half a line, which is left out")
+                tell(problems, f"{path.name} ends in half a line, which is skipped")
     except FileNotFoundError:
         return
     except OSError as error:
@@ -57,7 +57,7 @@ def read_jsonl(
         if LOST_KEY in value:
             tell(problems, f"steps {value[LOST_KEY]} are missing in {path.name} ({value.get('why')})")
         elif missing := [name for name in numbers if not is_number(value.get(name))]:
-            tell(problems, f"a line of {path.name} without a number {missing[0]} is left out")
+            tell(problems, f"a line of {path.name} without a number {missing[0]} is skipped")
         else:
             yield value
 
@@ -107,8 +107,8 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
     return [line for line in lines if "eval/reward_mean" not in line or of_samples <= line.keys()]
 
 
-def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON objects; half a line of a killed process gets its line end first. Raises OSError."""
+def append_lines(path: Path, lines: Iterable[Any]) -> None:
+    """Append JSON values; half a line of a killed process gets its line end first. Raises OSError."""
     torn = path.exists() and next(lines_from_end(path), (0, b"\n"))[1][-1:] != b"\n"
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" if torn else "")

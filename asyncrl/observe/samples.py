@@ -26,7 +26,7 @@ from asyncrl.rollouts.rollout import FailedRollout
 SampleKind = Literal["best", "worst", "random", "failed"]
 """Best and worst reward of the batch, by chance (seeded), or failed."""
 MAX_BYTES = 64_000_000
-"""Size of the file from which older steps are thinned out."""
+"""Size of the file above which every other older step is dropped."""
 MAX_TOKENS, MAX_PARTS, MAX_CHARS, MAX_MESSAGES = 1024, 40, 4000, 40
 """Tokens of a part, parts of a rollout, characters of a message, messages."""
 
@@ -245,7 +245,7 @@ def read_samples(
             found.append(_SHOWN.validate_python(line))
         except ValueError as error:
             why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
-            tell(problems, f"a line of {SAMPLES_FILE} is no sample and is left out: {why}")
+            tell(problems, f"a line of {SAMPLES_FILE} is no sample, skipped: {why}")
         if len(found) == newest:
             break
     found.reverse()

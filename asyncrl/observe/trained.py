@@ -1,4 +1,4 @@
-"""The trainer's record: what was trained on, and whether it kept the staleness bound.
+"""The trainer's record of all batches, and a check of the staleness bound.
 
 Step v + 1, as in metrics.jsonl, trained on the batch that turned policy_version v into v + 1.
 """
@@ -66,7 +66,7 @@ class TrainedRecord:
     """trained.jsonl, and whether it kept the bound. Life: read when made -> asked.
 
     After a restore the later line of a version counts; the earlier one is compared with it. Lines are not
-    kept in memory. Lines of another form are left out and reported in `problems`.
+    kept in memory. Lines of another form are skipped and reported in `problems`.
     """
 
     def __init__(self, path: Path, problems: list[str], max_staleness: int) -> None:
@@ -86,7 +86,7 @@ class TrainedRecord:
                 self._add(value)
             except (TypeError, ValueError, OverflowError) as error:
                 why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
-                tell(problems, f"a line of {path.name} is no record of a step and is left out: {why}")
+                tell(problems, f"a line of {path.name} is no record of a step, skipped: {why}")
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -107,7 +107,7 @@ class TrainedRecord:
 
     def violations(self) -> tuple[list[str], list[str]]:
         """Return the broken promises (too old, from the future, trained twice, wrong sums, missing steps),
-        and the missing steps for which the record has a reason.
+        and the missing steps that the record explains.
         """
         broken, lost, expected = list[str](), list[str](), 0
         for step in self._steps:
@@ -137,7 +137,7 @@ class TrainedRecord:
 
     @property
     def range_text(self) -> str:
-        """First and last step in words."""
+        """Name the first and the last step."""
         if not self._steps:
             return "no steps"
         return f"steps {self._steps[0].version + 1} to {self._steps[-1].version + 1}"

@@ -1,4 +1,4 @@
-"""`asyncrl report`: the page of one run, or of several, as one HTML file that needs no network."""
+"""`asyncrl report`: the page of runs as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def page_of(runs: Sequence[RunView], *, is_live: bool = False) -> Page:
 
 
 def differences_of(runs: Sequence[RunView]) -> Iterator[Difference]:
-    """Settings that are not the same in all runs, then results."""
+    """Yield different settings of the runs, then different results."""
     settings = [{setting["key"]: setting["value"] for setting in run["settings"]} for run in runs]
     tiles = [{tile["label"]: tile["value"] for tile in run["tiles"]} for run in runs]
     for run, of_run in zip(runs, tiles, strict=True):
@@ -57,8 +57,8 @@ def differences_of(runs: Sequence[RunView]) -> Iterator[Difference]:
 
 
 def render(page: Page) -> str:
-    """The page with its style, its script and its data in it. The data is JSON in ASCII without `<`: no text
-    of a model can end the element that it stands in.
+    """Return the page with its style, script and data. The data is ASCII JSON without `<`, so that no text of
+    a model can close its element.
     """
     static = files("asyncrl.observe.page") / "static"
     texts = {entry.name: entry for entry in static.iterdir()} if static.is_dir() else {}
@@ -73,8 +73,8 @@ def render(page: Page) -> str:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
-    """Write the page, and trace.json into each run directory; yields what was written, in words. Raises
-    ConfigError for what is no run directory, and where nothing can be written.
+    """Write the page, and trace.json into each run directory; yield a line for each file. Raises ConfigError
+    for other directories, and if the page cannot be written.
     """
     page = make_page(run_dirs)
     path = out or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE))

@@ -58,14 +58,14 @@ def _text(value: Any) -> str:
 
 
 def events_of(connection: sqlite3.Connection) -> Events:
-    """The newest of the journal, oldest first."""
+    """Return the newest events of the journal, oldest first."""
     rows = connection.execute("SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?", (MAX_EVENTS,))
     found = ((float(at_s), str(what), parse(detail.encode()) or {}) for at_s, what, detail in rows)
     return [*found][::-1]
 
 
 def warnings_of(status: Mapping[str, Any], summary: Mapping[str, Any], events: Events) -> list[str]:
-    """What the run warned of, then what was lost and started again."""
+    """Return the warnings of the run, then its losses and restarts."""
     told = summary.get("warnings") or status.get("warnings") or []
     texts = [str(text) for text in told] if isinstance(told, list) else []
     stops = ("lost", "stuck", "restored", "broken", "failed")
@@ -73,8 +73,8 @@ def warnings_of(status: Mapping[str, Any], summary: Mapping[str, Any], events: E
 
 
 def failures_of_run(connection: sqlite3.Connection) -> list[Failure]:
-    """Failed rollouts by cause, then groups that came to nothing, most of them first. Messages are deleted
-    with the tokens of old groups: what is left of those is their number.
+    """Count failed rollouts and groups by cause, the most frequent first. The messages of old groups are
+    deleted; only their number remains.
     """
     count, example = dict[str, int](), dict[str, str]()
 
@@ -99,7 +99,7 @@ def failures_of_run(connection: sqlite3.Connection) -> list[Failure]:
 
 
 def cause_of(why: str) -> str:
-    """The same for failures that differ in names and numbers alone."""
+    """Return the message without its names and numbers."""
     line = why.strip().splitlines()[0] if why.strip() else "no reason recorded"
     line = re.sub(r"^g\d+.*?; r\d+ ", "", line)
     line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", line[:600])

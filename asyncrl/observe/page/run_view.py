@@ -1,4 +1,4 @@
-"""One run as the page shows it: its directory is read, live or ended, and nothing is changed in it."""
+"""Reads a run directory for the page; changes nothing in it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from asyncrl.observe.verdict.verdict import Verdict
 
 MAX_EVALUATIONS = 1000
 NUM_SAMPLES = 60
-"""Newest samples on the page; as many of the older ones are spread over the run."""
+"""Number of the newest samples on the page, and of older ones from the whole run."""
 
 
 def view_run(run_dir: str | Path) -> RunView:
-    """Return what the page shows of a run. What cannot be read is left out and named in
-    `problems`. Raises ConfigError if `run_dir` is no run directory or its config cannot be read.
+    """Return the data of a run for the page. `problems` names what could not be read. Raises
+    ConfigError if `run_dir` is no run directory or its config cannot be read.
     """
     files = read_run(run_dir)
     folder = files.run_dir
@@ -108,7 +108,7 @@ def num_recent(steps: Steps) -> int:
 
 
 def verdict_of(state: str, why: str, steps: Steps, verdict: Verdict | None) -> ShownVerdict:
-    """Return how the run ended, if not well, and what the verdict says."""
+    """Return the verdict, and how a run ended that did not end well."""
     ended = f"The run {state}: {why}" if state in ("failed", "crashed") else ""
     ended = f"The run was interrupted: {why}" if state == "interrupted" else ended
     return {
@@ -126,7 +126,7 @@ def verdict_of(state: str, why: str, steps: Steps, verdict: Verdict | None) -> S
 
 
 def time_tiles(state: str, steps: Steps, config: RunConfig) -> Iterator[Tile]:
-    """Steps, time and, in a live run, the time left."""
+    """Yield steps, time and, in a live run, the remaining time."""
     num, num_steps, step_s = len(steps), config.trainer.num_steps, steps.mean("perf/step_s")
     pace = "" if step_s is None else f", {step_s:.3g} s each"
     yield {"label": "steps", "value": f"{num:,}", "note": f"of {num_steps:,}{pace}"}
@@ -138,7 +138,7 @@ def time_tiles(state: str, steps: Steps, config: RunConfig) -> Iterator[Tile]:
 
 
 def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]]) -> Iterator[Tile]:
-    """The newest evaluation, throughput, staleness and failed rollouts."""
+    """Yield the newest evaluation, throughput, staleness and failed rollouts."""
     decides = [line for line in evaluations if line.get("name", "") == (config.best_eval or "")]
     if means := [line["eval/reward_mean"] for line in decides if "eval/reward_mean" in line]:
         label = f"last evaluation {config.best_eval or ''}".strip()
@@ -157,7 +157,7 @@ def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]])
 
 
 def shares_of(steps: Steps, verdict: Verdict | None) -> list[Share]:
-    """Of the wall time of all steps."""
+    """Return the shares of the wall time of all steps."""
     shares = TimeShares() if verdict is None else verdict.shares
     parts = {name: steps.total(metric) for name, (*_, metric) in SHARES.items() if metric}
     whole_s = max(steps.total("perf/step_s"), sum(parts.values()))
@@ -170,7 +170,7 @@ def shares_of(steps: Steps, verdict: Verdict | None) -> list[Share]:
 
 
 def step_times_of(curves: dict[str, Curve]) -> dict[str, list[float | None]]:
-    """The means of perf/step_s by what they went on; `other` is what no metric names."""
+    """Split the mean perf/step_s of each point into its parts; `other` is the rest."""
     if "perf/step_s" not in curves:
         return {}
     whole = curves["perf/step_s"]["mean"]
@@ -184,6 +184,6 @@ def step_times_of(curves: dict[str, Curve]) -> dict[str, list[float | None]]:
 
 
 def gauges_of(curves: dict[str, Curve]) -> dict[str, dict[str, str]]:
-    """Unit and meaning of each metric that is declared."""
+    """Return unit and meaning of each declared metric."""
     found = {name: gauge_of(name) for name in curves}
     return {name: {"unit": gauge.unit, "meaning": gauge.meaning} for name, gauge in found.items() if gauge}

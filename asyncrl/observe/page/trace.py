@@ -23,7 +23,7 @@ def write_trace(run_dir: Path) -> Path:
 
 
 def trace_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """Return a track for each lane (spans that overlap get tracks of their own) and counters of the requests
+    """Return a track for each lane (overlapping spans get extra tracks) and counters of the requests
     of each engine. Times are in microseconds since the first span.
     """
     spans, slots = spans_of(rows, []), [row for row in rows if row[1] == "slots"]
