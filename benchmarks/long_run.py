@@ -35,7 +35,7 @@ from report import options, reported
 
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
-from asyncrl.observe.run_numbers import COLUMNS
+from asyncrl.observe.metrics import GAUGES
 
 MAX_STALENESS = 4
 NUM_METRICS = 55
@@ -91,7 +91,7 @@ def _write_lines(path: Path, lines: Iterator[str]) -> None:
 
 
 def _metrics_lines(num_steps: int) -> Iterator[str]:
-    others = [name for name in COLUMNS if name not in ("step", "time_s", "reward/mean")]
+    others = [name for name in GAUGES if "*" not in name and name not in ("step", "time_s", "reward/mean")]
     names = [*others, *(f"policy/some_metric_{index}" for index in range(NUM_METRICS - len(others)))]
     rest = json.dumps({name: 0.123456789 + index for index, name in enumerate(names)})[1:]
     for step in range(1, num_steps + 1):

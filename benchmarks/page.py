@@ -41,8 +41,8 @@ import psutil
 from long_run import COMMAND, PARSE, Cost, cost_of, make_run
 from report import options, reported
 
-from asyncrl.observe.recorder import EVAL_FILE, SAMPLES_FILE
-from asyncrl.observe.timeline import TIMELINE_FILE, TimelineWriter
+from asyncrl.observe.run_dir import EVAL_FILE, SAMPLES_FILE, TIMELINE_FILE
+from asyncrl.observe.timeline import TimelineWriter
 from asyncrl.spans import TimedSpan
 
 STEP_S, NUM_ENGINES, SAMPLE_TOKENS, EVERY = 1.5, 4, 60, 100
@@ -95,17 +95,10 @@ def _make_timeline(folder: Path, num_steps: int, chance: random.Random) -> None:
 
 
 def _sample(step: int, chance: random.Random) -> dict[str, object]:
-    pieces = ["token "] * SAMPLE_TOKENS
-    stretch = {
-        "is_sampled": True,
-        "text": "".join(pieces),
-        "pieces": pieces,
-        "logprobs": [round(-chance.random(), 4) for _ in pieces],
-        "versions": [step] * SAMPLE_TOKENS,
-        "in_loss": [True] * SAMPLE_TOKENS,
-    }
-    prompt = {"is_sampled": False, "text": "What is the answer?"}
-    branch = {"branch": 0, "parent": None, "num_shared": 0, "num_tokens": 70, "stretches": [prompt, stretch]}
+    parts = [
+        {"branch": 0, "is_sampled": False, "text": "What is the answer?"},
+        {"branch": 0, "is_sampled": True, "text": "token " * SAMPLE_TOKENS},
+    ]
     return {
         "step": step,
         "kind": ("best", "worst", "random")[step % 3],
@@ -116,12 +109,12 @@ def _sample(step: int, chance: random.Random) -> dict[str, object]:
         "reward": chance.random(),
         "metrics": {},
         "num_sampled": SAMPLE_TOKENS,
-        "spans": [[0, SAMPLE_TOKENS, step]],
+        "versions": [step, step],
         "staleness": 1,
         "logprob_gap": 0.001,
         "is_truncated": False,
         "num_interruptions": 0,
-        "branches": [branch],
+        "parts": parts,
         "error": None,
     }
 

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from asyncrl.observe.page.shape import Curve, Page, RunView, Timeline
-from asyncrl.observe.samples import SampleKind, ShownBranch, ShownRollout, ShownSibling, ShownTokens
+from asyncrl.observe.samples import SampleKind, ShownRollout
 
 HOSTILE = "</script><script>window.wasHostile = 1</script><img src=x onerror='window.wasHostile = 1'>\"&lt;"
 """What a model may write."""
@@ -135,11 +135,6 @@ def make_run(name: str = "quickstart", num_steps: int = 120, seed: int = 0) -> R
             {"key": "rollout.max_tokens", "value": "512", "default": "512", "differs": False},
             {"key": "rollout.temperature", "value": "1.0", "default": "1.0", "differs": False},
         ],
-        "commands": [
-            ("Continue training", f"asyncrl run configs/quickstart.yaml --run-dir runs/{name}"),
-            ("Inspect batches and rollouts", f"asyncrl inspect runs/{name}"),
-            ("Open live page", f"asyncrl watch runs/{name}"),
-        ],
         "problems": [],
     }
 
@@ -194,34 +189,20 @@ def make_samples(num_steps: int, chance: random.Random) -> list[ShownRollout]:
             {
                 **make_sample(step, "failed", chance),
                 "reward": None,
-                "branches": [],
+                "parts": [],
                 "error": "the reward function raised ValueError: no number in 'x = '",
             }
         )
-    if num_steps:
-        shown.append(_with_branches(make_sample(num_steps, "best", chance)))
     return shown
 
 
 def make_sample(step: int, kind: SampleKind, chance: random.Random, text: str = HOSTILE) -> ShownRollout:
     """A rollout of two turns with a tool's reply between, sampled under up to three versions."""
     question = f"What is {chance.randint(2, 99)} times {chance.randint(2, 99)}? Think, then use the tool."
-    prompt: ShownTokens = {
-        "is_sampled": False,
-        "text": f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
-    }
-    thinking = _sampled(f"Let me think. {text} I ask the tool: <tool>multiply</tool>", step, chance)
-    reply: ShownTokens = {"is_sampled": False, "text": "<|im_end|>\n<|im_start|>tool\n1462<|im_end|>\n"}
-    answer = _sampled("So the answer is 1462, a number that I am rather sure about.", step, chance)
-    stretches = [prompt, thinking, reply, answer]
-    num_sampled = len(thinking["pieces"]) + len(answer["pieces"])
-    branch: ShownBranch = {
-        "branch": 0,
-        "parent": None,
-        "num_shared": 0,
-        "num_tokens": num_sampled + 40,
-        "stretches": stretches,
-    }
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    thinking = f"Let me think. {text} I ask the tool: <tool>multiply</tool>"
+    reply = "<|im_end|>\n<|im_start|>tool\n1462<|im_end|>\n"
+    answer = "So the answer is 1462, a number that I am rather sure about."
     reward = {"best": 1.0, "worst": 0.0}.get(kind, round(chance.random(), 3))
     return {
         "step": step,
@@ -237,56 +218,18 @@ def make_sample(step: int, kind: SampleKind, chance: random.Random, text: str = 
         "answer": "1462",
         "reward": reward,
         "metrics": {"correct": reward, "format": 0.5, "tool_calls": 1.0},
-        "num_sampled": num_sampled,
-        "spans": [(0, num_sampled, max(0, step - 1))],
+        "num_sampled": 40,
+        "versions": [max(0, step - 3), max(0, step - 1)],
         "staleness": 1 if step else 0,
         "logprob_gap": 0.0021,
         "is_truncated": kind == "worst",
         "num_interruptions": step % 3,
-        "branches": [branch],
+        "parts": [
+            {"branch": 0, "is_sampled": index % 2 == 1, "text": part}
+            for index, part in enumerate((prompt, thinking, reply, answer))
+        ],
         "error": None,
-        "num_stray": 1,
-        "group": [make_sibling(index, reward, chance) for index in range(4)],
     }
-
-
-def make_sibling(index: int, reward: float, chance: random.Random) -> ShownSibling:
-    shown = reward if index == 1 else round(chance.random(), 3)
-    text = f"{HOSTILE}<|system|>"
-    return {
-        "sample_index": index,
-        "reward": shown,
-        "advantage": shown - 0.5,
-        "num_sampled": 7,
-        "is_truncated": index == 0,
-        "text": text,
-    }
-
-
-def _sampled(text: str, step: int, chance: random.Random) -> ShownTokens:
-    pieces, rest = [], text
-    while rest:
-        length = chance.randint(1, 5)
-        pieces.append(rest[:length])
-        rest = rest[length:]
-    pieces.append("<|system|>")
-    num = len(pieces)
-    versions = [max(0, step - 3 + 3 * index // num) for index in range(num)]
-    return {
-        "is_sampled": True,
-        "text": "".join(pieces),
-        "special": [num - 1],
-        "pieces": pieces,
-        "logprobs": [-abs(chance.gauss(0, 1.1)) for _ in pieces],
-        "versions": versions,
-        "in_loss": [index >= num // 8 or step % 4 != 0 for index in range(num)],
-    }
-
-
-def _with_branches(sample: ShownRollout) -> ShownRollout:
-    first = sample["branches"][0]
-    other: ShownBranch = {**first, "branch": 1, "parent": 0, "num_shared": 57}
-    return {**sample, "branches": [first, other]}
 
 
 def make_shown_page(*runs: RunView, is_live: bool = False) -> Page:

@@ -160,7 +160,7 @@ def test_tokens_that_were_deleted_leave_the_groups_numbers_and_a_damaged_journal
     assert (story["has_tokens"], story["rollouts"], story["num_sampled"]) == (False, [], 20)
     assert "samples.jsonl has none of it" in as_text(tmp_path, group=0)
     sample = {"step": 1, "kind": "best", "group_id": 0, "sample_index": 1, "prompt_id": "0/0", "messages": []}
-    sample |= {"reward": 0.5, "metrics": {}, "num_sampled": 0, "spans": [], "staleness": 0, "branches": []}
+    sample |= {"reward": 0.5, "metrics": {}, "num_sampled": 0, "versions": [], "staleness": 0, "parts": []}
     sample |= {"logprob_gap": None, "is_truncated": False, "num_interruptions": 0, "error": None}
     append_line(tmp_path / "samples.jsonl", sample)
     assert "--samples --group 0` shows 1 rollout of it" in as_text(tmp_path, group=0)

@@ -109,8 +109,8 @@ def test_loss_covers_only_sampled_tokens(agents: Path) -> None:
     assert not trained
     assert num_with_tool > 0, "no rollout came to a tool's answer"
     samples = read_lines(agents / "samples.jsonl")
-    stretches = [one for sample in samples for one in sample["branches"][0]["stretches"][1:]]
-    assert any("<|tool|>" in one["text"] for one in stretches if not one["is_sampled"])
+    parts = [part for sample in samples for part in sample["parts"][1:]]
+    assert any("<|tool|>" in part["text"] for part in parts if not part["is_sampled"])
     assert all("tool_calls" in one["metrics"] for one in samples)
 
 

@@ -99,7 +99,6 @@ class House:
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.job = make_job(tmp_path, trainer={"num_steps": 3})
-        self.job.reporter._recorder.close()
         silent: Any = SimpleNamespace(**dict.fromkeys(REPORTED, ignore), counted_before_publish=lambda *_: {})
         self.job.reporter, self.job.tell, self.job.warn = silent, print, print  # type: ignore[assignment]
         self.trainer, self.journal = FakeTrainer(), MemoryJournal()
@@ -227,7 +226,7 @@ async def test_signal_during_a_wait_loses_no_batch(house: House, num_batches: in
 def test_failed_resume_leaves_the_run_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
 ) -> None:
-    make_reporter(tmp_path, num_steps=9)._recorder.close()
+    make_reporter(tmp_path, num_steps=9)
     (tmp_path / "summary.json").write_text('{"state": "done", "num_steps": 9}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 

@@ -47,7 +47,8 @@ from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.job.scale import scale_run
 from asyncrl.observe.page.run_view import view_run
-from asyncrl.observe.timeline import TIMELINE_FILE, read_timeline
+from asyncrl.observe.run_dir import TIMELINE_FILE
+from asyncrl.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

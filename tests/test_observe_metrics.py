@@ -245,7 +245,6 @@ def reporting_to(folder: Path) -> Iterator[Reporter]:
     config = load_config(write_config(folder, observe={"console": "plain", "samples_per_step": 0}))
     reporter = CountingReporter(config, folder, "test")
     yield reporter
-    reporter._recorder.close()
     reporter._timeline.close()
 
 

@@ -18,7 +18,8 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, lines_from_end
 from asyncrl.observe.inspect import render_inspect
-from asyncrl.observe.recorder import Recorder, boot_id
+from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_dir import boot_id
 from asyncrl.observe.status import judge_state, render_status
 from asyncrl.observe.watchdog import Wait
 from asyncrl.trainer.step_report import append_line, note_restored
@@ -40,7 +41,6 @@ def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", max_s
     oldest = [["g7/r1", 12.0], ["g8/r0", 3.5]]
     wait = Wait("train loop", "TrainerClient.train", "optimizer step 4", "trainer-0", 12.25)
     recorder.write_status({"state": state, "waits": [asdict(wait)], "oldest_rollouts": oldest})
-    recorder.close()
 
 
 def record_line(version: int, ages: tuple[int, int] = (0, 2)) -> dict[str, Any]:
@@ -104,7 +104,6 @@ def test_status_fits_a_screen_even_of_a_run_that_is_unwell(tmp_path: Path) -> No
             {"step": step, "time_s": step, "reward/mean": 0.1, "reward/std": 0.1, **ill, **means}
         )
     recorder.write_status({"state": "running", "warnings": ["a reward call takes long " * 3] * 5})
-    recorder.close()
     lock = RunLock(tmp_path / "run.lock").acquire()
     text = render_status(tmp_path)
     lock.release()
@@ -265,17 +264,17 @@ _WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 
     ("name", "text", "problem"),
     [
         ("metrics.jsonl", '{"step": 4, "rew', "metrics.jsonl ends in half a line"),
-        ("metrics.jsonl", '{"step": "q"}\n', "metrics.jsonl object 4 is left out: step is no number in it"),
-        ("metrics.jsonl", '{"step": 3, "time_s": 1e999}\n', "object 4: time_s is no number and is left out"),
-        ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}\n', "object 4: time_s is no number"),
-        ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl line 4 is no JSON object"),
-        ("eval.jsonl", "{}\n", "is left out: policy_version is no number in it"),
-        ("trained.jsonl", "garbage\n", "trained.jsonl line 4 is no JSON object and is left out: b'garbage"),
-        ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}\n', "is no record"),
+        ("metrics.jsonl", '{"step": "q"}\n', "metrics.jsonl without a number step"),
+        ("metrics.jsonl", '{"step": 3, "time_s": 1e999}\n', ""),
+        ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}\n', ""),
+        ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl is no JSON dict"),
+        ("eval.jsonl", "{}\n", "eval.jsonl without a number policy_version"),
+        ("trained.jsonl", "garbage\n", "trained.jsonl is no JSON dict, skipped: b'garbage"),
+        ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}\n', "trained.jsonl"),
         ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}\n', "is no record"),
         ("trained.jsonl", '{"restored": null}\n', "is no record"),
-        ("status.json", '{"state": "running", "updated_s": "soon"}', "with a number updated_s"),
-        ("status.json", "[" * 100_000, "status.json cannot be read"),
+        ("status.json", '{"state": "running", "updated_s": "soon"}', "no number updated_s"),
+        ("status.json", "[" * 100_000, "status.json is no JSON object"),
         ("status.json", '{"state": [], "waits": [{"who": 1}], "pid": -7, "host": null}', ""),
         ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7, "boot_id": []}}', ""),
         ("status.json", _WAIT, ""),

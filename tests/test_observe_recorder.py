@@ -23,8 +23,6 @@ def test_each_step_is_one_line_that_is_on_disk_at_once_without_what_is_no_number
     assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.5, "tokens/trained": 12}]
     recorder.record_step({"step": 2, "policy/loss": math.nan, "policy/ess": math.inf})
     assert lines(tmp_path)[1] == {"step": 2, "not_finite": ["policy/loss", "policy/ess"]}
-    recorder.close()
-    recorder.close()
 
 
 def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) -> None:
@@ -33,7 +31,6 @@ def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) ->
     recorder = Recorder(tmp_path)
     assert path.read_text().endswith('"rew'), "the start may be refused: nothing is changed yet"
     recorder.record_step({"step": 2})
-    recorder.close()
     assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "rew', '{"step": 2}']
 
 
@@ -42,14 +39,12 @@ def test_closing_on_a_full_disk_does_not_replace_the_first_error(tmp_path: Path)
     recorder = Recorder(tmp_path)
     with pytest.raises(OSError, match="No space left on device"):
         recorder.record_step({"step": 0})
-    recorder.close()
 
 
 def test_status_is_replaced_as_a_whole_and_says_which_process_wrote_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.write_status({"state": "starting", "step": 0, "oldest": math.nan})
     recorder.write_status({"state": "running", "step": 3, "rooms": {"ready": [2, math.inf]}})
-    recorder.close()
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["step"], status["rooms"], status["pid"]) == (3, {"ready": [2, None]}, os.getpid())
     assert "oldest" not in status
@@ -72,7 +67,6 @@ recorder = Recorder(sys.argv[1], trackers)
 trackers.start(TrackedRun(Path(sys.argv[1]), "t", "1", {}))
 for step in steps:
     recorder.record_step(step)
-recorder.close()
 write_reward_plot(Path(sys.argv[1]), Steps(steps), title="t")
 trackers.tell("close", "done")
 trackers._thread.join()
@@ -102,7 +96,6 @@ def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_what_is_no
     recorder.record_step({"step": 3, "reward/mean": 1.0})
     assert lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "reward/mean": 1.0}]
     assert recorder.keep_steps(0) == {}
-    recorder.close()
     assert lines(tmp_path) == []
 
 
@@ -112,7 +105,6 @@ def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path:
         recorder = Recorder(tmp_path)
         last = recorder.keep_steps(5)
         recorder.record_step({"step": 6})
-        recorder.close()
     assert last == {"step": 2}
     assert [line.get("step", line.get("lost")) for line in lines(tmp_path)] == [1, 2, [3, 5], 6]
     assert "before a sync" in str(lines(tmp_path)[2]["why"])

@@ -195,24 +195,16 @@ SAMPLE: Any = {
     "reward": 0.5,
     "metrics": {},
     "num_sampled": 2,
-    "spans": [(0, 2, 3)],
+    "versions": [3, 3],
     "staleness": None,
     "logprob_gap": None,
     "is_truncated": True,
     "num_interruptions": 0,
-    "branches": [
-        {
-            "branch": 0,
-            "parent": None,
-            "num_shared": 0,
-            "num_tokens": 3,
-            "stretches": [
-                {"is_sampled": False, "text": "Add."},
-                {"is_sampled": True, "text": "call"},
-                {"is_sampled": False, "text": "result"},
-                {"is_sampled": True, "text": "5"},
-            ],
-        }
+    "parts": [
+        {"branch": 0, "is_sampled": False, "text": "Add."},
+        {"branch": 0, "is_sampled": True, "text": "call"},
+        {"branch": 0, "is_sampled": False, "text": "result"},
+        {"branch": 0, "is_sampled": True, "text": "5"},
     ],
     "error": None,
 }

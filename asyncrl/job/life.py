@@ -99,9 +99,6 @@ class Voice:
     ) -> None:
         """Report a rollout that failed for good."""
 
-    def flush(self) -> None:
-        """Return when all reports are in the files. Callable from any thread."""
-
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """Report the end: done, interrupted or failed. Without `can_go_on` a rerun would fail again."""
 

@@ -7,8 +7,9 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,18 @@ from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import Totals, gauge_of, is_total
 from asyncrl.observe.openmetrics import StatusServer
 from asyncrl.observe.page.trace import write_trace
-from asyncrl.observe.recorder import (
-    METRICS_FILE,
-    Recorder,
-    evaluation_metrics,
-    metrics_of,
-    read_evaluations,
+from asyncrl.observe.recorder import Recorder, evaluation_metrics
+from asyncrl.observe.run_dir import SUMMARY_FILE, read_evaluations, read_metrics
+from asyncrl.observe.run_numbers import (
+    Steps,
+    by_evaluation,
+    duration,
+    evaluation_text,
     read_steps,
+    several,
+    skipped_text,
 )
-from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several, skipped_text
-from asyncrl.observe.sample_maker import SampleMaker
+from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter
 from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
 from asyncrl.observe.trackers.tracker_names import make_trackers
@@ -80,7 +83,7 @@ class Reporter(Voice):
             health=lambda steps: judge(steps, config).health,
         )
         per_step, failed = config.observe.samples_per_step, config.observe.failed_samples_per_step
-        self._samples = SampleMaker(run_dir, seed=config.seed, per_step=per_step, failed_per_step=failed)
+        self._samples = SampleWriter(run_dir, seed=config.seed, per_step=per_step, failed_per_step=failed)
         self._last: Mapping[str, Any] = {}
         self._opened_s = self._trained_since_s = time.monotonic()
         self._now: Mapping[str, Any] = {}
@@ -154,14 +157,13 @@ class Reporter(Voice):
         self._is_to_resume = False
         self._timeline.open()
         steps = Steps()
-        for line in metrics_of(self.run_dir / METRICS_FILE, [], "step"):
+        for line in read_metrics(self.run_dir, []):
             if line["step"] <= version:
                 steps.add(line)
             else:
                 self._before[int(line["step"])] = totals_in(line)
         self._last = self._recorder.keep_steps(version)
-        # without a journal everything is generated again
-        self._samples.goes_on_at(version + 1, keeps_failed=any(counted.values()))
+        self._samples.goes_on_at(version + 1)
         if (first := int(self._last.get("step", 0)) + 1) <= version:
             self.warn(f"steps {first}..{version} are missing in metrics.jsonl ({LOST})")
         self._console.goes_on(steps)
@@ -200,26 +202,26 @@ class Reporter(Voice):
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
-        self._samples.step(batch, report, parts.tokenizer, parts.special_tokens)
-        self._show_samples()
+        gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
+        self._show_samples(partial(self._samples.step, batch, gaps, parts.tokenizer))
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        """Record the first failures after each step as samples."""
-        self._samples.failed(group_id, prompt, failed, tokenizer)
+        """The first ones after each step are written as samples."""
+        self._show_samples(partial(self._samples.failed, group_id, prompt, failed, tokenizer))
 
-    def flush(self) -> None:
-        """Wait for samples, which a thread makes; everything else is already written."""
-        self._samples.flush()
-
-    def _show_samples(self) -> None:
-        for made in self._samples.taken():
-            if made.problem:
-                self.warn_once("samples", made.problem)
-                continue
-            self._trackers.tell("samples", made.step, made.samples)
-            self._console.show_samples(made.step, made.samples)
+    def _show_samples(self, write: Callable[[], list[ShownRollout]]) -> None:
+        """Write samples and show them. They are for people: a failure ends no run."""
+        try:
+            samples = write()
+        except Exception as error:
+            logger.exception("no samples are written")
+            self.warn_once("samples", f"samples.jsonl lacks some samples: {error}")
+            return
+        if samples:
+            self._trackers.tell("samples", samples[0]["step"], samples)
+            self._console.show_samples(samples[0]["step"], samples)
 
     def _note_slots(self, parts: Parts) -> None:
         now_s = time.monotonic()
@@ -263,8 +265,9 @@ class Reporter(Voice):
             self.warn_once("skipped", text)
 
     def status(self, parts: Parts, waits: Sequence[Wait]) -> None:
-        """Replace status.json. `waits`: the current waits."""
-        self._show_samples()
+        """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
+        now.
+        """
         self._note_slots(parts)
         now = self._now = self._counted(gauges(parts))
         missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
@@ -286,15 +289,12 @@ class Reporter(Voice):
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """Write verdict, plot and summary.json. Raises RoomError if writing fails."""
         try:
-            self._samples.close()
-            self._show_samples()
             self._finish(state, why)
             if state != "done" and can_go_on:
                 self._console.say(f"go on with: {run_again(self.run_dir)}")
         except OSError as error:
             raise refused_by_system(error, self.run_dir) from error
         finally:
-            self._recorder.close()
             self._trackers.tell("close", state)
 
     async def aclose(self) -> None:
@@ -328,8 +328,8 @@ class Reporter(Voice):
                 export = shlex.join(["asyncrl", "export", str(self.run_dir)])
                 self._console.say(f"to share them, with a model card: {export} OUT")
         sync_records(self.run_dir)
-        write_trace(self.run_dir, steps)
-        write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_trace(self.run_dir)
+        write_whole(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
     def close_console(self) -> None:
         self._console.close()

@@ -19,16 +19,15 @@ from asyncrl.errors import ConfigError, JournalError
 from asyncrl.journal.read import batch_story, group_story, reading, run_story
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Rollout, VersionSpan
-from asyncrl.observe.recorder import METRICS_FILE, SAMPLES_FILE, metrics_of
+from asyncrl.observe.run_dir import JOURNAL_FILE, SAMPLES_FILE, TRAINED_FILE, read_metrics
 from asyncrl.observe.run_numbers import grid, masked_tokens, plain, several
 from asyncrl.observe.sample_text import harmless, render_samples
 from asyncrl.observe.samples import read_samples
 from asyncrl.observe.status import RunFiles, read_run, to_text
-from asyncrl.observe.trained import TRAINED_FILE, Line, TrainedRecord, batch_summary, trajectory_summaries
+from asyncrl.observe.trained import Line, TrainedRecord, batch_summary, trajectory_summaries
 from asyncrl.observe.verdict.verdict import summary_panel
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
-JOURNAL_FILE = "journal.sqlite"
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -100,7 +99,7 @@ def _step(line: Line, files: RunFiles, step: int | None, group: int | None) -> d
     if (step, group) != (None, None):
         summary["trajectories"] = trajectory_summaries(line, group)
     if step is not None:
-        for metrics in metrics_of(files.run_dir / METRICS_FILE, [], "step"):
+        for metrics in read_metrics(files.run_dir, []):
             if metrics["step"] == step:
                 summary["metrics"] = metrics
     return summary

@@ -251,7 +251,7 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
     """Return the rewards, ages, lengths and endings of a batch's rollouts. A rollout is all its branches
     together; without any token in the loss no staleness is reported.
     """
-    groups, by_name = [_rollouts(group) for group in batch.groups], dict[str, list[Sequence[Rollout]]]()
+    groups, by_name = [rollouts_of(group) for group in batch.groups], dict[str, list[Sequence[Rollout]]]()
     rollouts = [rollout for group in groups for rollout in group]
     for group, of_group in zip(batch.groups, groups, strict=True):
         by_name.setdefault(group.prompt.task, []).append(of_group)
@@ -286,7 +286,8 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
     return metrics | _task_metrics(rollouts)
 
 
-def _rollouts(group: Group) -> list[Rollout]:
+def rollouts_of(group: Group) -> list[Rollout]:
+    """Return the rollouts of a group, each with all its branches."""
     of_one = groupby(group.trajectories, lambda branch: branch.sample_index)
     return [tuple(branches) for _, branches in of_one]
 

@@ -1,20 +1,14 @@
-"""/metrics in OpenMetrics form, for Prometheus, and /status: a small read-only server of a run.
-
-Form: github.com/prometheus/OpenMetrics, version 1.0.0. Both paths are for bearers of the key in
-RUN_DIR/status.key: what a run says of itself is as private as its directory.
-"""
+"""Serves /metrics (OpenMetrics, for Prometheus) and /status of a run, to bearers of RUN_DIR/status.key."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -22,153 +16,125 @@ from typing import Any
 from aiohttp import web
 
 from asyncrl import __version__
-from asyncrl.agents.endpoint.calls.connections import Connection
 from asyncrl.config import ObserveConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
-from asyncrl.observe.recorder import STATUS_FILE
+from asyncrl.observe.run_dir import STATUS_FILE
 from asyncrl.serving import make_app
 
 KEY_FILE = "status.key"
 KEY_ENV = "ASYNCRL_STATUS_KEY"
-"""A key of the user's own, the same for all runs, say; it then stands in no file of the run."""
-MAX_CONNECTIONS, IDLE_S = 16, 75.0
-"""One more takes the place of the one that is idle longest; an idle one is closed after so many seconds."""
-CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+"""Variable with a key of the user's own, which then is in no file of the run."""
 STATES = ("starting", "running", "done", "failed", "interrupted")
-SUFFIXES: Mapping[str, tuple[str, str]] = {
+UNITS: Mapping[str, tuple[str, str]] = {
     "s": ("seconds", r"(_s|_seconds|/seconds)$"),
     "bytes": ("bytes", r"_bytes$"),
     "0..1": ("ratio", r"_fraction$"),
 }
-"""By a gauge's unit: the base unit that ends the name, in place of what matches."""
+"""Unit of a gauge -> unit of Prometheus, and the ending that it replaces."""
 
 
 def family_of(name: str) -> tuple[str, dict[str, str], Gauge] | None:
-    """(family, labels, declaration) of a metric: asyncrl_perf_step_seconds of perf/step_s. What is declared
-    as NAME/* has the rest as a label, in a family of its own where NAME is of all tasks together. None for a
-    name that is not declared.
+    """Return family, labels and declaration of a metric: asyncrl_perf_step_seconds of perf/step_s. The rest
+    of a name declared as NAME/* is a label. Return None for an undeclared name.
     """
+    labels = dict[str, str]()
     if (of_several := re.fullmatch("eval/([^/]+)/(.+)", name)) and f"eval/{of_several[2]}" in GAUGES:
-        alone = family_of(f"eval/{of_several[2]}")
-        return alone and (alone[0], {"evaluation": of_several[1]}, alone[2])
+        labels = {"evaluation": of_several[1]}
+        name = f"eval/{of_several[2]}"
     if (gauge := gauge_of(name)) is None:
         return None
+    stem, ending = name, ""
     pattern = next((key for key, found in GAUGES.items() if found is gauge), name)
-    stem, labels, by_task = name, dict[str, str](), ""
     if pattern.endswith("/*"):
         stem = pattern.removesuffix("/*")
         labels = {"engine" if stem.startswith("engine") else "name": name.removeprefix(f"{stem}/")}
-        by_task = "_by_task" if stem in GAUGES or stem == "sample/groups" else ""
+        ending = "_by_task" if stem in GAUGES or stem == "sample/groups" else ""
     elif pattern.endswith("*") and name.count("/") > 1:  # policy/logprob_gap_mean/engine-0
         stem, _, engine = name.rpartition("/")
         labels = {"engine": engine}
-    stem, unit = re.sub("_per_s$", "_per_second", stem), ""
-    if gauge.unit in SUFFIXES:
-        unit, ending = SUFFIXES[gauge.unit]
-        stem, unit = re.sub(ending, "", stem), f"_{unit}"
-    stem += by_task + unit
-    return "asyncrl_" + re.sub("[^a-z0-9_]", "_", stem.lower()), labels, gauge
+    stem = re.sub("_per_s$", "_per_second", stem)
+    if gauge.unit in UNITS:
+        unit, of_name = UNITS[gauge.unit]
+        stem = re.sub(of_name, "", stem)
+        ending += f"_{unit}"
+    return "asyncrl_" + re.sub("[^a-z0-9_]", "_", stem.lower()) + ending, labels, gauge
 
 
-def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> str:
-    """The text of all numbers that are declared and finite, with the state of the run and what names it."""
-    families: dict[str, tuple[Gauge, list[str]]] = {}
+def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
+    """Return the declared finite numbers, the state of the run and its name in OpenMetrics form."""
+    from prometheus_client import CollectorRegistry, core
+    from prometheus_client.openmetrics.exposition import generate_latest
+
+    families: dict[str, Any] = {
+        "info": core.InfoMetricFamily("asyncrl_run", "Name of the run.", dict(info)),
+        "state": core.StateSetMetricFamily(
+            "asyncrl_state", "State of the run.", {word: word == state for word in STATES}
+        ),
+    }
     for name, value in numbers.items():
-        found = family_of(name) if isinstance(value, Real) and math.isfinite(value) else None
-        if found is not None:
-            family, labels, gauge = found
-            sample = f"{family}{'_total' * (gauge.kind == 'total')}{_labels(labels)} {+value}"
-            families.setdefault(family, (gauge, []))[1].append(sample)
-    lines = [
-        "# TYPE asyncrl_run info",
-        "# HELP asyncrl_run What names the run.",
-        f"asyncrl_run_info{_labels(info)} 1",
-        "# TYPE asyncrl_state stateset",
-        "# HELP asyncrl_state What the run does, in one word.",
-        *(f"asyncrl_state{_labels({'asyncrl_state': word})} {int(word == state)}" for word in STATES),
-    ]
-    for family, (gauge, samples) in families.items():
-        lines += [*_head(family, gauge), *samples]
-    return "\n".join([*lines, "# EOF", ""])
+        if not isinstance(value, Real) or not math.isfinite(value) or (found := family_of(name)) is None:
+            continue
+        family, labels, gauge = found
+        if family not in families:
+            kind = core.CounterMetricFamily if gauge.kind == "total" else core.GaugeMetricFamily
+            unit = UNITS[gauge.unit][0] if gauge.unit in UNITS else ""
+            meaning = gauge.meaning if unit or not gauge.unit else f"{gauge.unit}, {gauge.meaning}"
+            families[family] = kind(family, meaning, labels=[*labels], unit=unit)
+        families[family].add_metric([*labels.values()], float(value))
 
+    class Collector:
+        def collect(self) -> Iterable[Any]:
+            return families.values()
 
-def _head(family: str, gauge: Gauge) -> Iterator[str]:
-    yield f"# TYPE {family} {'counter' if gauge.kind == 'total' else 'gauge'}"
-    if gauge.unit in SUFFIXES:
-        yield f"# UNIT {family} {SUFFIXES[gauge.unit][0]}"
-    unit = "" if gauge.unit in SUFFIXES or not gauge.unit else f"{gauge.unit}, "
-    yield f"# HELP {family} {_escaped(unit + gauge.meaning)}"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    inside = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return f"{{{inside}}}" if inside else ""
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector())
+    return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
 
 
 class StatusServer:
-    """Answers GET /metrics and GET /status, from the memory and the status.json of the run.
-
-    Life: made -> bind() takes the port -> start() -> aclose().
-    """
+    """Life: made -> bind() takes the port -> start() -> aclose(). `numbers` returns those of the moment."""
 
     def __init__(
         self, run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """`numbers`: those of the run at this moment, by their names in GAUGES."""
         self.key_path = run_dir / KEY_FILE
-        self._run_dir, self._numbers = run_dir, numbers
-        self._host, self._port = observe.status_host, observe.status_port or 0
-        self._info = {"run_dir": run_dir.resolve().name, "version": __version__}
-        self._socket: socket.socket | None = None
-        self._listener: asyncio.Server | None = None
+        self._run_dir = run_dir
+        self._numbers = numbers
+        self._host = observe.status_host
+        self._port = observe.status_port or 0
         self._runner: web.AppRunner | None = None
 
     def bind(self) -> str:
-        """Take the port; returns the address. Raises ConfigError if it cannot be had."""
+        """Take the port and return the address. Raises ConfigError if it is not free."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             self._socket = socket.create_server((self._host, self._port), family=family)
         except OSError as error:
-            what = (
-                f"observe.status_host={self._host} and observe.status_port={self._port} cannot be listened on"
-            )
+            where = f"observe.status_host={self._host}, observe.status_port={self._port}"
             way_out = "give an address of this machine and a free port; observe.status_port=0 takes any."
-            raise ConfigError(f"{what}: {error}", way_out=way_out) from error
+            raise ConfigError(f"{where} cannot be listened on: {error}", way_out=way_out) from error
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
-        """Answer from now on."""
-        assert self._socket is not None, "bind() comes first"
+        """Start to answer."""
         app = make_app(self._key())
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/status", self._status)
-        self._runner, loop = (
-            web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0),
-            asyncio.get_running_loop(),
-        )
+        self._runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        assert self._runner.server is not None
-        settings = {"loop": loop, "access_log": None, "keepalive_timeout": IDLE_S, "lingering_time": 1.0}
-        make = partial(Connection, self._runner.server, MAX_CONNECTIONS, **settings)
-        self._listener = await loop.create_server(make, sock=self._socket)
+        await web.SockSite(self._runner, self._socket).start()
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
-        for listening in (self._listener, self._socket):
-            if listening is not None:
-                listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        self._socket.close()
 
     def _key(self) -> str:
-        """The user's, else that in the file: it stays over resumes, for Prometheus has it in its config."""
+        """Return the user's key, or that of the file, which stays over resumes."""
         if given := os.environ.get(KEY_ENV):
             return given
         if not self.key_path.exists():
@@ -179,8 +145,11 @@ class StatusServer:
         return (self._run_dir / STATUS_FILE).read_text(encoding="utf-8")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        text = openmetrics(self._numbers(), state=json.loads(self._read())["state"], info=self._info)
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+        from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
+
+        info = {"run_dir": self._run_dir.resolve().name, "version": __version__}
+        text = openmetrics(self._numbers(), state=json.loads(self._read())["state"], info=info)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.Response(text=self._read(), content_type="application/json")

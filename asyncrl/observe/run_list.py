@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -13,10 +12,9 @@ from statistics import fmean
 from rich.table import Table
 
 from asyncrl.errors import ConfigError
-from asyncrl.files import lines_from_end
-from asyncrl.observe.recorder import METRICS_FILE, STATUS_FILE
+from asyncrl.observe.run_dir import CONFIG_FILE, METRICS_FILE, STATUS_FILE, read_jsonl
 from asyncrl.observe.run_numbers import duration
-from asyncrl.observe.status import CONFIG_FILE, State, judge_state, read_status, to_text
+from asyncrl.observe.status import State, judge_state, read_status, to_text
 
 RUNS = Path("runs")
 """Folder of runs that were given no directory."""
@@ -86,7 +84,8 @@ def _row(run_dir: Path) -> RunRow:
     status = read_status(run_dir, [])
     state, _ = judge_state(status, run_dir)
     step, num_steps = status.get("step"), status.get("num_steps")
-    rewards = _last_rewards(run_dir)
+    lines = read_jsonl(run_dir / METRICS_FILE, [], "reward/mean", from_end=True)
+    rewards = [line["reward/mean"] for line in islice(lines, NUM_REWARDS)]
     return RunRow(
         str(run_dir),
         state,
@@ -95,13 +94,3 @@ def _row(run_dir: Path) -> RunRow:
         fmean(rewards) if rewards else None,
         max(0.0, time.time() - _written_s(run_dir)),
     )
-
-
-def _last_rewards(run_dir: Path) -> list[float]:
-    """Return the mean rewards of the last steps; lines that cannot be read are skipped."""
-    rewards = list[float]()
-    with contextlib.suppress(OSError):
-        for _, line in islice(lines_from_end(run_dir / METRICS_FILE), NUM_REWARDS):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                rewards.append(float(json.loads(line)["reward/mean"]))
-    return rewards

@@ -6,7 +6,8 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -15,48 +16,44 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-COLUMNS = tuple(
-    "step time_s reward/mean reward/std reward/equal_fraction sample/truncated_fraction "
-    "sample/length_mean sample/special_fraction sample/unfinished_fraction policy/entropy policy/grad_norm "
-    "policy/logprob_gap_mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
-    "perf/wait_generation_s perf/wait_stragglers_s perf/wait_publishing_s perf/handover_s "
-    "sample/staleness_mean sample/staleness_max rollout/inflight rollout/dropped rollout/filtered "
-    "rollout/filtered_tokens rollout/given_up trainer/skipped_steps engine/up "
-    "engine/busy_slots "
-    "perf/forward_s perf/backward_s perf/optimizer_s perf/pack_s perf/logprobs_s perf/blocked_s "
-    "perf/device_tokens_per_s perf/mfu perf/device_memory_bytes perf/host_memory_bytes".split()
-)
-"""Metrics that are asked of all steps."""
+from asyncrl.observe.run_dir import read_metrics
 
 
 class Steps:
-    """The COLUMNS of all steps of a run, 8 bytes each a step. `last`: the last line whole. A line of a step
-    that is there already, or of one before it, takes the place of all from there on.
+    """The metrics of all steps of a run, by columns. A step that is there already replaces all from there
+    on. `last`: the last line.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._rows = array("d")
+        self._columns: dict[str, array[float]] = {"step": array("d")}
         self.last: Mapping[str, Any] = {}
         for line in lines:
             self.add(line)
 
     def __len__(self) -> int:
-        return len(self._rows) // len(COLUMNS)
+        return len(self._columns["step"])
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """One more step."""
-        while self._rows and self._rows[-len(COLUMNS)] >= line.get("step", math.inf):
-            del self._rows[-len(COLUMNS) :]
+        """Add one step."""
+        while len(self) and self._columns["step"][-1] >= line["step"]:
+            for column in self._columns.values():
+                column.pop()
+        num = len(self)
         self.last = line
-        self._rows.extend(list(map(line.get, COLUMNS, repeat(math.nan))))
+        for name, value in line.items():
+            self._columns.setdefault(name, array("d", [math.nan]) * num).append(value)
+        for column in self._columns.values():
+            if len(column) == num:
+                column.append(math.nan)
 
-    def add_rows(self, rows: bytes) -> None:
-        """Further steps, COLUMNS of doubles each; `last` is the caller's to set."""
-        self._rows.frombytes(rows)
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics that any step has."""
+        return [*self._columns]
 
     def column(self, name: str) -> array[float]:
-        """One number a step, NaN where its line has none."""
-        return self._rows[COLUMNS.index(name) :: len(COLUMNS)]
+        """Return one number a step, NaN where it has none."""
+        return self._columns.get(name, array("d", [math.nan]) * len(self))
 
     def values(self, name: str, part: slice = slice(None)) -> list[float]:
         """Of the steps, or a part of them, that have the metric."""
@@ -85,6 +82,11 @@ class Steps:
     def newest(self, name: str) -> float:
         """What a counter of the whole run says last; 0 if no step has it."""
         return ([0.0] + self.values(name))[-1]
+
+
+def read_steps(run_dir: Path, problems: list[str]) -> Steps:
+    """Read metrics.jsonl; `problems` grows."""
+    return Steps(read_metrics(run_dir, problems))
 
 
 def recent(num: int) -> slice:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.recorder import METRICS_FILE, metrics_of, read_evaluations
+from asyncrl.observe.run_dir import TRAINED_FILE, read_evaluations, read_metrics
 from asyncrl.observe.samples import ShownRollout, read_samples
 from asyncrl.observe.status import State, judge_state, read_config, read_status
-from asyncrl.observe.trained import TRAINED_FILE, TrainedRecord, trajectory_summaries
+from asyncrl.observe.trained import TrainedRecord, trajectory_summaries
 
 Table = dict[str, list[Any]]
 """Columns by name, all of one length: `pandas.DataFrame(table)`. A number that a line lacks is NaN."""
@@ -46,7 +46,7 @@ class RunRecord:
     @cached_property
     def steps(self) -> Table:
         """The metrics of each step, by their names in docs/metrics.md."""
-        return table_of(metrics_of(self.run_dir / METRICS_FILE, self.problems, "step"))
+        return table_of(read_metrics(self.run_dir, self.problems))
 
     @cached_property
     def evaluations(self) -> Table:

@@ -1,48 +1,40 @@
-"""Samples as plain text for people: on the console, in `asyncrl inspect --samples` and in TensorBoard."""
+"""Samples as plain text: on the console, in `asyncrl inspect --samples` and in TensorBoard."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
-from asyncrl.observe.recorder import SAMPLES_FILE
 from asyncrl.observe.run_numbers import plain, several
-from asyncrl.observe.samples import ShownRollout, ShownTokens, read_samples
+from asyncrl.observe.samples import ShownRollout, read_samples
 
 NEWEST, NEWEST_JSON = 10, 1000
-"""Samples that are listed where no step and no group is asked for; as JSON."""
+"""Samples without --step and --group, as text and as JSON."""
 _LABEL = 12
 
 
 def harmless(text: str) -> str:
-    """Text with each control character but the line end written out, as Python's escapes, so that a terminal
-    shows it and does nothing else.
-    """
-    return "".join(one if one in "\n " or _is_seen(one) else _written(one) for one in text)
-
-
-def _is_seen(character: str) -> bool:
-    return unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-
-
-def _written(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    """Write out control characters but the line end, as Python's escapes, for a terminal."""
+    hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    return "".join(
+        one
+        if one == "\n" or unicodedata.category(one) not in hidden
+        else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 def headline(sample: ShownRollout) -> str:
-    """What it is, in a line."""
-    versions = sorted({version for *_, version in sample["spans"]})
+    """Describe a sample in a line."""
     reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
     what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
     words = [f"{what} of step {sample['step']}: {reward}"]
     words += [f"{name} {plain(value)}" for name, value in sample["metrics"].items()]
-    if versions:
-        is_one = len(versions) == 1
-        words.append(f"version {versions[0]}" if is_one else f"versions {versions[0]}..{versions[-1]}")
+    if sample["versions"]:
+        words.append(f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}")
     if sample["staleness"] is not None:
         words.append(f"staleness {sample['staleness']}")
     words.append(several(sample["num_sampled"], "token"))
@@ -57,61 +49,29 @@ def headline(sample: ShownRollout) -> str:
 
 
 def sample_text(sample: ShownRollout, *, most: int | None = None) -> str:
-    """All of it. `most`: so many characters of each stretch, and of several stretches the first and the
-    last ones.
-    """
+    """Return a sample as text, `most` characters of each part; with a limit, only the last four parts."""
     lines = [headline(sample)]
     if sample["error"]:
         lines += _block("failed", _ended(sample["error"], most))
-    if not sample["branches"]:
+    if not sample["parts"]:
         for message in sample["messages"]:
             lines += _block(str(message.get("role", "?"))[:_LABEL], _end(str(message.get("content")), most))
-    for branch in sample["branches"]:
-        if branch["branch"]:
-            origin = "begins anew"
-            if branch["parent"] is not None:
-                origin = (
-                    f"forks from branch {branch['parent']} after {several(branch['num_shared'], 'token')}"
-                )
-            lines.append(f"  branch {branch['branch']} {origin}")
-        blocks = [
-            list(_stretch(one, is_first=n == 0, most=most)) for n, one in enumerate(branch["stretches"])
-        ]
-        if most is not None and len(blocks) > 4:
-            blocks = [*blocks[:2], [f"{'':>{_LABEL}} ... {len(blocks) - 4} parts ..."], *blocks[-2:]]
-        lines += itertools.chain(*blocks)
-        for start, end, reward in branch.get("credits", ()) if most is None else ():
-            lines.append(f"{'credit':>{_LABEL}} | tokens {start}..{end - 1}: reward {plain(reward)}")
-        if most is not None:
-            break
-    if (more := len(sample["branches"]) - 1) > 0 and most is not None:
-        lines.append(f"  branches that are not shown here: {more}")
-    if num := sample.get("cut_branches", 0):
-        lines.append(f"  branches that are not in {SAMPLES_FILE}: {num}")
+    parts = sample["parts"] if most is None else sample["parts"][-4:]
+    branch = 0
+    for part in parts:
+        if part["branch"] != branch:
+            branch = part["branch"]
+            lines.append(f"  branch {branch}")
+        text = _ended(part["text"], most) if part["is_sampled"] else _end(part["text"], most)
+        label = "prompt" if part is sample["parts"][0] else "context"
+        lines += _block("model" if part["is_sampled"] else label, text)
     if "answer" in sample:
         lines += _block("answer", _end(sample["answer"], most))
     return "\n".join(lines)
 
 
-def _stretch(stretch: ShownTokens, *, is_first: bool, most: int | None) -> Iterator[str]:
-    """What was sampled under each version; of what was not, the end counts."""
-    if not stretch["is_sampled"]:
-        yield from _block("prompt" if is_first else "context", _end(stretch["text"], most))
-    elif most is not None:
-        versions = sorted(set(stretch.get("versions", ())))
-        label = f"model v{versions[0]}" if len(versions) == 1 else "model"
-        yield from _block(label, _ended(stretch["text"], most))
-    else:
-        tokens = zip(stretch["versions"], stretch["in_loss"], stretch["pieces"], strict=True)
-        for (version, in_loss), run in itertools.groupby(tokens, key=lambda token: token[:2]):
-            masked = "" if in_loss else "*"
-            yield from _block(f"model v{version}{masked}", "".join(piece for *_, piece in run))
-    if cut := stretch.get("cut"):
-        yield f"{'':>{_LABEL}} ... {several(cut, 'token')} left out ..."
-
-
 def _block(label: str, text: str) -> Iterator[str]:
-    """Lines with a margin, so that no line of the text can be taken for one of ours."""
+    """Add a margin, so that a text cannot imitate our lines."""
     for line in harmless(text.replace("\r\n", "\n")).split("\n"):
         yield f"{harmless(label):>{_LABEL}} | {line}"
         label = ""
@@ -122,7 +82,7 @@ def _end(text: str, most: int | None) -> str:
 
 
 def _ended(text: str, most: int | None) -> str:
-    """Its beginning and its end."""
+    """Keep beginning and end."""
     if most is None or len(text) <= most:
         return text
     return f"{text[: most - most // 3]} ... {text[-(most // 3) :]}"
@@ -137,8 +97,8 @@ def render_samples(
     group: int | None = None,
     kinds: Sequence[str] = (),
 ) -> str:
-    """`asyncrl inspect --samples`: those of a step or group, else the newest. Raises ConfigError if there are
-    none.
+    """Return the samples of a step or group, else the newest, for `asyncrl inspect`. Raises ConfigError if
+    there are none.
     """
     newest = None if (step, group) != (None, None) else NEWEST_JSON if as_json else NEWEST
     found = read_samples(run_dir, problems, step, group=group, kinds=kinds, newest=newest)
@@ -155,7 +115,4 @@ def render_samples(
     texts = [sample_text(sample) for sample in found] or [f"{run_dir} has no {what} so far"]
     if newest == len(found):
         texts.insert(0, f"the newest {newest}; --step N and --group N show others:")
-    stretches = (one for sample in found for branch in sample["branches"] for one in branch["stretches"])
-    if not all(all(one.get("in_loss", ())) for one in stretches):
-        texts.append("*: not in the loss, as too old or of a failed rollout")
     return "\n\n".join([*texts, *(f"problem: {harmless(problem)}" for problem in problems)])

@@ -1,86 +1,49 @@
-"""samples.jsonl: what the model said, a few rollouts a step, as text for people. One JSON object a line.
+"""samples.jsonl: a few rollouts of each step as text, one JSON object a line. Bounded: long texts are cut.
 
-The record of what was trained on is trained.jsonl; this file is for eyes: bounded, and long texts are cut.
-Text is hostile: it is what a model wrote.
+Text is hostile: a model wrote it. The record of training is trained.jsonl.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import os
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, Protocol
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from asyncrl.files import lines_from_end, sync
-from asyncrl.observe.recorder import SAMPLES_FILE, parse_line, reading, tell
+from asyncrl.errors import RolloutFailure
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Trajectory
+from asyncrl.observe.metrics import rollouts_of
+from asyncrl.observe.run_dir import SAMPLES_FILE, append_lines, read_jsonl, tell
+from asyncrl.rollouts.rollout import FailedRollout
 
 SampleKind = Literal["best", "worst", "random", "failed"]
-"""Why a rollout was taken: by its reward among those of its batch; by chance (seeded); as it failed."""
-
+"""Best and worst reward of the batch, by chance (seeded), or failed."""
 MAX_BYTES = 64_000_000
-"""Size of the file from which older steps are thinned out."""
+"""Size of the file above which every other older step is dropped."""
+MAX_TOKENS, MAX_PARTS, MAX_CHARS, MAX_MESSAGES = 1024, 40, 4000, 40
+"""Tokens of a part, parts of a rollout, characters of a message, messages."""
 
 
-class ShownTokens(TypedDict):
-    """Neighbouring tokens of a branch that are all sampled in it, or all not (prompt, tool replies).
-
-    `text` is decoded from all of these tokens together. Of sampled ones, with one entry a token: `pieces`
-    (text that a token adds; joined they are `text`), `logprobs` (behaviour, nats), `versions`
-    (policy_version) and `in_loss` (false: older than the bound and masked, or never trained on). `cut`:
-    tokens that are left out after it: a long stretch is shown as its beginning and its end, and of very many
-    stretches the first and the last. `special`: positions of special tokens among the sampled ones.
-    """
-
-    is_sampled: bool
-    text: str
-    pieces: NotRequired[list[str]]
-    logprobs: NotRequired[list[float]]
-    versions: NotRequired[list[int]]
-    in_loss: NotRequired[list[bool]]
-    special: NotRequired[list[int]]
-    cut: NotRequired[int]
-
-
-class ShownBranch(TypedDict):
-    """One branch of a rollout. `parent` and `num_shared`: the branch that it forks from, and how many of its
-    first tokens they share; None and 0 for one that begins anew. `stretches` begin after the shared tokens.
-    `credits`: [start, end, reward] of its tokens, where turns or branches were rewarded one by one.
-    """
+class ShownPart(TypedDict):
+    """Neighboring tokens of a branch as text: all sampled, or all given (prompt, tool results)."""
 
     branch: int
-    parent: int | None
-    num_shared: int
-    num_tokens: int
-    stretches: list[ShownTokens]
-    credits: NotRequired[list[tuple[int, int, float]]]
-
-
-class ShownSibling(TypedDict):
-    """A rollout of the same group, in short. `advantage`: the trainer's, mean over its sampled tokens; null
-    if the trainer did not report it. `text`: the beginning and the end of its last branch's sampled tokens.
-    """
-
-    sample_index: int
-    reward: float
-    advantage: float | None
-    num_sampled: int
-    is_truncated: bool
+    is_sampled: bool
     text: str
 
 
 class ShownRollout(TypedDict):
-    """A rollout as people read it.
-
-    `step`: the step that trained on it, or, of a failed one, the step that was next. `task`: name of
-    its task, where a run has several. `metrics`: the parts of its reward, and what else task and harness
-    report. `spans`: [start, end, version] over all sampled tokens of all branches, in order. `staleness`: of
-    its oldest token in the loss. `logprob_gap`: mean of |engine - trainer| in nats over its fresh tokens;
-    None if it has none. `error`: why it failed. `cut_branches`: how many more it has. `group`: the rollouts
-    of its group, this one included. `num_stray`: sampled special tokens that have no place in an answer.
+    """A rollout as text. `step`: the step that trained on it, or the next step for a failed one; `metrics`:
+    parts of the reward; `versions`: oldest and newest policy_version of its tokens; `staleness`: age of its
+    oldest token in the loss; `logprob_gap`: mean of |engine - trainer| in nats over its fresh tokens;
+    `error`: reason of a failure.
     """
 
     step: int
@@ -94,26 +57,171 @@ class ShownRollout(TypedDict):
     reward: float | None
     metrics: dict[str, float]
     num_sampled: int
-    spans: list[tuple[int, int, int]]
+    versions: list[int]
     staleness: int | None
     logprob_gap: float | None
     is_truncated: bool
     num_interruptions: int
-    branches: list[ShownBranch]
-    cut_branches: NotRequired[int]
+    parts: list[ShownPart]
     error: str | None
-    group: NotRequired[list[ShownSibling]]
-    num_stray: NotRequired[int]
 
 
 _SHOWN = TypeAdapter(ShownRollout)
 
 
-def as_sample(line: object) -> ShownRollout:
-    """Checks what a line of the file says. Raises ValueError; for NaN and infinity too: a page takes none."""
-    sample = _SHOWN.validate_python(line)
-    json.dumps(sample, allow_nan=False)
+class SampleDecoder(Protocol):
+    """Part of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of the ids."""
+
+
+def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
+    """Pick the best and the worst rollout by reward, then others by chance, `num` in all: the same in every
+    run with this seed and batch.
+    """
+    rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
+    random.Random(f"{seed} {batch.version}").shuffle(rollouts)
+    found = list[tuple[SampleKind, Group, Rollout]]()
+    picks: tuple[tuple[SampleKind, Any], ...] = (("best", max), ("worst", min))
+    for kind, pick in picks[:num]:
+        if rollouts:
+            entry = pick(rollouts, key=lambda entry: entry[1][0].reward)
+            rollouts.remove(entry)
+            found.append((kind, *entry))
+    return found + [("random", *entry) for entry in rollouts[: num - len(found)]]
+
+
+def shown(
+    kind: SampleKind,
+    step: int,
+    names: tuple[GroupId, int],
+    prompt: Prompt,
+    rollout: Rollout,
+    decoder: SampleDecoder,
+    *,
+    gap: float | None = None,
+    min_version: int | None = None,
+    error: str | None = None,
+) -> ShownRollout:
+    """Make text of a rollout. `min_version`: the oldest version in the loss, None without training."""
+    versions = [span.version for branch in rollout for span in branch.version_spans]
+    in_loss = [version for version in versions if min_version is not None and version >= min_version]
+    sample: ShownRollout = {
+        "step": step,
+        "kind": kind,
+        "group_id": int(names[0]),
+        "sample_index": names[1],
+        "prompt_id": prompt.prompt_id,
+        "messages": [
+            {
+                name: _cut(value if isinstance(value, str) else json.dumps(value, default=str))
+                for name, value in message.items()
+            }
+            for message in prompt.messages[-MAX_MESSAGES:]
+        ],
+        "reward": float(rollout[0].reward) if min_version is not None else None,
+        "metrics": {name: float(value) for name, value in rollout[0].metrics.items()} if rollout else {},
+        "num_sampled": sum(branch.num_sampled for branch in rollout),
+        "versions": [int(min(versions)), int(max(versions))] if versions else [],
+        "staleness": int(step - 1 - min(in_loss)) if in_loss else None,
+        "logprob_gap": gap,
+        "is_truncated": any(branch.is_truncated for branch in rollout),
+        "num_interruptions": sum(branch.num_interruptions for branch in rollout),
+        "parts": list(itertools.chain.from_iterable(_parts(branch, decoder) for branch in rollout))[
+            -MAX_PARTS:
+        ],
+        "error": error and _cut(error),
+    }
+    if prompt.task:
+        sample["task"] = prompt.task
+    if prompt.answer is not None:
+        sample["answer"] = _cut(str(prompt.answer))
     return sample
+
+
+def _parts(branch: Trajectory, decoder: SampleDecoder) -> Iterator[ShownPart]:
+    mask = branch.loss_mask
+    edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+    for first, end in itertools.pairwise(edges):
+        token_ids = branch.token_ids[first:end].tolist()
+        shown_ids = [token_ids]
+        if len(token_ids) > MAX_TOKENS:
+            shown_ids = [token_ids[: MAX_TOKENS // 2], token_ids[-MAX_TOKENS // 2 :]]
+        text = " [...] ".join(decoder.decode(ids, skip_special_tokens=False) for ids in shown_ids)
+        yield {"branch": branch.branch, "is_sampled": bool(mask[first]), "text": text}
+
+
+def _cut(text: str) -> str:
+    """Keep beginning and end of a long text; as Unicode, without lone surrogates."""
+    if len(text) > MAX_CHARS:
+        text = f"{text[: MAX_CHARS // 2]} [...] {text[-MAX_CHARS // 2 :]}"
+    return text.encode(errors="replace").decode()
+
+
+class SampleWriter:
+    """Writes samples.jsonl. Life: goes_on_at() in a resumed run -> step() and failed(). Raises OSError."""
+
+    def __init__(self, run_dir: Path, *, seed: int, per_step: int, failed_per_step: int) -> None:
+        self.path = run_dir / SAMPLES_FILE
+        self.seed = seed
+        self.per_step = per_step
+        self.failed_per_step = failed_per_step
+        self._next_step = 1
+        self._num_failed = 0
+
+    def goes_on_at(self, step: int) -> None:
+        """Drop the lines of steps from `step` on, which are trained again."""
+        self._next_step = step
+        if self.path.exists():
+            self._rewrite(lambda line: line["step"] < step)
+
+    def step(
+        self, batch: Batch, gaps: Mapping[tuple[int, int], float], decoder: SampleDecoder
+    ) -> list[ShownRollout]:
+        """Write some rollouts of a trained batch; `gaps` by group and sample."""
+        self._next_step = batch.version + 2
+        self._num_failed = 0
+        samples = list[ShownRollout]()
+        for kind, group, rollout in choose(batch, self.per_step, self.seed):
+            names = group.group_id, rollout[0].sample_index
+            samples.append(
+                shown(
+                    *(kind, batch.version + 1, names, group.prompt, rollout, decoder),
+                    gap=gaps.get(names),
+                    min_version=batch.min_version,
+                )
+            )
+        return self._append(samples)
+
+    def failed(
+        self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decoder: SampleDecoder
+    ) -> list[ShownRollout]:
+        """Write a rollout that failed for good, if few did since the last step."""
+        self._num_failed += 1
+        if self._num_failed > self.failed_per_step:
+            return []
+        rollout: Rollout = ()
+        with contextlib.suppress(RolloutFailure):  # nothing was sampled
+            rollout = failed.seen.rollout()
+        names = group_id, failed.sample_index
+        why = f"{failed.how}: {failed.failure}"
+        return self._append([shown("failed", self._next_step, names, prompt, rollout, decoder, error=why)])
+
+    def _append(self, samples: list[ShownRollout]) -> list[ShownRollout]:
+        if samples:
+            append_lines(self.path, samples)
+        if samples and self.path.stat().st_size > MAX_BYTES:
+            steps = sorted({line["step"] for line in read_jsonl(self.path, [])})
+            gone = set(steps[: -max(1, len(steps) // 4)][1::2])
+            self._rewrite(lambda line: line["step"] not in gone)
+        return samples
+
+    def _rewrite(self, is_kept: Any) -> None:
+        unfinished = self.path.with_name(f".{self.path.name}.new")
+        unfinished.unlink(missing_ok=True)
+        append_lines(unfinished, filter(is_kept, read_jsonl(self.path, [], "step")))
+        unfinished.replace(self.path)
 
 
 def read_samples(
@@ -125,103 +233,20 @@ def read_samples(
     kinds: Sequence[str] = (),
     newest: int | None = None,
 ) -> list[ShownRollout]:
-    """The samples of a run, or of one step, group or kind, by step; at most so many of the `newest`, for
-    which no more of the file is read than they need. Lines that are none are left out and told in `problems`.
-    """
-    path, found = run_dir / SAMPLES_FILE, list[ShownRollout]()
-    for line in _from_end(path, problems):
-        sample = parse_line(line)
-        if sample is None:
-            tell(problems, f"a line of {path.name} is no JSON object and is left out: {line[:60]!r}")
+    """Return the samples of a run, a step, a group or some kinds, by step; at most the `newest` ones."""
+    found = list[ShownRollout]()
+    for line in read_jsonl(run_dir / SAMPLES_FILE, problems, "step", from_end=True):
+        if step not in (None, line["step"]) or group not in (None, line.get("group_id")):
             continue
-        if step not in (None, sample.get("step")) or group not in (None, sample.get("group_id")):
-            continue
-        if kinds and sample.get("kind") not in kinds:
+        if kinds and line.get("kind") not in kinds:
             continue
         try:
-            found.append(as_sample(sample))
+            json.dumps(line, allow_nan=False)
+            found.append(_SHOWN.validate_python(line))
         except ValueError as error:
             why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
-            tell(problems, f"a line of {path.name} is no sample and is left out: {why}")
+            tell(problems, f"a line of {SAMPLES_FILE} is no sample, skipped: {why}")
         if len(found) == newest:
             break
     found.reverse()
     return sorted(found, key=lambda sample: sample["step"])
-
-
-def _from_end(path: Path, problems: list[str]) -> Iterator[bytes]:
-    """Its lines, last first, but for half a line at its end."""
-    with reading(path, problems):
-        for _, line in lines_from_end(path):
-            if line.endswith(b"\n"):
-                yield line
-            else:
-                tell(problems, f"{path.name} ends in half a line, which is left out")
-
-
-class SampleFile:
-    """The file as a run writes it. One thread uses it; every method blocks, and raises OSError.
-
-    Invariant: past `max_bytes` every other one of the older steps goes, until it is below: of the newest
-        quarter of the steps all stay, of older ones fewer and fewer. It is replaced as a whole, so a kill at
-        any moment leaves whole lines, but for half a one at its end.
-    """
-
-    def __init__(self, run_dir: Path, max_bytes: int = MAX_BYTES) -> None:
-        self.path, self.max_bytes = run_dir / SAMPLES_FILE, max_bytes
-
-    def append(self, samples: Sequence[ShownRollout]) -> None:
-        """Add lines. Half a line that a killed process has left is made a line of its own first."""
-        if not samples:
-            return
-        text = "".join(json.dumps(sample) + "\n" for sample in samples)
-        with self.path.open("a+b") as file:
-            if end := file.seek(0, os.SEEK_END):
-                file.seek(end - 1)
-                text = text if file.read(1) == b"\n" else "\n" + text
-            file.write(text.encode())
-            size = file.tell()
-        if size > self.max_bytes:
-            self._thin()
-
-    def goes_on_at(self, step: int, *, keeps_failed: bool) -> set[tuple[int, int]]:
-        """Steps from `step` on are about to be taken again: drop their lines, and what is no line. Failed
-        rollouts stay, if `keeps_failed`: they do not fail again. Returns (group_id, sample_index) of those.
-        """
-        failed, dropped = set[tuple[int, int]](), False
-        keep = list[bool]()
-        for sample in self._heads():
-            is_failed = keeps_failed and sample.get("kind") == "failed"
-            keep.append(bool(sample) and (sample["step"] < step or is_failed))
-            dropped |= not keep[-1]
-            if is_failed:
-                failed.add((sample.get("group_id", -1), sample.get("sample_index", -1)))
-        if dropped:
-            self._rewrite(keep)
-        return failed
-
-    def _thin(self) -> None:
-        step_of = [sample.get("step", -1) for sample in self._heads()]
-        steps = sorted(set(step_of))
-        older = steps[: len(steps) - max(1, len(steps) // 4)]
-        if gone := set(older[1::2]):
-            self._rewrite([step not in gone for step in step_of])
-
-    def _heads(self) -> Iterator[dict[str, Any]]:
-        """What each line says, {} for one that is no sample."""
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                for line in file:
-                    found = parse_line(line) if line.endswith(b"\n") else None
-                    yield found if found and isinstance(found.get("step"), int) else {}
-
-    def _rewrite(self, keep: Sequence[bool]) -> None:
-        """Keep these lines alone."""
-        unfinished = self.path.with_name(f".{self.path.name}.new")
-        with self.path.open("rb") as old, unfinished.open("wb") as new:
-            for line, is_kept in zip(old, keep, strict=True):
-                if is_kept:
-                    new.write(line)
-        sync(unfinished)
-        unfinished.replace(self.path)
-        sync(self.path.parent)

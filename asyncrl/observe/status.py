@@ -25,12 +25,14 @@ from rich.text import Text
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.console import reward_text, shares_text, staleness_text, tasks_text
-from asyncrl.observe.recorder import (
+from asyncrl.observe.run_dir import (
+    CONFIG_FILE,
+    LOCK_FILE,
     STATUS_FILE,
     boot_id,
     is_number,
     read_evaluations,
-    read_steps,
+    read_object,
 )
 from asyncrl.observe.run_numbers import (
     Steps,
@@ -39,6 +41,7 @@ from asyncrl.observe.run_numbers import (
     duration,
     evaluation_text,
     plain,
+    read_steps,
     seconds_left,
     sparkline,
     thinned,
@@ -46,8 +49,6 @@ from asyncrl.observe.run_numbers import (
 from asyncrl.observe.verdict.verdict import Verdict, judge, time_panel, verdict_rows
 from asyncrl.observe.watchdog import Wait
 
-CONFIG_FILE = "config.yaml"
-LOCK_FILE = "run.lock"
 SHOWN_REWARDS = 1000
 SHOWN_FLAGS = 2
 """Sentences about the run's health on the first screen."""
@@ -100,17 +101,10 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """What the run has written of itself last; {} for nothing that can be read, with why in `problems`."""
-    path = folder / STATUS_FILE
-    try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
-        return {}
-    if not isinstance(value, dict) or not is_number(value.get("updated_s", 0.0)):
-        problems.append(f"{path.name} is no JSON object with a number updated_s")
+    """Read status.json; {} if it is absent or not readable."""
+    value = read_object(folder / STATUS_FILE, problems)
+    if not is_number(value.get("updated_s", 0.0)):
+        problems.append(f"{STATUS_FILE} has no number updated_s")
         return {}
     return value
 

@@ -1,4 +1,4 @@
-"""timeline.jsonl: what ran when, for the page of a run and for Perfetto. Written while the run goes.
+"""timeline.jsonl: spans of all processes, for the page of a run and for Perfetto.
 
 A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is in seconds since the epoch,
 `number` the batch or policy_version, -1 for none. Lines of lane "" are "slots": their text is an object of
@@ -7,22 +7,16 @@ each engine's requests in flight, the mean over those seconds; and "thinned": wh
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
-from asyncrl.files import lines_from_end
-from asyncrl.observe.recorder import is_number, lines_of, tell
+from asyncrl.observe.run_dir import TIMELINE_FILE, append_lines, is_number, parse, read_values, tell
 from asyncrl.spans import TimedSpan
 
-TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 2 * 2**20
 """Of the file. A step takes some 300 to 600 bytes, a second of a slow step 50 and 20 an engine."""
 SLOTS_PERIOD_S = 0.1
@@ -35,40 +29,35 @@ Row = tuple[str, str, float, float, int, Any]
 
 
 class TimelineWriter:
-    """The file of one run. Life: made -> open() once the run may write -> note(), slots() -> close(). What is
-    noted before open() is written then.
+    """Writes the time line of a run. Life: made -> open() when the run may write -> note(), slots() ->
+    close(). Earlier notes are written by open().
 
-    Bound: a file of MAX_BYTES is written anew, a quarter shorter. Kill: what was written up to the
-    last slots() is there; the next life writes on.
-    A disk that refuses ends the time line, with a warning in the log, and not the run.
+    A file above MAX_BYTES is shortened by a quarter. A kill loses the notes since the last slots(). An
+    OSError ends the time line with a warning in the log.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / TIMELINE_FILE
-        self._file: Any = None
-        self._lines, self._num_bytes = list[str](), 0
+        self._is_open = False
+        self._is_refused = False
+        self._rows: list[Row] = []
         self._offset_s = time.time() - time.monotonic()
-        self._busy_s, self._busy_at_s = dict[str, float](), time.monotonic()
+        self._busy_s = dict[str, float]()
+        self._busy_at_s = time.monotonic()
 
     def open(self) -> None:
-        """Begin to write; idempotent."""
-        with self._no_more_if_refused():
-            if self._file is None:
-                _, last = next(lines_from_end(self._path), (0, b"")) if self._path.exists() else (0, b"")
-                self._file = self._path.open("a", encoding="utf-8")
-                if last and not last.endswith(b"\n"):  # of a process that was killed
-                    self._file.write("\n")
-                self._num_bytes = self._path.stat().st_size
-            self._write()
+        """Start to write; idempotent."""
+        self._is_open = True
+        self._write()
 
     def note(self, span: TimedSpan) -> None:
-        """One more span; written with the next slots()."""
+        """Add a span; slots() writes it."""
         seconds = round(span.end_s - span.start_s, 6)
-        text = span.text.encode(errors="replace").decode()  # no lone surrogates, which JSON has no place for
+        text = span.text.encode(errors="replace").decode()  # JSON has no lone surrogates
         self._add(span.lane, span.kind, span.start_s, seconds, span.number, text)
 
     def slots(self, busy_s: Mapping[str, float], now_s: float) -> None:
-        """`busy_s`: seconds so far that each engine had requests, summed over them."""
+        """Add the mean requests of each engine. `busy_s`: seconds of all its requests so far."""
         if (seconds := now_s - self._busy_at_s) < SLOTS_PERIOD_S:
             return
         if self._busy_s:
@@ -78,63 +67,49 @@ class TimelineWriter:
                 if name in busy_s
             }
             self._add("", "slots", self._busy_at_s, round(seconds, 6), -1, means)
-        self._busy_s, self._busy_at_s = dict(busy_s), now_s
-        if self._file is not None:
-            with self._no_more_if_refused():
-                self._write()
+        self._busy_s = dict(busy_s)
+        self._busy_at_s = now_s
+        self._write()
 
     def close(self) -> None:
-        """Write what is left; idempotent."""
-        if self._file is not None:
-            with self._no_more_if_refused():
-                self._write()
-                self._file.close()
-            self._file = None
+        """Write the remaining rows; idempotent."""
+        self._write()
+        self._is_open = False
 
     def _add(self, lane: str, kind: str, start_s: float, seconds: float, number: int, text: Any) -> None:
+        if self._is_refused:
+            return
         offset_s = time.time() - time.monotonic()
         if abs(offset_s - self._offset_s) > LARGEST_STEP_S:
             self._offset_s = offset_s
-        row = (lane, kind, round(start_s + self._offset_s, 6), seconds, number, text)
-        self._lines.append(json.dumps(row, separators=(",", ":")) + "\n")
+        self._rows.append((lane, kind, round(start_s + self._offset_s, 6), seconds, number, text))
 
     def _write(self) -> None:
-        lines = "".join(self._lines)
-        self._lines.clear()
-        self._file.write(lines)
-        self._file.flush()
-        self._num_bytes += len(lines)  # json.dumps writes ASCII
-        if self._num_bytes > MAX_BYTES:
-            self._file.close()
-            _thin_file(self._path)
-            self._file = self._path.open("a", encoding="utf-8")
-            self._num_bytes = self._path.stat().st_size
-
-    @contextlib.contextmanager
-    def _no_more_if_refused(self) -> Any:
+        if not self._is_open or self._is_refused:
+            return
         try:
-            yield
+            append_lines(self._path, self._rows)
+            if self._path.stat().st_size > MAX_BYTES:
+                _thin_file(self._path)
         except OSError as error:
             logger.warning("%s gets no more lines: %s", self._path, error)
-            self._lines.clear()
-            self._num_bytes = -(10**15)
-            self._file = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+            self._is_refused = True
+        self._rows = []
 
 
 def _thin_file(path: Path) -> None:
-    """The newer half of its bytes stays as it is, of the older one half."""
+    """Keep the newer half of the bytes, and half of the older rows."""
     content = path.read_bytes()
     cut = content.index(b"\n", len(content) // 2) + 1
-    parsed = filter(None, map(_parse, content[:cut].splitlines()))
-    old = _thinned([_as_row(row) for row in parsed if _is_row(row)])
-    lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in old)
+    old = _thinned([_as_row(row) for row in map(parse, content[:cut].splitlines()) if _is_row(row)])
+    lines = "".join(json.dumps(row) + "\n" for row in old)
     unfinished = path.with_name(f".{path.name}.new")
     unfinished.write_bytes(lines.encode() + content[cut:])
     unfinished.replace(path)
 
 
 def _thinned(rows: list[Row]) -> list[Row]:
-    """Half of them: two neighbours of slots as one, and the longer spans; behind a row that says so."""
+    """Keep the longer half of the spans and merge neighboring slots; a first row marks this."""
     spans, slots = [row for row in rows if row[0]], [row for row in rows if row[1] == "slots"]
     longest = sorted(spans, key=lambda row: -row[3])[: len(spans) // 2]
     kept = sorted([*longest, *merged_slots(slots, max(1, len(slots) // 2))], key=lambda row: row[2])
@@ -142,7 +117,7 @@ def _thinned(rows: list[Row]) -> list[Row]:
 
 
 def merged_slots(rows: list[Row], num: int) -> list[Row]:
-    """At most `num` rows of slots, each the mean over the time of neighbours."""
+    """Merge rows of slots to at most `num`, each the mean of its time."""
     size = max(1, -(-len(rows) // num))
     return [_merged(rows[first : first + size]) for first in range(0, len(rows), size)]
 
@@ -160,37 +135,25 @@ def _merged(rows: list[Row]) -> Row:
 
 
 def read_timeline(path: Path, problems: list[str]) -> list[Row]:
-    """All rows, in the order in which they ended; lines that are none are left out and told in `problems`."""
+    """Return all rows, in the order of their ends."""
     found = list[Row]()
-    for number, (_, row) in enumerate(lines_of(path, problems, _parse), start=1):
+    for row in read_values(path, problems, list):
         if _is_row(row):
             found.append(_as_row(row))
         else:
-            tell(problems, f"{path.name} object {number} is no span and is left out")
+            tell(problems, f"a line of {path.name} is no span and is left out")
     return found
-
-
-def _parse(line: bytes) -> list[Any] | None:
-    try:
-        value = from_json(line, cache_strings="all")
-    except ValueError:
-        return None
-    return value if isinstance(value, list) else None
 
 
 def _as_row(row: list[Any]) -> Row:
     return row[0], row[1], row[2], row[3], row[4], row[5]
 
 
-def _is_row(row: list[Any]) -> bool:
-    if len(row) != 6 or not (type(row[0]) is str and type(row[1]) is str and type(row[4]) is int):
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, list) or [type(value) for value in (*row[:2], *row[4:5])] != [str, str, int]:
         return False
-    if not (is_number(row[2]) and is_number(row[3]) and row[3] >= 0):
+    if len(row) != 6 or not (is_number(row[2]) and is_number(row[3]) and row[3] >= 0):
         return False
     if row[1] == "slots" and not row[0]:
-        return isinstance(row[5], dict) and _are_numbers(row[5].values())
+        return isinstance(row[5], dict) and all(map(is_number, row[5].values()))
     return type(row[5]) is str
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(map(is_number, values))

@@ -1,11 +1,11 @@
-"""What was trained on, and whether it kept the staleness bound: from the trainer's record alone.
+"""The trainer's record of all batches, and a check of the staleness bound.
 
 Step v + 1, as in metrics.jsonl, trained on the batch that turned policy_version v into v + 1.
 """
 
 from __future__ import annotations
 
-from array import array
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from asyncrl.observe.recorder import LOST_KEY, lines_of, parse_line, tell
+from asyncrl.observe.run_dir import LOST_KEY, read_values, tell
 
-TRAINED_FILE = "trained.jsonl"
 SHOWN_STEPS = 1000
-"""Number of newest steps that are listed one by one; a terminal gets the last hundred of them."""
+"""Newest steps that are listed one by one."""
 
 
 class Entry(TypedDict):
@@ -39,7 +38,7 @@ class Entry(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is read of a line."""
+    """A step of the record."""
 
     version: int
     min_version: int
@@ -49,77 +48,66 @@ class Line:
 _CHECK = TypeAdapter(Line)
 
 
-def _parse(line: bytes) -> Line | Mapping[str, Any] | None:
-    """A step in one go, for files of gigabytes; else the JSON object that the line is."""
-    try:
-        return _CHECK.validate_json(line)
-    except ValidationError:
-        return parse_line(line)
-
-
 class TrainedStep(NamedTuple):
-    """Numbers of one step. `start`: where its line begins; `data`: hash of what has to be the same when the
-    step is taken again; `faults`: ways in which it breaks a promise.
+    """Numbers of one step. `data`: hash of what must repeat when the step is trained again; `faults`: broken
+    promises.
     """
 
-    start: int
     version: int
     num_trajectories: int
     num_loss_tokens: int
-    sum_of_ages: int
-    num_ages: int
-    largest_age: int
+    ages: tuple[int, int, int]
+    """Sum, number and largest of the ages of trajectories."""
     data: int
     faults: tuple[str, ...]
 
 
 class TrainedRecord:
-    """trained.jsonl as it counts, and whether it kept the bound. Life: read when it is made -> asked.
+    """trained.jsonl, and whether it kept the bound. Life: read when made -> asked.
 
-    A later line of a version that was restored counts, and what was done there before is only compared with
-    it. Lines are not kept in memory: those to be shown are read again. Lines without the fields that they
-    need are left out and told in `problems`.
+    After a restore the later line of a version counts; the earlier one is compared with it. Lines are not
+    kept in memory. Lines of another form are skipped and reported in `problems`.
     """
 
     def __init__(self, path: Path, problems: list[str], max_staleness: int) -> None:
-        self.path, self.max_staleness = path, max_staleness
+        self.path = path
+        self.max_staleness = max_staleness
         self.restored: list[int] = []
         self._steps: list[TrainedStep] = []
         self._lost: list[tuple[range, str]] = []
         """Steps whose lines are lost, and why."""
         self._before: dict[int, int] = {}
-        """Step -> hash of its data before it was restored."""
+        """Step -> hash of its data before the restore."""
         self._trained_in: dict[int, int] = {}
         """Group -> step."""
         self._replay_faults: list[str] = []
-        lines: Iterator[tuple[int, Line | Mapping[str, Any]]] = lines_of(path, problems, _parse)
-        for number, (start, line) in enumerate(lines, start=1):
+        for value in read_values(path, problems, dict):
             try:
-                self._add(start, line)
+                self._add(value)
             except (TypeError, ValueError, OverflowError) as error:
                 why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
-                tell(problems, f"{path.name} object {number} is no record of a step and is left out: {why}")
+                tell(problems, f"a line of {path.name} is no record of a step, skipped: {why}")
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def _add(self, start: int, line: Line | Mapping[str, Any]) -> None:
-        """One line of the file, which begins at `start`. Raises ValueError or TypeError for others."""
-        if not isinstance(line, Line) and "restored" in line:
-            self._restore(int(line["restored"]))
-            if LOST_KEY in line:
-                first, last = line[LOST_KEY]
-                self._lost.append((range(first, last + 1), str(line.get("why"))))
+    def _add(self, value: Mapping[str, Any]) -> None:
+        """Add a line. Raises ValueError or TypeError for another form."""
+        if "restored" in value:
+            self._restore(int(value["restored"]))
+            if LOST_KEY in value:
+                first, last = value[LOST_KEY]
+                self._lost.append((range(first, last + 1), str(value.get("why"))))
             return
-        step = self._checked(start, line if isinstance(line, Line) else _CHECK.validate_python(line))
+        step = self._checked(_CHECK.validate_python(value))
         if self._before.get(step.version, step.data) != step.data:
             again = f"step {step.version + 1} was trained again on other data than before it was restored"
             self._replay_faults.append(again)
         self._steps.append(step)
 
     def violations(self) -> tuple[list[str], list[str]]:
-        """Every way in which the record breaks a promise: too old, from the future, trained twice, does not
-        add up, a step is missing; and steps that are missing for a reason that the record gives.
+        """Return the broken promises (too old, from the future, trained twice, wrong sums, missing steps),
+        and the missing steps that the record explains.
         """
         broken, lost, expected = list[str](), list[str](), 0
         for step in self._steps:
@@ -137,36 +125,38 @@ class TrainedRecord:
         return broken + self._replay_faults, lost
 
     def totals(self) -> dict[str, Any]:
-        """Plain values of all steps."""
-        num_ages = sum(step.num_ages for step in self._steps)
+        """Return numbers of all steps."""
+        num_ages = sum(step.ages[1] for step in self._steps)
         return {
             "num_steps": len(self),
             "num_trajectories": sum(step.num_trajectories for step in self._steps),
             "num_loss_tokens": sum(step.num_loss_tokens for step in self._steps),
-            "staleness_mean": sum(step.sum_of_ages for step in self._steps) / num_ages if num_ages else None,
-            "staleness_max": max(step.largest_age for step in self._steps) if num_ages else None,
+            "staleness_mean": sum(step.ages[0] for step in self._steps) / num_ages if num_ages else None,
+            "staleness_max": max(step.ages[2] for step in self._steps) if num_ages else None,
         }
 
     @property
     def range_text(self) -> str:
-        """The steps that it has, in words."""
+        """Name the first and the last step."""
         if not self._steps:
             return "no steps"
         return f"steps {self._steps[0].version + 1} to {self._steps[-1].version + 1}"
 
     def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
-        """Those of a step, and of the step that a group was trained on, else of the newest; read again."""
-        shown = self._steps[-SHOWN_STEPS:] if step is None and group is None else self._steps
+        """Read the lines of a step or of a group's step again, or of the newest steps."""
+        wanted = {one.version for one in self._steps}
         if step is not None:
-            shown = [one for one in shown if one.version == step - 1]
+            wanted &= {step - 1}
         if group is not None:
-            shown = [one for one in shown if one.version == self._trained_in.get(group)]
-        found = []
-        for one in shown:
-            with self.path.open("rb") as file:
-                file.seek(one.start)
-                found.append(_CHECK.validate_python(parse_line(file.readline())))
-        return found
+            wanted &= {self._trained_in.get(group, -1)}
+        if step is None and group is None:
+            wanted = {one.version for one in self._steps[-SHOWN_STEPS:]}
+        found = dict[int, Line]()
+        for value in read_values(self.path, [], dict):
+            if value.get("version") in wanted:
+                with contextlib.suppress(ValidationError):
+                    found[value["version"]] = _CHECK.validate_python(value)
+        return [found[version] for version in sorted(found)]
 
     def _why_lost(self, version: int) -> str:
         return next((why for versions, why in self._lost if version in versions), "")
@@ -178,67 +168,65 @@ class TrainedRecord:
             self._before[dropped.version] = dropped.data
         self._trained_in = {group: step for group, step in self._trained_in.items() if step < version}
 
-    def _checked(self, start: int, line: Line) -> TrainedStep:
-        """The numbers of a line, with what is wrong in it."""
-        version, entries, ages, faults = line.version, line.trajectories, list[int](), list[str]()
-        names = [(entry["group_id"], entry["sample_index"], entry["branch"]) for entry in entries]
-        is_suspect = len(set(names)) < len(names)
-        for entry in entries:
-            num, oldest = 0, version
-            for first, end, sampled in entry["spans"]:
-                num += end - first
-                if sampled < oldest:
-                    oldest = sampled
-                elif sampled > version:
-                    is_suspect = True
-            if entry["spans"]:
-                ages.append(version - oldest)
-            if num != entry["num_loss_tokens"] or version - oldest > self.max_staleness:
-                is_suspect = True
-        if is_suspect:
-            faults += self._faults(line)
-        for group in sorted({group for group, *_ in names}):
-            if (earlier := self._trained_in.setdefault(group, version)) != version:
-                faults.append(
-                    f"step {version + 1}, group {group}: was trained on in step {earlier + 1} already"
-                )
-        rewards = array("d", [entry["reward"] for entry in entries]).tobytes()  # hash(-1.0) is hash(-2.0)
-        data = hash((*names, rewards, *(entry.get("tokens_sha") for entry in entries)))
-        num_tokens = sum(entry["num_loss_tokens"] for entry in entries)
-        numbers = len(entries), num_tokens, sum(ages), len(ages), max(ages, default=0)
-        return TrainedStep(start, version, *numbers, data, tuple(faults))
+    def _checked(self, line: Line) -> TrainedStep:
+        entries = line.trajectories
+        faults = [*_faults(line, self.max_staleness)]
+        for group in sorted({entry["group_id"] for entry in entries}):
+            if (earlier := self._trained_in.setdefault(group, line.version)) != line.version:
+                step = f"step {line.version + 1}, group {group}"
+                faults.append(f"{step}: was trained on in step {earlier + 1} already")
+        ages = [_age(line.version, entry) for entry in entries if entry["spans"]]
+        data = [
+            (
+                entry["group_id"],
+                entry["sample_index"],
+                entry["branch"],
+                entry["reward"],
+                entry.get("tokens_sha"),
+            )
+            for entry in entries
+        ]
+        return TrainedStep(
+            version=line.version,
+            num_trajectories=len(entries),
+            num_loss_tokens=sum(entry["num_loss_tokens"] for entry in entries),
+            ages=(sum(ages), len(ages), max(ages, default=0)),
+            data=hash(str(data)),
+            faults=tuple(faults),
+        )
 
-    def _faults(self, line: Line) -> Iterator[str]:
-        """What is wrong in it, in words."""
-        names = set[str]()
-        for entry in line.trajectories:
-            name = f"step {line.version + 1}, group {entry['group_id']}, sample {entry['sample_index']}"
-            name += f", branch {entry['branch']}" if entry["branch"] else ""
-            num = 0
-            for start, end, sampled in entry["spans"]:
-                num += end - start
-                age, what = line.version - sampled, f"{name}: tokens {start}..{end - 1}"
-                if age > self.max_staleness:
-                    yield f"{what} are of version {sampled}, {age} behind; {self.max_staleness} are allowed"
-                if age < 0:
-                    yield f"{what} are of version {sampled}, which did not exist yet"
-            if num != entry["num_loss_tokens"]:
-                yield f"{name}: {entry['num_loss_tokens']} tokens in the loss, but spans of {num}"
-            if name in names:
-                yield f"{name}: was trained on in step {line.version + 1} already"
-            names.add(name)
+
+def _faults(line: Line, max_staleness: int) -> Iterator[str]:
+    """Describe the broken promises of a step."""
+    names = set[str]()
+    for entry in line.trajectories:
+        name = f"step {line.version + 1}, group {entry['group_id']}, sample {entry['sample_index']}"
+        name += f", branch {entry['branch']}" if entry["branch"] else ""
+        for start, end, sampled in entry["spans"]:
+            age = line.version - sampled
+            what = f"{name}: tokens {start}..{end - 1} are of version {sampled}"
+            if age > max_staleness:
+                yield f"{what}, {age} behind; {max_staleness} are allowed"
+            if age < 0:
+                yield f"{what}, which did not exist yet"
+        num = sum(end - start for start, end, _ in entry["spans"])
+        if num != entry["num_loss_tokens"]:
+            yield f"{name}: {entry['num_loss_tokens']} tokens in the loss, but spans of {num}"
+        if name in names:
+            yield f"{name}: was trained on in step {line.version + 1} already"
+        names.add(name)
 
 
 def _age(version: int, entry: Entry) -> int:
-    """Versions between the batch and the oldest token with a loss weight, of which there is one."""
-    return version - min([sampled for _, _, sampled in entry["spans"]])
+    """Return the versions between the batch and its oldest token in the loss."""
+    return version - min(sampled for _, _, sampled in entry["spans"])
 
 
 def batch_summary(line: Line) -> dict[str, Any]:
-    """Plain values of a step, without its trajectories."""
+    """Return numbers of a step without its trajectories."""
     version, entries = line.version, line.trajectories
     ages = [_age(version, entry) for entry in entries if entry["spans"]]
-    rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]  # that of the rollout
+    rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]  # one a rollout
     tokens = Counter[int]()
     for entry in entries:
         for start, end, sampled in entry["spans"]:
@@ -258,7 +246,7 @@ def batch_summary(line: Line) -> dict[str, Any]:
 
 
 def trajectory_summaries(line: Line, group_id: int | None = None) -> list[dict[str, Any]]:
-    """Plain values of a step's trajectories, or of those of one group."""
+    """Return the trajectories of a step, or of one group, with their staleness."""
     return [
         {**entry, "staleness": _age(line.version, entry) if entry["spans"] else None}
         for entry in line.trajectories

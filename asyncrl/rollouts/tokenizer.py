@@ -171,12 +171,6 @@ class HFChatTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """Decode the first 1, 2, ... and all ids. Takes quadratic time without blocking other threads."""
-        ids = list(token_ids)
-        prefixes = [ids[:end] for end in range(1, len(ids) + 1)]
-        return list(self._backend.decode_batch(prefixes, skip_special_tokens=False))
-
 
 def _load(model_path: str) -> Any:
     from transformers import PreTrainedTokenizerFast

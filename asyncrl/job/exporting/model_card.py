@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl import __version__
 from asyncrl.config import RunConfig
-from asyncrl.observe.recorder import METRICS_FILE, metrics_of, read_evaluations
+from asyncrl.observe.run_dir import read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import hub_source
@@ -65,7 +65,7 @@ def write_card(weights: WeightsOut, folder: Path, *, repo: str | None = None) ->
     config, origin = weights.config, weights.origin
     steps = Steps()
     oldest = 0.0
-    for line in metrics_of(weights.run_dir / METRICS_FILE, [], "step"):
+    for line in read_metrics(weights.run_dir, []):
         if line["step"] <= weights.version:
             steps.add(line)
             oldest = max(oldest, line.get("sample/staleness_max", 0.0))

@@ -21,7 +21,7 @@ from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.files import whole_folder
 from asyncrl.job.exporting.hub_push import HubRepo
 from asyncrl.job.exporting.model_card import WeightsOut, origin_of, write_card
-from asyncrl.observe.recorder import read_evaluations
+from asyncrl.observe.run_dir import read_evaluations
 from asyncrl.observe.status import read_config
 from asyncrl.serving import Refused
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model

@@ -13,7 +13,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RoomError
 from asyncrl.job.harnessing import make_generator
 from asyncrl.job.life import Life
-from asyncrl.observe.recorder import read_evaluations
+from asyncrl.observe.run_dir import read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
 from asyncrl.rollouts.generators import HarnessGenerator

@@ -291,7 +291,6 @@ class Checkpointer:
             # only now: if the trainer had died, it would need to go back first
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    await asyncio.to_thread(self._job.voice.flush)  # no resume writes these again
                     finish = self._checkpoints.finish
                     folder = await asyncio.to_thread(
                         lambda: finish(pending, version, controller.model_dump())

@@ -1,1 +1,1 @@
-"""The page that explains a run: what it shows is gathered here as plain data, and drawn by page.js."""
+"""The page of a run: its data is gathered here as plain values and drawn by page.js."""

@@ -1,4 +1,4 @@
-"""The time line of a run for the page: its spans by lane, bounded, with what the journal knows beside."""
+"""The time line of a run for the page: spans by lane, and events of the journal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncrl.observe.page.shape import Timeline
-from asyncrl.observe.recorder import tell
+from asyncrl.observe.run_dir import tell
 from asyncrl.observe.timeline import Row, merged_slots
 
 MAX_SPANS, NUM_NEWEST, MAX_SLOTS, MAX_ENGINES = 5000, 2500, 1000, 256
@@ -36,13 +36,13 @@ KINDS = {
     "gone": "nothing ran: the run had been killed or interrupted",
     "event": "something that the journal notes",
 }
-"""What a span can be, and what that means."""
+"""Kinds of spans and their meanings."""
 _FIRST, _LAST = ("trainer", "weight sync"), ("handovers", "checkpoints", "evaluations", "start", "restarts")
 _OF_VERSION = frozenset(
     "export, prepare, chunks, commit, pause, checkpoint, evaluation, held for an evaluation".split(", ")
 )
 _BUSY = {"trainer", "weight sync", "handovers"}
-"""Lanes that get spans with every step; so do those of engines."""
+"""Lanes with spans in every step, like the lanes of engines."""
 
 
 def timeline_view(
@@ -82,8 +82,8 @@ def timeline_view(
 
 
 def spans_of(rows: Sequence[Row], problems: list[str]) -> list[Row]:
-    """Return the spans of known kinds. The first start has a lane of its own, as it is not a restart; before
-    each later one the time in which nothing ran becomes a span.
+    """Return the spans of known kinds. The first start has its own lane, as it is no restart; the time
+    without any process before a later start becomes a span.
     """
     found, is_started = list[Row](), False
     for row in rows:
@@ -104,28 +104,26 @@ def spans_of(rows: Sequence[Row], problems: list[str]) -> list[Row]:
 
 
 def span_text(row: Row) -> str:
-    """What it is of, and what is said of it."""
+    """Return the step or version of a span, and its text."""
     of = f"version {row[4]}" if row[1] in _OF_VERSION else f"step {row[4] + 1}"
     of = of if row[4] >= 0 else ""
     return ": ".join(filter(None, (of, row[5])))
 
 
 def lane_names(names: set[str]) -> list[str]:
-    """In their order from the top."""
+    """Sort lanes from the top."""
     engines = sorted(names - {*_FIRST, *_LAST}, key=_natural)[:MAX_ENGINES]
     return [name for name in (*_FIRST, *engines, *_LAST) if name in names]
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """engine-2 before engine-10."""
+    """Sort engine-2 before engine-10."""
     digits = re.search(r"\d+$", name)
     return (name[: digits.start()], int(digits[0][:9])) if digits else (name, -1)
 
 
 def _bounded(rows: list[Row]) -> tuple[list[Row], bool]:
-    """At most MAX_SPANS in the order of time: of those that come with every step the newest, and the longest
-    of the others.
-    """
+    """Keep at most MAX_SPANS by time: the newest, and the longest of the others."""
     rows = sorted(rows, key=lambda row: row[2])
     if len(rows) <= MAX_SPANS:
         return rows, False
@@ -135,7 +133,7 @@ def _bounded(rows: list[Row]) -> tuple[list[Row], bool]:
 
 
 def _slots_by_engine(rows: list[Row], start_s: float) -> dict[str, list[tuple[float, float]]]:
-    """Steps of a staircase; it falls to 0 where nothing was noted."""
+    """Return busy slots over time; 0 in gaps without notes."""
     found, ends_s = dict[str, list[tuple[float, float]]](), dict[str, float]()
     for _, _, at_s, seconds, _, means in rows:
         for name, busy in means.items():
@@ -153,7 +151,7 @@ Events = list[tuple[float, str, dict[str, Any]]]
 
 
 def shown_events(events: Events) -> list[tuple[float, str]]:
-    """Those that are no span already: what was lost, resumed, parked, stuck."""
+    """Return the events without a span: lost, resumed, parked, stuck."""
     return [
         (at_s, event_text(what, detail))
         for at_s, what, detail in events
@@ -162,7 +160,7 @@ def shown_events(events: Events) -> list[tuple[float, str]]:
 
 
 def event_text(what: str, detail: dict[str, Any]) -> str:
-    """An event of the journal in words."""
+    """Describe an event of the journal."""
     who, why = detail.get("name"), detail.get("why")
     seconds = detail.get("down_s", detail.get("seconds"))
     text = f"{what}: {who}" if who else what

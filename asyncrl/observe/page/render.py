@@ -1,4 +1,4 @@
-"""`asyncrl report`: the page of one run, or of several, as one HTML file that needs no network."""
+"""`asyncrl report`: the page of runs as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -12,37 +12,24 @@ from pathlib import Path
 from asyncrl import __version__
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
-from asyncrl.observe.page.curves import StepsFile
-from asyncrl.observe.page.run_view import gather, view_run
+from asyncrl.observe.page.run_view import view_run
 from asyncrl.observe.page.shape import Difference, Page, RunView
-from asyncrl.observe.page.trace import TRACE_FILE, write_trace
+from asyncrl.observe.page.trace import write_trace
+from asyncrl.observe.run_dir import REPORT_FILE, TRACE_FILE
 
-REPORT_FILE = "report.html"
 _PLACES = re.compile(r"/\*(STYLE|SCRIPT|DATA)\*/")
 
 
 def make_page(run_dirs: Sequence[str | Path], *, is_live: bool = False) -> Page:
-    """What the page shows. Raises ConfigError for what is no run directory."""
+    """Return the data of the page. Raises ConfigError for what is no run directory."""
     return page_of([view_run(run_dir) for run_dir in run_dirs], is_live=is_live)
 
 
-class PageReader:
-    """Makes the page of runs again and again: of their steps it reads what is new."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, StepsFile] = {}
-
-    def read(self, run_dirs: Sequence[Path]) -> Page:
-        """The live page. Raises ConfigError for what is no run directory."""
-        files = {folder: self._files.get(folder) or StepsFile(folder) for folder in run_dirs}
-        self._files = files
-        return page_of([view_run(folder, file) for folder, file in files.items()], is_live=True)
-
-
 def page_of(runs: Sequence[RunView], *, is_live: bool = False) -> Page:
-    """The page of runs that are read already."""
-    for number, run in enumerate(runs):  # runs of one name, in folders of their own
-        if any(run["name"] == other["name"] for other in runs[:number]):
+    """Return the data of the page; runs of one name are named by their directories."""
+    names = [run["name"] for run in runs]
+    for run in runs:
+        if names.count(run["name"]) > 1:
             run["name"] = run["run_dir"]
     return {
         "asyncrl": __version__,
@@ -54,7 +41,7 @@ def page_of(runs: Sequence[RunView], *, is_live: bool = False) -> Page:
 
 
 def differences_of(runs: Sequence[RunView]) -> Iterator[Difference]:
-    """Settings that are not the same in all runs, then results."""
+    """Yield different settings of the runs, then different results."""
     settings = [{setting["key"]: setting["value"] for setting in run["settings"]} for run in runs]
     tiles = [{tile["label"]: tile["value"] for tile in run["tiles"]} for run in runs]
     for run, of_run in zip(runs, tiles, strict=True):
@@ -70,8 +57,8 @@ def differences_of(runs: Sequence[RunView]) -> Iterator[Difference]:
 
 
 def render(page: Page) -> str:
-    """The page with its style, its script and its data in it. The data is JSON in ASCII without `<`: no text
-    of a model can end the element that it stands in.
+    """Return the page with its style, script and data. The data is ASCII JSON without `<`, so that no text of
+    a model can close its element.
     """
     static = files("asyncrl.observe.page") / "static"
     texts = {entry.name: entry for entry in static.iterdir()} if static.is_dir() else {}
@@ -86,11 +73,10 @@ def render(page: Page) -> str:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
-    """Write the page, and trace.json into each run directory; yields what was written, in words. Raises
-    ConfigError for what is no run directory, and where nothing can be written.
+    """Write the page, and trace.json into each run directory; yield a line for each file. Raises ConfigError
+    for other directories, and if the page cannot be written.
     """
-    gathered = [gather(run_dir) for run_dir in run_dirs]
-    page = page_of([view for view, _ in gathered])
+    page = make_page(run_dirs)
     path = out or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE))
     try:
         write_whole(path, render(page))
@@ -99,9 +85,9 @@ def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
             f"the page cannot be written to {path}: {error.strerror}", way_out="give another file with --out."
         ) from error
     yield f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser"
-    for run_dir, (_, steps) in zip(run_dirs, gathered, strict=True):
+    for run_dir in run_dirs:
         try:
-            yield f"{write_trace(run_dir, steps)}: for https://ui.perfetto.dev"
+            yield f"{write_trace(run_dir)}: for https://ui.perfetto.dev"
         except OSError as error:
             yield f"no {TRACE_FILE} in {run_dir}: {error.strerror}"
     for run in page["runs"]:

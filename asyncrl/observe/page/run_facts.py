@@ -1,54 +1,43 @@
-"""What the page says of a run beside its curves: settings, failures by cause, warnings, commands, samples."""
+"""Facts of a run for the page: settings, failures by cause, warnings."""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import sqlite3
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.config.load import sections
-from asyncrl.files import lines_from_end
 from asyncrl.observe.page.lanes import Events, event_text
 from asyncrl.observe.page.shape import Failure, Setting
-from asyncrl.observe.recorder import SAMPLES_FILE, parse_line, reading, tell
-from asyncrl.observe.samples import ShownRollout, as_sample
+from asyncrl.observe.run_dir import parse
 
 HIDDEN = "(hidden)"
-NUM_NEWEST, NUM_SPREAD, MAX_SAMPLE_BYTES = 60, 60, 2**20
 MAX_CAUSES, MAX_FAILURES, MAX_EVENTS = 50, 100_000, 1000
-_FREE = ("generator.env",)
-"""Settings whose every value may be a secret."""
 _SECRET_NAME = re.compile(
     r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|auth|authorization)$", re.IGNORECASE
-)
-_SECRET = re.compile(
-    r"(?<=://)[^/@\s]+(?=@)|(?<=key=)[^\s&]+|(?<=token=)[^\s&]+|(?<=password=)[^\s&]+"
-    r"|\b(?:sk|hf|ghp|gho|glpat|xox[bp])[-_][\w-]{8,}|\bAKIA[0-9A-Z]{12,}|(?<=Bearer )\S+",
-    re.IGNORECASE,
 )
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """The same with what looks like a secret hidden: values by such a name, and texts of such a form."""
+    """Hide the values of names such as API_KEY, and of all environment variables."""
     if isinstance(value, Mapping):
-        return {key: without_secrets(item, str(key)) for key, item in value.items()}
+        return {
+            key: HIDDEN if name == "generator.env" else without_secrets(item, str(key))
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [without_secrets(item) for item in value]
-    if isinstance(value, str):
-        return HIDDEN if value and _SECRET_NAME.search(name) else _SECRET.sub(HIDDEN, value)
-    return value
+    return HIDDEN if isinstance(value, str) and value and _SECRET_NAME.search(name) else value
 
 
 def settings_of(config: RunConfig) -> list[Setting]:
-    """All that are set, each section's keys in their order; no secrets."""
+    """Return all settings of the run, without secrets."""
     values, found = config.model_dump(mode="json"), list[Setting]()
-    names = {key.name for _, _, keys in sections() for key in keys}
-    for key in (key for _, _, keys in sections() for key in keys):
+    keys = [key for _, _, of_section in sections() for key in of_section]
+    names = {key.name for key in keys}
+    for key in keys:
         value: Any = values
         for name in key.name.split("."):
             value = value.get(name, ...) if isinstance(value, dict) else ...
@@ -56,46 +45,27 @@ def settings_of(config: RunConfig) -> list[Setting]:
         if value is ... or (is_section and isinstance(value, dict)):
             continue
         default = None if key.default == "must be given" else key.default
-        differs = _text(value) != default
-        shown = dict.fromkeys(value, HIDDEN) if key.name in _FREE else without_secrets(value)
-        found.append({"key": key.name, "value": _text(shown), "default": default, "differs": differs})
+        shown = _text(without_secrets(value, key.name))
+        found.append(
+            {"key": key.name, "value": shown, "default": default, "differs": _text(value) != default}
+        )
     return found
 
 
 def _text(value: Any) -> str:
-    """As `asyncrl keys` writes a default."""
+    """Write a value as `asyncrl keys` writes a default."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def commands_for(run_dir: Path, state: str, config: RunConfig) -> list[tuple[str, str]]:
-    """Return the next commands with the paths of this run."""
-    more = [f"trainer.num_steps={2 * config.trainer.num_steps}"]
-    if config.trainer.schedule != "constant":
-        more += ["--allow-change", "trainer.num_steps"]
-    folder = str(run_dir)
-    again = ["asyncrl", "run", str(run_dir / "config.yaml"), "--run-dir", folder]
-    is_live = state in ("starting", "running")
-    go_on = [] if is_live else [("Continue training", again)]
-    if state == "done":
-        go_on = [("Continue training for as many steps again", [*again, *more])]
-    rest = [
-        ("Status", ["asyncrl", "status", folder]),
-        ("Inspect batches and rollouts", ["asyncrl", "inspect", folder]),
-        ("Open live page", ["asyncrl", "watch", folder]),
-        ("Export weights", ["asyncrl", "export", folder, "OUT"]),
-    ]
-    return [(what, shlex.join(words)) for what, words in (*go_on, *rest)]
-
-
 def events_of(connection: sqlite3.Connection) -> Events:
-    """The newest of the journal, oldest first."""
+    """Return the newest events of the journal, oldest first."""
     rows = connection.execute("SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?", (MAX_EVENTS,))
-    found = ((float(at_s), str(what), parse_line(detail.encode()) or {}) for at_s, what, detail in rows)
+    found = ((float(at_s), str(what), parse(detail.encode()) or {}) for at_s, what, detail in rows)
     return [*found][::-1]
 
 
 def warnings_of(status: Mapping[str, Any], summary: Mapping[str, Any], events: Events) -> list[str]:
-    """What the run warned of, then what was lost and started again."""
+    """Return the warnings of the run, then its losses and restarts."""
     told = summary.get("warnings") or status.get("warnings") or []
     texts = [str(text) for text in told] if isinstance(told, list) else []
     stops = ("lost", "stuck", "restored", "broken", "failed")
@@ -103,8 +73,8 @@ def warnings_of(status: Mapping[str, Any], summary: Mapping[str, Any], events: E
 
 
 def failures_of_run(connection: sqlite3.Connection) -> list[Failure]:
-    """Failed rollouts by cause, then groups that came to nothing, most of them first. Messages are deleted
-    with the tokens of old groups: what is left of those is their number.
+    """Count failed rollouts and groups by cause, the most frequent first. The messages of old groups are
+    deleted; only their number remains.
     """
     count, example = dict[str, int](), dict[str, str]()
 
@@ -129,55 +99,8 @@ def failures_of_run(connection: sqlite3.Connection) -> list[Failure]:
 
 
 def cause_of(why: str) -> str:
-    """The same for failures that differ in names and numbers alone."""
+    """Return the message without its names and numbers."""
     line = why.strip().splitlines()[0] if why.strip() else "no reason recorded"
     line = re.sub(r"^g\d+.*?; r\d+ ", "", line)
     line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", line[:600])
     return re.sub(r"\b(?:g\d+(?:/r\d+)?|0x[0-9a-f]+|[0-9a-f]{12,}|\d[\d.,]*)", "N", line)[:160]
-
-
-def some_samples(run_dir: Path, problems: list[str]) -> list[ShownRollout]:
-    """The newest ones, and as many spread over the file: no more of it is read than that."""
-    path, found = run_dir / SAMPLES_FILE, dict[int, ShownRollout]()
-    with reading(path, problems):
-        for begin, line in _some_lines(path):
-            try:
-                found[begin] = as_sample(parse_line(line))
-            except ValueError:
-                tell(problems, f"{path.name} has a line that is no sample, at byte {begin}")
-    return [found[begin] for begin in sorted(found)]
-
-
-def _some_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, the line), each once; half a line at the end, which is being written, is left out."""
-    size, begin, room = path.stat().st_size, 0, MAX_SAMPLE_BYTES
-    for number, (begin, line) in enumerate(lines_from_end(path)):
-        if line.endswith(b"\n"):
-            yield begin, line
-        room -= len(line)
-        if number + 1 >= NUM_NEWEST or room < 0:
-            break
-    oldest, newest = begin, -1
-    with path.open("rb") as file:
-        for index in range(NUM_SPREAD):
-            file.seek(max(0, oldest * index // NUM_SPREAD - 1))
-            if index:
-                file.readline(MAX_SAMPLE_BYTES)
-            at, line = file.tell(), file.readline(MAX_SAMPLE_BYTES)
-            if newest < at < min(oldest, size) and line.endswith(b"\n"):
-                newest = at
-                yield at, line
-
-
-def read_summary(run_dir: Path) -> Mapping[str, Any]:
-    """summary.json; {} without one that can be read."""
-    try:
-        with (run_dir / "summary.json").open("rb") as file:
-            return parse_line(file.read(2**22)) or {}
-    except OSError:
-        return {}
-
-
-def name_of(run_dir: Path) -> str:
-    """Of the folder, wherever it is called from."""
-    return os.path.basename(os.path.abspath(run_dir))  # noqa: PTH100, PTH119

@@ -1,4 +1,4 @@
-"""One run as the page shows it: its directory is read, live or ended, and nothing is changed in it."""
+"""Reads a run directory for the page; changes nothing in it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,11 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import JournalError
 from asyncrl.journal.read import reading
 from asyncrl.observe.metrics import gauge_of
-from asyncrl.observe.page.curves import StepsFile
+from asyncrl.observe.page.curves import curves_of
 from asyncrl.observe.page.lanes import Events, shown_events, timeline_view
-from asyncrl.observe.page.run_facts import (
-    commands_for,
-    events_of,
-    failures_of_run,
-    name_of,
-    read_summary,
-    settings_of,
-    some_samples,
-    warnings_of,
-    without_secrets,
-)
+from asyncrl.observe.page.run_facts import events_of, failures_of_run, settings_of, warnings_of
 from asyncrl.observe.page.shape import Curve, Failure, RunView, Share, ShownVerdict, Tile
-from asyncrl.observe.recorder import read_evaluations
+from asyncrl.observe.run_dir import JOURNAL_FILE, SUMMARY_FILE, TIMELINE_FILE, read_object
 from asyncrl.observe.run_numbers import (
     SHARES,
     Steps,
@@ -35,67 +25,68 @@ from asyncrl.observe.run_numbers import (
     recent,
     seconds_left,
 )
-from asyncrl.observe.status import judge_state, read_config, read_status
-from asyncrl.observe.timeline import TIMELINE_FILE, read_timeline
-from asyncrl.observe.verdict.verdict import Verdict, judge
+from asyncrl.observe.samples import ShownRollout, read_samples
+from asyncrl.observe.status import read_run
+from asyncrl.observe.timeline import read_timeline
+from asyncrl.observe.verdict.verdict import Verdict
 
-JOURNAL_FILE = "journal.sqlite"
 MAX_EVALUATIONS = 1000
+NUM_SAMPLES = 60
+"""Number of the newest samples on the page, and of older ones from the whole run."""
 
 
-def view_run(run_dir: str | Path, steps_file: StepsFile | None = None) -> RunView:
-    """What the page shows of it. Raises as gather() does."""
-    return gather(run_dir, steps_file)[0]
-
-
-def gather(run_dir: str | Path, steps_file: StepsFile | None = None) -> tuple[RunView, Steps]:
-    """The view, and the numbers of all steps that it is made of, which a `steps_file` of an earlier call need
-    not read again. What cannot be read is left out, and
-    `problems` says so. Raises ConfigError if `run_dir` is no run directory, or its config cannot be read.
+def view_run(run_dir: str | Path) -> RunView:
+    """Return the data of a run for the page. `problems` names what could not be read. Raises
+    ConfigError if `run_dir` is no run directory or its config cannot be read.
     """
-    folder, problems = Path(run_dir), list[str]()
-    config, status = read_config(folder), read_status(folder, problems)
-    state, why = judge_state(status, folder)
-    steps, curves = (steps_file or StepsFile(folder)).read(problems)
-    if state in ("done", "failed", "interrupted"):  # a page is read at any time later
-        why = str(status.get("why") or f"{len(steps)} of {config.trainer.num_steps} steps done")
+    files = read_run(run_dir)
+    folder = files.run_dir
+    config = files.config
+    steps = files.steps
+    problems = files.problems
+    why = files.explanation
+    if files.state in ("done", "failed", "interrupted"):  # without the age: the page is read later
+        why = str(files.status.get("why") or f"{len(steps)} of {config.trainer.num_steps} steps done")
     events, failures = _from_journal(folder, problems)
-    verdict = judge(steps, config) if steps else None
-    evaluations = read_evaluations(folder, problems)
     rows = read_timeline(folder / TIMELINE_FILE, problems)
     if steps and not rows:
-        problems.append(f"there is no {TIMELINE_FILE}: what ran when is not known")
+        problems.append(f"there is no {TIMELINE_FILE}: the time line is empty")
     timeline = timeline_view(rows, shown_events(events), problems, config.rollout.slots)
-    shown, (step, time_s) = curves.curves(), curves.x()
-    view: RunView = {
-        "name": name_of(folder),
+    curves = curves_of(steps)
+    num_points = len(curves["step"]["mean"]) if curves else 0
+    x = {name: [at or 0.0 for at in curves[name]["mean"]] for name in ("step", "time_s") if name in curves}
+    return {
+        "name": folder.resolve().name,
         "run_dir": str(folder),
-        "state": state,
+        "state": files.state,
         "why": why,
         "started_s": timeline["start_s"],
         "num_steps": config.trainer.num_steps,
         "max_staleness": config.buffer.max_staleness,
-        "verdict": verdict_of(state, why, steps, verdict),
-        "window": max(1, round(num_recent(steps) * len(step) / max(1, len(steps)))),
-        "tiles": [*time_tiles(state, steps, config), *tiles_of(steps, config, evaluations)],
-        "step": step,
-        "time_s": time_s,
-        "curves": shown,
-        "step_times": step_times_of(shown),
-        "evaluations": evaluations[:: 1 + len(evaluations) // MAX_EVALUATIONS],
-        "gauges": gauges_of(shown),
-        "shares": shares_of(steps, verdict),
+        "verdict": verdict_of(files.state, why, steps, files.verdict),
+        "window": max(1, round(num_recent(steps) * num_points / max(1, len(steps)))),
+        "tiles": [*time_tiles(files.state, steps, config), *tiles_of(steps, config, files.evaluations)],
+        "step": x.get("step", []),
+        "time_s": x.get("time_s", [0.0] * num_points),
+        "curves": {name: curve for name, curve in curves.items() if name != "step"},
+        "step_times": step_times_of(curves),
+        "evaluations": files.evaluations[:: 1 + len(files.evaluations) // MAX_EVALUATIONS],
+        "gauges": gauges_of(curves),
+        "shares": shares_of(steps, files.verdict),
         "timeline": timeline,
         "samples": some_samples(folder, problems),
         "failures": failures,
-        "warnings": warnings_of(status, read_summary(folder), events),
+        "warnings": warnings_of(files.status, read_object(folder / SUMMARY_FILE, []), events),
         "settings": settings_of(config),
-        "commands": commands_for(folder, state, config),
         "problems": problems,
     }
-    for name in ("why", "verdict", "failures", "warnings", "problems", "timeline"):
-        view[name] = without_secrets(view[name])
-    return view, steps
+
+
+def some_samples(folder: Path, problems: list[str]) -> list[ShownRollout]:
+    """Return the newest samples, and older ones spread over the run."""
+    samples = read_samples(folder, problems)
+    older = samples[:-NUM_SAMPLES]
+    return older[:: 1 + len(older) // NUM_SAMPLES] + samples[-NUM_SAMPLES:]
 
 
 def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[Failure]]:
@@ -117,7 +108,7 @@ def num_recent(steps: Steps) -> int:
 
 
 def verdict_of(state: str, why: str, steps: Steps, verdict: Verdict | None) -> ShownVerdict:
-    """Return how the run ended, if not well, and what the verdict says."""
+    """Return the verdict, and how a run ended that did not end well."""
     ended = f"The run {state}: {why}" if state in ("failed", "crashed") else ""
     ended = f"The run was interrupted: {why}" if state == "interrupted" else ended
     return {
@@ -135,7 +126,7 @@ def verdict_of(state: str, why: str, steps: Steps, verdict: Verdict | None) -> S
 
 
 def time_tiles(state: str, steps: Steps, config: RunConfig) -> Iterator[Tile]:
-    """Steps, time and, in a live run, the time left."""
+    """Yield steps, time and, in a live run, the remaining time."""
     num, num_steps, step_s = len(steps), config.trainer.num_steps, steps.mean("perf/step_s")
     pace = "" if step_s is None else f", {step_s:.3g} s each"
     yield {"label": "steps", "value": f"{num:,}", "note": f"of {num_steps:,}{pace}"}
@@ -147,7 +138,7 @@ def time_tiles(state: str, steps: Steps, config: RunConfig) -> Iterator[Tile]:
 
 
 def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]]) -> Iterator[Tile]:
-    """The newest evaluation, throughput, staleness and failed rollouts."""
+    """Yield the newest evaluation, throughput, staleness and failed rollouts."""
     decides = [line for line in evaluations if line.get("name", "") == (config.best_eval or "")]
     if means := [line["eval/reward_mean"] for line in decides if "eval/reward_mean" in line]:
         label = f"last evaluation {config.best_eval or ''}".strip()
@@ -166,7 +157,7 @@ def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]])
 
 
 def shares_of(steps: Steps, verdict: Verdict | None) -> list[Share]:
-    """Of the wall time of all steps."""
+    """Return the shares of the wall time of all steps."""
     shares = TimeShares() if verdict is None else verdict.shares
     parts = {name: steps.total(metric) for name, (*_, metric) in SHARES.items() if metric}
     whole_s = max(steps.total("perf/step_s"), sum(parts.values()))
@@ -179,7 +170,7 @@ def shares_of(steps: Steps, verdict: Verdict | None) -> list[Share]:
 
 
 def step_times_of(curves: dict[str, Curve]) -> dict[str, list[float | None]]:
-    """The means of perf/step_s by what they went on; `other` is what no metric names."""
+    """Split the mean perf/step_s of each point into its parts; `other` is the rest."""
     if "perf/step_s" not in curves:
         return {}
     whole = curves["perf/step_s"]["mean"]
@@ -193,6 +184,6 @@ def step_times_of(curves: dict[str, Curve]) -> dict[str, list[float | None]]:
 
 
 def gauges_of(curves: dict[str, Curve]) -> dict[str, dict[str, str]]:
-    """Unit and meaning of each metric that is declared."""
+    """Return unit and meaning of each declared metric."""
     found = {name: gauge_of(name) for name in curves}
     return {name: {"unit": gauge.unit, "meaning": gauge.meaning} for name, gauge in found.items() if gauge}

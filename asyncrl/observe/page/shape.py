@@ -1,7 +1,4 @@
-"""What the page of a run shows, as plain JSON values: made by this folder's Python, drawn by its JavaScript.
-
-Everything that a model, a task or a user wrote is text in here, never HTML.
-"""
+"""Data of the page as plain JSON values. Text of models, tasks and users is text, never HTML."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from asyncrl.observe.samples import ShownRollout
 
 
 class Curve(TypedDict):
-    """One metric, thinned: one entry a bucket of neighbouring steps; low and high are the bucket's extremes,
-    left out where no bucket has more than one step. null where a bucket has no value.
+    """One metric: one entry for each bucket of neighboring steps, null without a value. `low` and `high` are
+    the extremes of a bucket; absent if each bucket is one step.
     """
 
     mean: list[float | None]
@@ -23,14 +20,13 @@ class Curve(TypedDict):
 
 
 class Timeline(TypedDict):
-    """What ran when. Times are seconds since `start_s` (seconds since the epoch).
+    """Spans of all processes. Times are seconds since `start_s` (seconds since the epoch).
 
     `lanes`: names from the top: the trainer, weight sync, one or more for each engine, checkpoints,
     restarts.
-    `kinds`: what a span can be, each with a `name` and a `meaning`. `spans`: [lane, kind, start, end, text]
+    `kinds`: kinds of spans, each with a `name` and a `meaning`. `spans`: [lane, kind, start, end, text]
     by number of lane and kind; an instant has start = end. `slots`: engine -> [time, busy requests], busy
-    over time, of the `num_slots` that each engine has. `is_thinned`: spans were left out, the shortest first,
-    or only the newest are shown.
+    over time, of the `num_slots` that each engine has. `is_thinned`: some spans are omitted.
     """
 
     start_s: float
@@ -43,7 +39,7 @@ class Timeline(TypedDict):
 
 
 class Share(TypedDict):
-    """Where time went: `name` in words, seconds in all, and of the run's time 0..1."""
+    """Part of the time: its name, total seconds, and its fraction of the run."""
 
     name: str
     seconds: float
@@ -51,7 +47,7 @@ class Share(TypedDict):
 
 
 class Failure(TypedDict):
-    """Failures of one cause: how many rollouts, and one message in full."""
+    """Failures of one cause: number of rollouts, and one full message."""
 
     cause: str
     count: int
@@ -59,7 +55,7 @@ class Failure(TypedDict):
 
 
 class Setting(TypedDict):
-    """One key of the config as text; `default` as text, null where the key has none."""
+    """One key of the config as text; `default` is null for a required key."""
 
     key: str
     value: str
@@ -68,7 +64,7 @@ class Setting(TypedDict):
 
 
 class Tile(TypedDict):
-    """A number at the head of the page: `label`, `value` in words with its unit, and `note`, a line below."""
+    """A number at the top of the page: `label`, `value` with its unit, and `note`, a line below."""
 
     label: str
     value: str
@@ -76,10 +72,10 @@ class Tile(TypedDict):
 
 
 class ShownVerdict(TypedDict):
-    """Did it learn, is it healthy, how fast was it: sentences, as verdict.py makes them. `ended`: how the run
-    ended, if not well; else ''. `health`: null before the first step, empty for a healthy run. The rewards
+    """Sentences of the verdict. `ended`: how the run ended, if not well; else ''.
+    `health`: null before the first step, empty for a healthy run. The rewards
     are means of the first and of the recent steps; `reward_noise`: standard error of the recent mean;
-    `num_recent`: how many steps it is over.
+    `num_recent`: its number of steps.
     """
 
     ended: str
@@ -95,10 +91,10 @@ class ShownVerdict(TypedDict):
 
 
 class RunView(TypedDict):
-    """One run. `window`: the number of points of a curve that the verdict's recent steps are. `step` and
+    """One run. `window`: points of a curve for the recent steps of the verdict. `step` and
     `time_s`: the x values of the curves; `evaluations`: policy_version, time_s and metrics of each.
-    `step_times`: seconds of a step by what they went on, which add up to perf/step_s. `gauges`: unit and
-    meaning of each metric. `commands`: [what it does, command].
+    `step_times`: parts of perf/step_s. `gauges`: unit and
+    meaning of each metric.
     """
 
     name: str
@@ -123,7 +119,6 @@ class RunView(TypedDict):
     failures: list[Failure]
     warnings: list[str]
     settings: list[Setting]
-    commands: list[tuple[str, str]]
     problems: list[str]
 
 
@@ -135,7 +130,7 @@ class Difference(TypedDict):
 
 
 class Page(TypedDict):
-    """The page: one run, or several that are compared. `is_live`: the page is told of changes."""
+    """The page of one run or several. `is_live`: the page asks for changes."""
 
     asyncrl: str
     made_s: float

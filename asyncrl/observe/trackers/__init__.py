@@ -1,1 +1,1 @@
-"""Where a run is shown beside its own files: TensorBoard and others, one small file each."""
+"""Trackers: TensorBoard, Weights & Biases, MLflow, Trackio and users' classes."""

@@ -69,10 +69,13 @@ class Background:
     async def wait_closed(self, limit_s: float, say: Callable[[str], None]) -> None:
         """Wait until the queue is sent, `limit_s` at most; name the trackers that are late."""
         waited_s = 0.0
+        is_said = False
         try:
             while self._is_sending() and waited_s < limit_s:
                 await asyncio.sleep(POLL_S)
-                if waited_s < SOON_S <= (waited_s := waited_s + POLL_S):
+                waited_s += POLL_S
+                if not is_said and waited_s >= SOON_S:
+                    is_said = True
                     say(f"waiting {limit_s:g} s at most for {', '.join(self._live)} (Ctrl-C: stop waiting)")
         finally:
             self._say_news()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +19,7 @@ from asyncrl.observe.trackers.tracker import TrackedRun, Tracker, sample_table
 MAX_CHARS = 2000
 """Characters of each part of a sample in TensorBoard."""
 REACH_S = 10.0
-"""Seconds for wandb's server to answer; later the run is kept in RUN_DIR/wandb."""
+"""Seconds for wandb's server to answer; otherwise the run is kept in RUN_DIR/wandb."""
 NO_NAME = re.compile(r"[^A-Za-z0-9_\-. :/]")
 """Characters that MLflow refuses in names of metrics."""
 STATES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -46,7 +49,7 @@ class TensorBoard(Tracker):
         self.step(version, metrics)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Add text by kind, at fewer steps of a long run; indented, so that Markdown leaves it alone."""
+        """Add text by kind, at fewer steps of a long run; indented, so that Markdown shows it verbatim."""
         if step % 10 ** max(0, len(str(step)) - 2):
             return
         texts = dict[str, list[str]]()
@@ -89,26 +92,15 @@ class Wandb(Tracker):
         import wandb
 
         args = self._args
-        mode = wandb.setup().settings.mode if args.mode == "auto" else args.mode
-        try:
-            if mode == "online" and not wandb.login(prompt=False, verify=False):
-                raise wandb.Error("no key (`wandb login`, or WANDB_API_KEY)")
-            self._run = self._init(run, mode)
-        except wandb.Error as error:
+        settings = wandb.setup().settings
+        mode: Any = settings.mode if args.mode == "auto" else args.mode
+        if mode == "online" and (why := _why_offline(str(settings.base_url))):
             run.warn(
-                f"wandb is offline: {error}; `wandb sync {run.run_dir}/wandb/offline-run-*` sends all later"
+                f"wandb is offline: {why}; `wandb sync {run.run_dir}/wandb/offline-run-*` sends all later"
             )
-            self._run = self._init(run, "offline")
-        self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("eval/*", step_metric="policy_version")
-        return f"{args.entity or ''}/{args.project}/{run.run_id}"
-
-    def _init(self, run: TrackedRun, mode: Any) -> Any:
-        import wandb
-
-        settings = wandb.Settings(quiet=True, console="off", reinit="create_new", init_timeout=REACH_S)
-        return wandb.init(
-            **self._args.model_dump(include={"project", "entity", "group", "tags"}),
+            mode = "offline"
+        self._run = wandb.init(
+            **args.model_dump(include={"project", "entity", "group", "tags"}),
             id=run.run_id,
             name=run.name,
             config=dict(run.config),
@@ -116,8 +108,11 @@ class Wandb(Tracker):
             mode=mode,
             resume="allow" if mode == "online" else None,
             allow_val_change=True,
-            settings=settings,
+            settings=wandb.Settings(quiet=True, console="off", reinit="create_new"),
         )
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("eval/*", step_metric="policy_version")
+        return f"{args.entity or ''}/{args.project}/{run.run_id}"
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a line."""
@@ -137,6 +132,23 @@ class Wandb(Tracker):
     def close(self, state: str) -> None:
         """Send the rest."""
         self._run.finish(exit_code=0 if state == "done" else 1)
+
+
+def _why_offline(base_url: str) -> str:
+    """Return why wandb's server cannot be used: it would wait for a key on the terminal or for an answer."""
+    import wandb
+
+    try:
+        urllib.request.urlopen(base_url, timeout=REACH_S).close()
+    except urllib.error.HTTPError:
+        pass  # an answer
+    except OSError as error:
+        if not isinstance(
+            getattr(error, "reason", None), ssl.SSLError
+        ):  # the client may know the certificate
+            return f"{base_url} cannot be reached ({error})"
+    is_known = wandb.login(prompt=False, verify=False)
+    return "" if is_known else f"no key for {base_url} (`wandb login`, or WANDB_API_KEY)"
 
 
 class Mlflow(Tracker):

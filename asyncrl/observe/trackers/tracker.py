@@ -65,12 +65,7 @@ def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
         [
             *(sample["step"], sample["kind"], sample["group_id"], sample["sample_index"]),
             "\n".join(f"{message.get('role')}: {message.get('content')}" for message in sample["messages"]),
-            "\n\n".join(
-                part["text"]
-                for branch in sample["branches"]
-                for part in branch["stretches"]
-                if part["is_sampled"]
-            ),
+            "\n\n".join(part["text"] for part in sample["parts"] if part["is_sampled"]),
             *(sample["reward"], sample["staleness"], sample["logprob_gap"]),
             *(sample["is_truncated"], sample["num_interruptions"], sample["error"]),
         ]

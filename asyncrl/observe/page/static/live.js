@@ -1,41 +1,27 @@
-/* The live page: changes come as server-sent events. A hidden tab holds no connection: it asks again when it is seen. */
+/* The live page asks for newer data every two seconds, while it is seen. */
 
-const live = { source: null };
+const LIVE_MS = 2000;
 
-/* What watch.py made of two pages: ["=", value], ["{", changes, gone keys], ["@", changes by index],
-   ["[", left out at the front, kept, added]. */
-function changed(old, patch) {
-  const [kind, ...rest] = patch;
-  if (kind === "=") return rest[0];
-  if (kind === "[") return [...old.slice(rest[0], rest[0] + rest[1]), ...rest[2]];
-  if (kind === "@") return old.map((each, at) => at in rest[0] ? changed(each, rest[0][at]) : each);
-  const now = { ...old };
-  for (const [key, each] of Object.entries(rest[0])) now[key] = changed(old[key], each);
-  for (const key of rest[1]) delete now[key];
-  return now;
+/* Parts of `now` that are equal to those of `old` keep their identity, so that only what changed is drawn. */
+function merged(old, now) {
+  if (JSON.stringify(old) === JSON.stringify(now)) return old;
+  if (!old || !now || typeof old !== "object" || typeof now !== "object" || Array.isArray(old) !== Array.isArray(now)) return now;
+  if (Array.isArray(now)) return now.length > 64 ? now : now.map((each, at) => merged(old[at], each));
+  return Object.fromEntries(Object.entries(now).map(([key, each]) => [key, key in old ? merged(old[key], each) : each]));
 }
 
-/* `madeOf` says when the page that is shown was made: the server sends what has changed since. */
-function startLive(madeOf, onPage, onNotes) {
-  const connect = () => {
-    if (live.source || document.hidden) return;
-    live.source = new EventSource(`events?since=${madeOf()}`);
-    const tell = (text, kind) => { const box = byId("live"); box.hidden = false; box.textContent = text; box.className = `pill ${kind}`; };
-    live.source.onopen = () => tell("live", "is-live");
-    live.source.onerror = () => {
-      tell("not connected: trying again", "is-cut");
-      const isShut = live.source.readyState === EventSource.CLOSED;
-      live.source.close();
-      live.source = null;
-      setTimeout(connect, isShut ? 5000 : 1500);  // with the version that is shown now, not that of the first connection
-    };
-    live.source.addEventListener("page", event => onPage(() => JSON.parse(event.data)));
-    live.source.addEventListener("change", event => onPage(page => changed(page, JSON.parse(event.data))));
-    live.source.addEventListener("notes", event => onNotes(JSON.parse(event.data)));
+function startLive(madeOf, onPage) {
+  const key = new URLSearchParams(location.search).get("key");
+  const tell = (text, kind) => { const box = byId("live"); box.hidden = false; box.textContent = text; box.className = `pill ${kind}`; };
+  const ask = async () => {
+    try {
+      if (!document.hidden) {
+        const answer = await fetch(`page.json?since=${madeOf()}${key ? `&key=${encodeURIComponent(key)}` : ""}`);
+        if (answer.status === 200) { const now = await answer.json(); onPage(old => merged(old, now)); }
+        tell(answer.ok ? "live" : `error ${answer.status}`, answer.ok ? "is-live" : "is-cut");
+      }
+    } catch { tell("not connected: trying again", "is-cut"); }
+    setTimeout(ask, LIVE_MS);
   };
-  document.addEventListener("visibilitychange", () => {
-    if (document.hidden) { live.source?.close(); live.source = null; } else connect();
-  });
-  addEventListener("pagehide", () => live.source?.close());
-  connect();
+  ask();
 }

@@ -1,7 +1,7 @@
 /* The page: which part needs which data, and when it is drawn anew. */
 
 const shown = { page: null, run: 0, isTime: false, step: null, filter: "", inSight: new Set(), drawn: new Map(), errors: [] };
-const PARTS = [["verdict", "Verdict"], ["curves", "Learning"], ["samples", "Samples"], ["time", "Time"], ["timeline", "Time line"], ["metrics", "Metrics"], ["config", "Config"], ["commands", "Commands"]];
+const PARTS = [["verdict", "Verdict"], ["curves", "Learning"], ["samples", "Samples"], ["time", "Time"], ["timeline", "Time line"], ["metrics", "Metrics"], ["config", "Config"]];
 
 /* Draws a part if something that it shows is another value than at the last time; unchanged data keep their identity. */
 function part(name, needs, draw) {
@@ -20,6 +20,7 @@ function drawPage() {
     byId("title").textContent = "No run yet";
     return byId("notes").childNodes.length || byId("notes").append(h("p", { class: "note warn" }, page.is_live ? "There is nothing to show yet: the page follows as soon as the run begins." : "There is no run in this page."));
   }
+  byId("notes").replaceChildren();
   const { runs } = page, { isTime } = shown, theme = css("--paper"), wide = window.innerWidth;
   const curves = runs.flatMap(each => [each.curves, each.step, each.time_s, each.evaluations]);
   part("head", [run.name, run.state, runs.length], () => {
@@ -45,7 +46,6 @@ function drawPage() {
   for (const id of shown.inSight) part(id, [shown.run, isTime, theme, wide, ...curves], () => drawChart(id, smallSpec(runs, [id.slice(METRIC.length)], isTime)));
   part("step", [shown.step, run], drawStepTools);
   part("config", [run.settings], () => showConfig(run));
-  part("commands", [run.commands], () => showCommands(run));
 }
 
 const METRIC = "metric ";
@@ -106,10 +106,6 @@ function followAddress() {
   if (name === "sample" && showSampleOf(value)) byId("samples").scrollIntoView();
 }
 
-function showNotes(notes) {
-  byId("notes").replaceChildren(...notes.map(note => h("p", { class: "note warn" }, note)));
-}
-
 function redrawAll() {
   charts.forEach(chart => { chart.shape = null; });
   drawPage();
@@ -131,7 +127,7 @@ function start() {
   for (const [name, isPrint] of [["beforeprint", true], ["afterprint", false]]) {
     addEventListener(name, () => { document.documentElement.toggleAttribute("data-print", isPrint); if (isPrint) metricNames().filter(name => byId(METRIC + name)).forEach(name => shown.inSight.add(METRIC + name)); redrawAll(); });
   }
-  if (page.is_live) startLive(() => shown.page.made_s, change => { shown.page = change(shown.page); shown.run = Math.min(shown.run, Math.max(0, shown.page.runs.length - 1)); drawPage(); }, showNotes);
+  if (page.is_live) startLive(() => shown.page.made_s, change => { shown.page = change(shown.page); shown.run = Math.min(shown.run, Math.max(0, shown.page.runs.length - 1)); drawPage(); });
 }
 
 /* For tests: what is drawn, as values that can be read and not changed. */

@@ -80,11 +80,6 @@ function drawConfig() {
   box.querySelector(".rows").replaceChildren(rows.length ? table(["Setting", "Value", "Default"], rows, "settings") : nothing("No setting fits."));
 }
 
-function showCommands(run) {
-  bodyOf("commands").replaceChildren(run.commands.length ? h("ul", { class: "commands" }, run.commands.map(([what, command]) =>
-    h("li", {}, h("span", {}, what), h("code", {}, command), copyButton(() => command, "Copy", `Copy: ${command}`)))) : nothing("No command fits the state of this run."));
-}
-
 function copyButton(textOf, label, spoken = label) {
   const button = h("button", { type: "button", class: "small", "aria-label": spoken, onclick: () => copyText(textOf(), button, label) }, label);
   return button;
