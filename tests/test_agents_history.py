@@ -21,12 +21,8 @@ from text_tokenizers import END, byte_level, save
 
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
-from asyncrl.agents.endpoint.engine_route import EngineRoute, Sent
-from asyncrl.agents.endpoint.forms.chat import ChatForm
+from asyncrl.agents.endpoint.requests import RequestReader
 from asyncrl.agents.endpoint.sent_chats import SentChats
-from asyncrl.agents.endpoint.sessions import Sessions
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.config import GatewayConfig
 from asyncrl.messages.work import Rendered, new_hash
 from asyncrl.rollouts import tokenizer as tokenizer_module
 from asyncrl.rollouts.chat_template import ResumableTemplate
@@ -239,7 +235,7 @@ def whole_renderer_for(name: str, folder: Path) -> Whole:
 
 @dataclass
 class Side:
-    """A session that reads bodies: from where earlier ones ended, or each as a whole."""
+    """A session whose drafts continue from earlier ones, or are each made as a whole."""
 
     tokenizer: HFChatTokenizer
     is_whole: bool
@@ -247,41 +243,23 @@ class Side:
     num_on: int = 0
 
     def __post_init__(self) -> None:
-        parts: Any = (find_tool_format("hermes", ""), RULES, lambda *_: 0, lambda _: None)
-        self.route = EngineRoute(Sessions(GatewayConfig()), None, self.tokenizer, *parts)  # type: ignore[arg-type]
-        self.capture = Capture(self.tokenizer, GatewayStats())
+        self.capture, self.reader = Capture(self.tokenizer, GatewayStats()), RequestReader(RULES)
 
     def ask(self, body: bytes) -> Planned | str:
-        _, before = self.sent.find(body)
         try:
-            read = self.route._read(
-                Sent(ChatForm(), body, b"", None if self.is_whole else before, is_retry=False)
-            )
-            tools: Any = read.asked.tools or None  # type: ignore[union-attr]
-            draft = self.capture.draft(read.asked.messages, tools, before=read.before)
+            asked = self.reader.chat(body)
+            before = None if self.is_whole else self.sent.find(asked.messages)
+            draft = self.capture.draft(asked.messages, asked.tools or None, before=before)
         except (ApiError, ValueError) as refusal:
             return str(refusal)
-        self.num_on += read.before is not None
-        if not self.is_whole and read.place is not None:
-            self.sent.add(body, before, read.place, draft)
+        self.num_on += before is not None
+        self.sent.add(draft)
         return self.capture.plan(draft, self.tokenizer.encode(draft.text))
 
 
-def as_body(messages: list[Message], tools: Any, style: str) -> bytes:
-    """As different clients write it."""
+def as_body(messages: list[Message], tools: Any) -> bytes:
     params = {"model": "m", "tools": tools} if tools else {"model": "m"}
-    chat = {"messages": [sent_back(message) for message in messages]}
-    if style == "odd":
-        return (
-            json.dumps(params | {"messages": []})[:-2].encode()
-            + b"   \n"
-            + json.dumps(chat["messages"])[1:].encode()
-            + b" }"
-        )
-    if style == "twice":
-        return json.dumps(chat)[:-1].encode() + b', "messages": [{"role": "user", "content": "this one"}]}'
-    spaced = {"indent": 1, "ensure_ascii": False} if style == "spaced" else {"separators": (",", ":")}
-    return json.dumps(params | chat if style == "model first" else chat | params, **spaced).encode()  # type: ignore[arg-type]
+    return json.dumps(params | {"messages": [sent_back(message) for message in messages]}).encode()
 
 
 def sent_back(message: Message) -> Message:
@@ -300,9 +278,8 @@ def end_of(name: str) -> str:
     return next((end for end, names in ends.items() if name.startswith(tuple(names.split()))), END)
 
 
-STYLES = st.sampled_from(["openai", "openai", "openai", "model first", "spaced", "odd", "twice"])
 BACK = st.sampled_from([0, 0, 0, 1, 2])
-STEP = st.tuples(BACK, CHAT_TURN, st.sampled_from(["on", "on", "edit", "again", "drop"]), TOOLS, STYLES)
+STEP = st.tuples(BACK, CHAT_TURN, st.sampled_from(["on", "on", "edit", "again", "drop"]), TOOLS)
 HOLDING = ["qwen2_5", "qwen3", "llama3_2", "deepseek_r1_distill", "glm4moe", "gptoss", *GOING_ON.split()[-2:]]
 
 
@@ -313,35 +290,32 @@ HOLDING = ["qwen2_5", "qwen3", "llama3_2", "deepseek_r1_distill", "glm4moe", "gp
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     start=START,
-    style=STYLES,
     tools=TOOLS,
     steps=st.lists(STEP, min_size=4, max_size=9),
     keeps=st.sampled_from([True, True, False]),
 )
 @example(  # the last chat goes on by its messages from the second call, and by its text from the third
     start=[user("2+2?")],
-    style="openai",
     tools=None,
     steps=[
-        (0, [assistant(""), user("")], "on", None, "openai"),
-        (0, [called(1), result(1), result(2)], "on", None, "openai"),
-        (0, [assistant(""), user("")], "on", [tool("add")], "openai"),
-        (0, [assistant(""), user("")], "on", None, "openai"),
-        (1, [called(1), result(1), result(2)], "edit", None, "openai"),
-        (0, [called(1), result(1), result(2)], "on", None, "openai"),
+        (0, [assistant(""), user("")], "on", None),
+        (0, [called(1), result(1), result(2)], "on", None),
+        (0, [assistant(""), user("")], "on", [tool("add")]),
+        (0, [assistant(""), user("")], "on", None),
+        (1, [called(1), result(1), result(2)], "edit", None),
+        (0, [called(1), result(1), result(2)], "on", None),
     ],
     keeps=False,
 )
 def test_a_call_that_goes_on_is_sent_with_the_ids_of_one_that_is_read_as_a_whole(
-    name: str, start: Any, style: str, tools: Any, steps: list[Any], keeps: bool, folder: Path
+    name: str, start: Any, tools: Any, steps: list[Any], keeps: bool, folder: Path
 ) -> None:
     renderer = renderer_for(name, folder)
     sides = [Side(renderer, is_whole=False), Side(whole_renderer_for(name, folder), is_whole=True)]
     chats: list[list[Message]] = []
     chat = start
-    for number, (back, turn, kind, other_tools, other_style) in enumerate(steps):
-        given_tools, given_style = (tools, style) if keeps else (other_tools, other_style)
-        body = as_body(chat, given_tools, given_style)
+    for number, (back, turn, kind, other_tools) in enumerate(steps):
+        body = as_body(chat, tools if keeps else other_tools)
         on, whole = (side.ask(body) for side in sides)
         if isinstance(on, str) or isinstance(whole, str):
             assert on == whole
@@ -374,7 +348,7 @@ def test_tools_that_a_template_does_not_write_change_nothing_in_how_a_call_goes_
         Side(whole_renderer_for(name, folder), is_whole=True),
     ]
     for number, tools in enumerate([None, None, None, [tool("add")], None]):
-        planned = [side.ask(as_body(chat, tools, "model first" if tools else "openai")) for side in sides]
+        planned = [side.ask(as_body(chat, tools)) for side in sides]
         hows.append([str(isinstance(one, str) or one.how) for one in planned])
         turn = [called(1), result(1)] if number == 1 else [assistant(""), user("")]
         end = sides[0].tokenizer.encode(f"{'<tool_call>' * (number == 1)}{end_of(name)}")
@@ -386,29 +360,28 @@ def test_tools_that_a_template_does_not_write_change_nothing_in_how_a_call_goes_
     assert [how for how, _ in hows] == [how for _, how in hows] == expected
 
 
-def test_an_agent_that_keeps_its_history_is_read_from_where_it_ended(folder: Path) -> None:
-    for style in ("openai", "model first", "spaced", "odd"):
-        side, chat = Side(renderer_for("qwen2_5", folder), is_whole=False), [user("Go on.")]
-        for number in range(6):
-            planned = side.ask(as_body(chat, [tool("add")], style))
-            assert not isinstance(planned, str)
-            side.capture.record(
-                planned, completion(side.tokenizer.encode(f"no{END}")), assistant("no"), f"chatcmpl-{number}"
-            )
-            chat = [*chat, assistant("no"), user(f"Grüße {number}")]
-        assert side.num_on == 5, style
+def test_an_agent_that_keeps_its_history_continues_from_its_last_draft(folder: Path) -> None:
+    side, chat = Side(renderer_for("qwen2_5", folder), is_whole=False), [user("Go on.")]
+    for number in range(6):
+        planned = side.ask(as_body(chat, [tool("add")]))
+        assert not isinstance(planned, str)
+        side.capture.record(
+            planned, completion(side.tokenizer.encode(f"no{END}")), assistant("no"), f"chatcmpl-{number}"
+        )
+        chat = [*chat, assistant("no"), user(f"Grüße {number}")]
+    assert side.num_on == 5
 
 
 def test_a_session_keeps_no_text_that_its_next_call_renders_anew(folder: Path) -> None:
     renderer = renderer_for("qwen2_5", folder)
     side, chat = Side(Whole(renderer.model_path), is_whole=False), [user("Go on. " * 1000)]
     for number in range(4):
-        planned = side.ask(as_body(chat, None, "openai"))
+        planned = side.ask(as_body(chat, None))
         assert not isinstance(planned, str)
         side.capture.record(
             planned, completion(side.tokenizer.encode(f"no{END}")), assistant("no"), f"chatcmpl-{number}"
         )
         chat = [*chat, assistant("no"), user("more")]
     assert side.num_on == 3
-    kept = [one.draft for one in side.sent._chats]
+    kept = side.sent._drafts.values()
     assert sum(len(draft.text) + len(draft.rendered.text) for draft in kept if draft.rendered) == 0

@@ -160,7 +160,7 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         assert guessing_env_for_test.started == ["start", "stop"]
         assert all(runtime.stopped for runtime in _LIVE)
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert all(re.search("web_protocol|engine_route", repr(task)) for task in left), "of the gateway"
+        assert all(re.search("run_asgi|engine_route", repr(task)) for task in left), "of the gateway"
 
 
 def test_what_fails_in_an_environment_is_a_failed_rollout_that_does_not_show_the_key() -> None:

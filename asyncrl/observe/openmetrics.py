@@ -6,7 +6,7 @@ RUN_DIR/status.key: what a run says of itself is as private as its directory.
 
 from __future__ import annotations
 
-import asyncio
+import hmac
 import json
 import math
 import os
@@ -14,21 +14,23 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from fastapi import FastAPI
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
 
 from asyncrl import __version__
-from asyncrl.agents.endpoint.calls.connections import Connection
+from asyncrl.agents.endpoint.calls.connections import AppServer
 from asyncrl.config import ObserveConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
+from asyncrl.messages.base import ErrorBody
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
 from asyncrl.observe.recorder import STATUS_FILE
-from asyncrl.serving import make_app
 
 KEY_FILE = "status.key"
 KEY_ENV = "ASYNCRL_STATUS_KEY"
@@ -126,8 +128,7 @@ class StatusServer:
         self._host, self._port = observe.status_host, observe.status_port or 0
         self._info = {"run_dir": run_dir.resolve().name, "version": __version__}
         self._socket: socket.socket | None = None
-        self._listener: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
+        self._listener: AppServer | None = None
 
     def bind(self) -> str:
         """Take the port; returns the address. Raises ConfigError if it cannot be had."""
@@ -146,26 +147,27 @@ class StatusServer:
     async def start(self) -> None:
         """Answer from now on."""
         assert self._socket is not None, "bind() comes first"
-        app = make_app(self._key())
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/status", self._status)
-        self._runner, loop = (
-            web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0),
-            asyncio.get_running_loop(),
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None
-        settings = {"loop": loop, "access_log": None, "keepalive_timeout": IDLE_S, "lingering_time": 1.0}
-        make = partial(Connection, self._runner.server, MAX_CONNECTIONS, **settings)
-        self._listener = await loop.create_server(make, sock=self._socket)
+        app, expected = FastAPI(openapi_url=None), f"Bearer {self._key()}".encode()
+
+        async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
+            given = request.headers.get("authorization", "").encode(errors="replace")
+            if hmac.compare_digest(given, expected):
+                return await answer(request)
+            body = ErrorBody(error="wrong or missing bearer token", rule=f"the key is in {KEY_FILE}")
+            return Response(body.model_dump_json(), 401, media_type="application/json")
+
+        app.middleware("http")(guard)
+        app.add_api_route("/metrics", self._metrics)
+        app.add_api_route("/status", self._status)
+        self._listener = AppServer(app, most=MAX_CONNECTIONS, idle_s=IDLE_S)
+        await self._listener.listen(self._socket)
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
-        for listening in (self._listener, self._socket):
-            if listening is not None:
-                listening.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listener is not None:
+            await self._listener.aclose()
+        if self._socket is not None:
+            self._socket.close()
 
     def _key(self) -> str:
         """The user's, else that in the file: it stays over resumes, for Prometheus has it in its config."""
@@ -178,9 +180,9 @@ class StatusServer:
     def _read(self) -> str:
         return (self._run_dir / STATUS_FILE).read_text(encoding="utf-8")
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self) -> Response:
         text = openmetrics(self._numbers(), state=json.loads(self._read())["state"], info=self._info)
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
-    async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._read(), content_type="application/json")
+    async def _status(self) -> Response:
+        return Response(self._read(), media_type="application/json")

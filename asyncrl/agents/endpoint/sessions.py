@@ -329,22 +329,20 @@ class GatewaySession:
 
 
 class Expired:
-    """Why what is gone has ended, by its key: the newest `most`.
-
-    The keys are kept as hashes in one array: 10,000 strings would lie in as many pages of memory.
-    """
+    """The reasons for which the newest `most` ended, by key."""
 
     def __init__(self, most: int) -> None:
-        self._hashes, self._reasons, self._next = np.zeros(most, np.int64), [""] * most, 0
+        self._most = most
+        self._reasons: dict[str, str] = {}
 
     def add(self, key: str, reason: str) -> None:
-        self._hashes[self._next], self._reasons[self._next] = hash(key), reason
-        self._next = (self._next + 1) % len(self._reasons)
+        self._reasons[key] = reason
+        if len(self._reasons) > self._most:
+            del self._reasons[next(iter(self._reasons))]
 
     def why(self, key: str) -> str:
-        """Empty if that is not known."""
-        (found,) = np.nonzero(self._hashes == hash(key))
-        return self._reasons[found[0]] if len(found) else ""
+        """Return the reason, or an empty text for an unknown key."""
+        return self._reasons.get(key, "")
 
     def error(self, key: str) -> ApiError:
         """401 for a key that was never there, 410 with the reason."""
