@@ -16,7 +16,9 @@ import signal
 from dataclasses import asdict
 from itertools import count
 
-from aiohttp import web
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from asyncrl.agents.endpoint.calls.connections import collect_less
 from asyncrl.agents.endpoint.gateway import Gateway
@@ -47,11 +49,14 @@ class Turnover:
         self._numbers = count()
         self.num_trajectories = 0
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
         """For Gateway(extra_routes=)."""
-        return [web.post("/bench/turn", self._turn), web.post("/bench/stats", self._stats)]
+        return [
+            Route("/bench/turn", self._turn, methods=["POST"]),
+            Route("/bench/stats", self._stats, methods=["POST"]),
+        ]
 
-    async def _turn(self, request: web.Request) -> web.Response:
+    async def _turn(self, request: Request) -> JSONResponse:
         """`end`: keys, `open`: a number; answers the new keys."""
         asked = await request.json()
         for key in asked["end"]:
@@ -59,7 +64,7 @@ class Turnover:
             if session.capture.num_completions:
                 self.num_trajectories += len(session.rollout(0, Outcome(reward=1.0), 1.0))
             session.end_nowait("the load has ended it")
-        return web.json_response([self._open() for _ in range(asked["open"])])
+        return JSONResponse([self._open() for _ in range(asked["open"])])
 
     def _open(self) -> str:
         assert self.gateway is not None
@@ -68,7 +73,7 @@ class Turnover:
         self._sessions[session.key] = session
         return session.key
 
-    async def _stats(self, _: web.Request) -> web.Response:
+    async def _stats(self, _: Request) -> JSONResponse:
         assert self.gateway is not None
         stats = asdict(self.gateway.stats())
         if not self._sessions:
@@ -76,7 +81,7 @@ class Turnover:
                 self._caller.aclose()
             )  # its idle connections are as many as calls were in flight, for half a minute
         gc.collect()
-        return web.json_response(
+        return JSONResponse(
             stats
             | {"sessions": len(self._sessions), "trajectories": self.num_trajectories}
             | {"objects": len(gc.get_objects())}

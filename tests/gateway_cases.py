@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
-from aiohttp import web
+from starlette.routing import BaseRoute
 
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
@@ -171,8 +171,7 @@ def num_forked(world: World) -> int:
 
 def is_deserted(world: World) -> bool:
     """The gateway has seen that the clients of all calls in flight are gone."""
-    server: Any = world.gateway._runner and world.gateway._runner.server
-    return all(connection.transport is None for connection in server.connections)
+    return not world.gateway.listener.connections
 
 
 def make_gateway(
@@ -182,7 +181,7 @@ def make_gateway(
     tokenizer: Any = None,
     tool_format: str = "hermes",
     template: str = "",
-    extra_routes: Sequence[web.RouteDef] = (),
+    extra_routes: Sequence[BaseRoute] = (),
     **config: Any,
 ) -> Gateway:
     rules = {name: config.pop(name) for name in list(config) if name in CallRules.__dataclass_fields__}

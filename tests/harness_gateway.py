@@ -5,20 +5,24 @@ without any model.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from asyncrl.agents.endpoint.answers import ApiError
+from asyncrl.agents.endpoint.calls.connections import AppServer
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.http import Caller
 from asyncrl.messages.records import Outcome, Prompt, Work
+from asyncrl.serving import Refused
 
 WORKER_KEY = "worker-key"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
@@ -26,7 +30,7 @@ class TestGateway:
     __test__ = False
     queue: RolloutQueue
     url: str
-    app: web.Application
+    app: FastAPI
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """(bearer token, body) of each chat call."""
 
@@ -51,17 +55,19 @@ async def open_gateway(
     more |= {"lease_timeout_s": lease_timeout_s, "give_answer": give_answer, "model": "policy"}
     queue = RolloutQueue(worker_key=WORKER_KEY, task_seed=lambda work: 1000 + work.sample_index, **more)
 
-    @web.middleware
-    async def in_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except ApiError as error:  # as the gateway's own middleware
-            return error.response()
+    async def refused(request: Request, error: Any) -> Response:  # as the gateway's own handler
+        is_workers = isinstance(error, Refused)
+        body = error.body.model_dump_json() if is_workers else error.body()
+        return Response(body, error.status, media_type="application/json")
 
-    app = web.Application(middlewares=[in_form])
+    app = FastAPI()
+    app.state.read_timeout_s = 30.0
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(Refused, refused)
     gateway = TestGateway(queue, "", app)
 
-    async def chat(request: web.Request) -> web.Response:
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> JSONResponse:
         key = request.headers["Authorization"].removeprefix("Bearer ")
         body = await request.json()
         gateway.calls.append((key, body))
@@ -69,19 +75,17 @@ async def open_gateway(
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         number = f"chatcmpl-{len(gateway.calls) - 1}"
         head = {"id": number, "object": "chat.completion", "created": 0, "model": "policy"}
-        return web.json_response(head | {"choices": [choice]})
+        return JSONResponse(head | {"choices": [choice]})
 
-    app.add_routes([*queue.routes(), web.post("/v1/chat/completions", chat)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
-    await site.start()
-    gateway.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    app.router.routes += queue.routes()
+    listener, listening = AppServer(app, most=1024, idle_s=30.0), socket.create_server(("127.0.0.1", port))
+    await listener.listen(listening)
+    gateway.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
         yield gateway
     finally:
         await queue.aclose()
-        await runner.cleanup()
+        await listener.aclose()
 
 
 async def settled(condition: Callable[[], bool]) -> None:

@@ -201,6 +201,14 @@ async def test_a_place_in_a_body_has_each_of_its_parts_once() -> None:
 
 
 @in_loop
+async def test_the_docs_show_every_parameter_without_a_key() -> None:
+    async with gateway_world() as world:
+        for path, said in (("docs", "openapi.json"), ("openapi.json", "parallel_tool_calls")):
+            async with world.http.get(f"{world.url}/{path}") as response:
+                assert (response.status, said in await response.text()) == (200, True)
+
+
+@in_loop
 async def test_a_body_that_is_compressed_is_refused_by_name() -> None:
     async with gateway_world() as world:
         body = gzip.compress(with_fields())

@@ -8,18 +8,16 @@ import asyncio
 import io
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.base_protocol import BaseProtocol
-from aiohttp.streams import StreamReader
-from aiohttp.test_utils import make_mocked_request
 from gateway_cases import gateway_world, in_loop, in_virtual_time
 from harness_gateway import make_work
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from starlette.requests import Request
 
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems
@@ -30,6 +28,7 @@ from asyncrl.http import Caller
 from asyncrl.messages import work as shapes
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome
+from asyncrl.serving import Refused
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 WORKERS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1")])
@@ -195,21 +194,25 @@ class Desk:
     def __init__(self, **settings: Any) -> None:
         more: Any = {"model": "m", "lease_timeout_s": 60.0, "task_seed": lambda work: 7, **settings}
         self.queue, self.number = RolloutQueue(worker_key="k", **more), 0
+        self.state = SimpleNamespace(read_timeout_s=30.0)
 
     async def call(self, path: str, body: bytes, key: str = "k", line: Line | None = None) -> tuple[int, Any]:
         """(status, JSON)."""
-        loop = asyncio.get_running_loop()
-        payload = StreamReader(BaseProtocol(loop), 2**20, loop=loop)
-        payload.feed_data(body)
-        payload.feed_eof()
-        more = {"headers": {"Authorization": f"Bearer {key}"}, "payload": payload, "app": web.Application()}
-        request = make_mocked_request("POST", path, transport=line or Line(), **more)
-        (handler,) = (route.handler for route in self.queue.routes() if route.path == path)
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        scope: Any = {"type": "http", "path_params": {}, "app": SimpleNamespace(state=self.state)}
+        scope["headers"] = [(b"authorization", f"Bearer {key}".encode("latin-1"))]
+        scope["connection"] = SimpleNamespace(transport=line or Line())
+        (handler,) = (route.endpoint for route in self.queue.routes() if route.path == path)
         try:
-            response: Any = await handler(request)
+            response = await handler(Request(scope, receive))
         except ApiError as error:  # which the gateway answers
             return error.status, error.error
-        return response.status, json.loads(response.body)
+        except Refused as refusal:
+            return refusal.status, refusal.body
+        return response.status_code, json.loads(response.body)
 
     async def post(self, outcome: Any, key: str) -> tuple[int, Any]:
         status, answer = await self.call("/v1/outcome", json.dumps(outcome).encode(), key)

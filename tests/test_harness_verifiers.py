@@ -155,7 +155,7 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         assert guessing_env_for_test.started == ["start", "stop"]
         assert all(runtime.stopped for runtime in _LIVE)
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert all(re.search("web_protocol|engine_route", repr(task)) for task in left), "of the gateway"
+        assert all(re.search("run_asgi|engine_route", repr(task)) for task in left), "of the gateway"
 
 
 def test_environment_failure_hides_the_key() -> None:

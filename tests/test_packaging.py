@@ -206,6 +206,12 @@ def test_a_worker_and_its_harnesses_import_nothing_that_the_extra_train_brings()
         assert done.returncode == 0, done.stderr
 
 
+def test_fastapi_is_imported_only_where_it_serves() -> None:
+    code = "import sys, asyncrl.cli, asyncrl.job.loop, asyncrl.job.serve, asyncrl.agents.worker"
+    code += "; assert not {'fastapi', 'uvicorn'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
 def test_what_is_said_to_come_with_the_extra_train_is_what_it_brings() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {re.split("[<>=]", each)[0].replace("-", "_") for each in extras["train"]} == OF_TRAIN

@@ -13,16 +13,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.agents.endpoint.calls.connections import collect_less
-from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RolloutFailure, RoomError
@@ -44,6 +41,11 @@ from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Sl
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
 from asyncrl.waits import waiting
+
+if TYPE_CHECKING:  # which import FastAPI
+    from asyncrl.agents.endpoint.gateway import Gateway
+    from asyncrl.agents.endpoint.sessions import GatewaySession
+    from asyncrl.agents.endpoint.work_routes import RolloutQueue
 
 NO_WORKER_S = 30.0
 GOODBYE_S = 5.0
@@ -93,6 +95,9 @@ def make_gateway(
     """Return the gateway, not open yet, and the work queue on its port. Raises ConfigError for an unknown
     tool format.
     """
+    from asyncrl.agents.endpoint.gateway import Gateway  # FastAPI takes its time
+    from asyncrl.agents.endpoint.work_routes import RolloutQueue
+
     config, seed, rollout = life.config, life.config.seed, life.config.rollout
     override = config.gateway.on_sampling_override
     if override == "auto":
@@ -178,6 +183,8 @@ class Harnessing:
 
         Users start remote workers with the printed command.
         """
+        from asyncrl.agents.endpoint.calls.connections import collect_less
+
         job.tell("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
         await self.gateway.start()

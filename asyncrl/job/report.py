@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.checkpoints.folder import sync_records
 from asyncrl.config import RunConfig
@@ -23,7 +23,6 @@ from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import Totals, gauge_of, is_total
-from asyncrl.observe.openmetrics import StatusServer
 from asyncrl.observe.page.trace import write_trace
 from asyncrl.observe.recorder import Recorder, evaluation_metrics
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_evaluations, read_metrics
@@ -47,6 +46,9 @@ from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.spans import listen_to_spans, note_span
 from asyncrl.trainer.step_report import GAP_WARNING
+
+if TYPE_CHECKING:  # which import FastAPI
+    from asyncrl.observe.openmetrics import StatusServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
@@ -120,6 +122,8 @@ class Reporter(Voice):
         observe = self.config.observe
         if observe.status_port is None:
             return None
+        from asyncrl.observe.openmetrics import StatusServer  # FastAPI takes its time
+
         server = StatusServer(self.run_dir, observe, self._numbers)
         self._status_url = server.bind()
         self._console.say(f"{self._status_url}/metrics and /status; the key: {server.key_path}")

@@ -15,11 +15,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.command import passed_env
 from asyncrl.agents.command_processes import hide_memory
-from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
@@ -41,6 +40,9 @@ from asyncrl.tasks.from_config import make_feed
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.user_code import end_what_is_left
+
+if TYPE_CHECKING:  # which import FastAPI
+    from asyncrl.agents.endpoint.gateway import Gateway
 
 
 def serve_gateway(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
 import os
@@ -13,19 +14,26 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from fastapi import FastAPI
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
 
 from asyncrl import __version__
+from asyncrl.agents.endpoint.calls.connections import AppServer
 from asyncrl.config import ObserveConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
+from asyncrl.messages.base import ErrorBody
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
 from asyncrl.observe.run_dir import STATUS_FILE
-from asyncrl.serving import make_app
 
 KEY_FILE = "status.key"
 KEY_ENV = "ASYNCRL_STATUS_KEY"
 """Variable with a key of the user's own, which then is in no file of the run."""
+MAX_CONNECTIONS = 64
+IDLE_S = 75.0
+"""A connection that is silent for this time is closed."""
 STATES = ("starting", "running", "done", "failed", "interrupted")
 UNITS: Mapping[str, tuple[str, str]] = {
     "s": ("seconds", r"(_s|_seconds|/seconds)$"),
@@ -100,11 +108,11 @@ class StatusServer:
         self, run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
     ) -> None:
         self.key_path = run_dir / KEY_FILE
-        self._run_dir = run_dir
-        self._numbers = numbers
-        self._host = observe.status_host
-        self._port = observe.status_port or 0
-        self._runner: web.AppRunner | None = None
+        self._run_dir, self._numbers = run_dir, numbers
+        self._host, self._port = observe.status_host, observe.status_port or 0
+        self._info = {"run_dir": run_dir.resolve().name, "version": __version__}
+        self._socket: socket.socket | None = None
+        self._listener: AppServer | None = None
 
     def bind(self) -> str:
         """Take the port and return the address. Raises ConfigError if it is not free."""
@@ -119,19 +127,29 @@ class StatusServer:
         return f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
-        """Start to answer."""
-        app = make_app(self._key())
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/status", self._status)
-        self._runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._socket).start()
+        """Answer from now on."""
+        assert self._socket is not None, "bind() comes first"
+        app, expected = FastAPI(openapi_url=None), f"Bearer {self._key()}".encode()
+
+        async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
+            given = request.headers.get("authorization", "").encode(errors="replace")
+            if hmac.compare_digest(given, expected):
+                return await answer(request)
+            body = ErrorBody(error="wrong or missing bearer token", rule=f"the key is in {KEY_FILE}")
+            return Response(body.model_dump_json(), 401, media_type="application/json")
+
+        app.middleware("http")(guard)
+        app.add_api_route("/metrics", self._metrics)
+        app.add_api_route("/status", self._status)
+        self._listener = AppServer(app, most=MAX_CONNECTIONS, idle_s=IDLE_S)
+        await self._listener.listen(self._socket)
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._socket.close()
+        if self._listener is not None:
+            await self._listener.aclose()
+        if self._socket is not None:
+            self._socket.close()
 
     def _key(self) -> str:
         """Return the user's key, or that of the file, which stays over resumes."""
@@ -144,12 +162,11 @@ class StatusServer:
     def _read(self) -> str:
         return (self._run_dir / STATUS_FILE).read_text(encoding="utf-8")
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self) -> Response:
         from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 
-        info = {"run_dir": self._run_dir.resolve().name, "version": __version__}
-        text = openmetrics(self._numbers(), state=json.loads(self._read())["state"], info=info)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        text = openmetrics(self._numbers(), state=json.loads(self._read())["state"], info=self._info)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._read(), content_type="application/json")
+    async def _status(self) -> Response:
+        return Response(self._read(), media_type="application/json")

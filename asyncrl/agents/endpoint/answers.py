@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from aiohttp import web
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, num_until
@@ -374,13 +373,6 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         return to_json({"error": self.error}, inf_nan_mode="null")
-
-    def response(self, body: bytes | None = None) -> web.Response:
-        """`body`: in another form."""
-        body = self.body() if body is None else body
-        return web.Response(
-            body=body, status=self.status, headers=self.headers, content_type="application/json"
-        )
 
 
 def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
 from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, RecordedChat, answer_forms
@@ -100,27 +99,18 @@ class Capture:
         tools: Messages | None,
         *,
         prefill: Prefill = no_prefill,
-        before: Draft | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> Draft:
-        """The text of a chat, or of what is new where it goes on from a recorded answer. It changes nothing,
-        and may run in a thread beside record().
+        """Return the text of a chat, or of its part after a recorded answer. Changes nothing; may run in a
+        thread in parallel with record().
 
-        `prefill` is text after the generation prompt that the model goes on from; a thought that the prompt
-        has begun ends before it. `before`: the draft of a chat whose messages these begin with, the very same
-        ones; it costs what is new then. `settings`: the template's own variables in this call. Raises
-        ValueError if the template refuses the chat or leaves out what a message says, it is no Unicode, or
-        nested too deep.
+        `prefill` is text after the generation prompt with which the answer begins; it ends a thought that the
+        prompt has begun. `settings`: the template's variables in this call. Raises ValueError if the template
+        refuses the chat or omits a message, or if the chat is invalid Unicode or nested too deep.
         """
         try:
-            given = to_json([tools, settings or {}])
-            if before is not None and before.given != given:
-                before = None
-            if before is None:
-                chain = Chain(messages, tools, self._thinking, self._recorded.settled)
-            else:
-                chain = before.chain.after(before.messages, messages)
-            chat = Chat(messages, tools, settings, given, prefill, self._thinking, chain)
+            chain = Chain(messages, tools, self._thinking, self._recorded.settled)
+            chat = Chat(messages, tools, settings, prefill, self._thinking, chain)
             return self._drafting.draft(chat)
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None

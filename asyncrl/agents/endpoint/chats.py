@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -99,13 +98,6 @@ class Chain:
                 key = self.key_with(message)
             self.answers.append((index, key))
             self._state = new_hash(settled or key)
-
-    def after(self, known: Messages, messages: Messages) -> Chain:
-        """That of `messages`, which begin with the `known` ones of this chain."""
-        chain = copy(self)
-        chain._state, chain.answers = self._state.copy(), list(self.answers)
-        chain._add(enumerate(messages[len(known) :], len(known)))
-        return chain
 
     def key_with(self, answer: Message) -> bytes:
         """Key of this chat with one more message."""

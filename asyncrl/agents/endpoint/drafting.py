@@ -51,11 +51,9 @@ def no_prefill(prompt: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A chat that is not planned yet: `text` is to be encoded behind the ids of `parent`, or is the whole
-    prompt. `asked`: all of the text that the prompt's ids spell, None if the template writes another.
-    `prefill`: the end of the text, with which the answer begins.
-
-    The rest is for a later chat that begins with these `messages`: the tools and settings as they were given.
+    """A chat before planning: `text` is encoded after the ids of `parent`, or is the whole prompt. `asked`: the
+    whole text of the prompt's ids, None if the template writes another. `prefill`: the end of the text, with
+    which the answer begins.
     """
 
     text: str
@@ -64,7 +62,6 @@ class Draft:
     chain: Chain
     asked: PromptText | None
     messages: Messages
-    given: bytes
     prefill: str
 
 
@@ -75,7 +72,6 @@ class Chat:
     messages: Messages
     tools: Messages | None
     settings: Mapping[str, Any] | None
-    given: bytes
     prefill: Prefill
     thinking: tuple[str, str]
     chain: Chain
@@ -92,7 +88,7 @@ class Chat:
         of it, and the ids of the prompt spell it.
         """
         asked = PromptText.of(prompt + self.begin(prompt)) if is_whole else None
-        return Draft(text, how, parent, self.chain, asked, self.messages, self.given, self.prefill(prompt))
+        return Draft(text, how, parent, self.chain, asked, self.messages, self.prefill(prompt))
 
 
 class Recorded:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from asyncrl.agents.endpoint.answers import (
     NO_RETRY,
@@ -20,9 +19,8 @@ from asyncrl.agents.endpoint.answers import (
     too_long,
 )
 from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, call_keys, client_gone
-from asyncrl.agents.endpoint.calls.sent_messages import ChatMessage
 from asyncrl.agents.endpoint.capture import GatewayStats, Planned
-from asyncrl.agents.endpoint.drafting import Draft
+from asyncrl.agents.endpoint.drafting import Draft, Prefill
 from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
 from asyncrl.agents.endpoint.grammars import (
@@ -33,7 +31,6 @@ from asyncrl.agents.endpoint.grammars import (
     prefill_of,
 )
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
-from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.engines.pool import EnginePool
@@ -68,28 +65,13 @@ OnBroken = Callable[[RoomError], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A call as it came. `digest`: of what was asked; `before`: the chat of an earlier call that its body
-    goes on from; `is_retry`: its client says that it asks again.
-    """
+    """A call as it came. `digest`: of what was asked; `is_retry`: its client says that it asks again."""
 
     form: Form
     body: bytes
     digest: bytes
-    before: SentChat | None
     _: KW_ONLY
     is_retry: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadCall:
-    """A call's body, read. `before`, `place`: where it was read from, and where its messages lie; None where
-    that is not known, or of no use. `num_bytes`: of the whole body.
-    """
-
-    asked: AnyRequest
-    before: Draft | None = None
-    place: Place | None = None
-    num_bytes: int = 0
 
 
 @dataclass(eq=False, repr=False)
@@ -124,58 +106,24 @@ class EngineRoute:
         """(the call of this body, its parsed request, whether it is new). A call that is not new was sent
         before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
         """
-        digest, before = sent.digest, sent.before
-        num_read = len(sent.body) - (before.num_bytes - len(before.head) if before else 0)
-        read = self._read_on(sent) if num_read < LONG_BODY else None
-        if read is None:
-            read_now = partial(self._read_whole if num_read < LONG_BODY else self._read, sent)
-            with _noting_overflow(session):
-                read = await self.in_turn(read_now, len(sent.body))
+        with _noting_overflow(session):
+            asked = await self.in_turn(partial(sent.form.read, self._reader, sent.body), len(sent.body))
         async with session.beginning:
-            call = session.find_call(digest, is_retry=sent.is_retry)
+            call = session.find_call(sent.digest, is_retry=sent.is_retry)
             if call is not None:
-                return call, read.asked, False
-            call, draft = await self._new_call(session, sent, read)
-        if draft is not None and read.place is not None:
-            session.sent.add(sent.body, sent.before, read.place, draft)
-        session.calls.setdefault(digest, []).append(call)
-        return call, read.asked, True
+                return call, asked, False
+            call = await self._new_call(session, sent, asked)
+        session.calls.setdefault(sent.digest, []).append(call)
+        return call, asked, True
 
-    def _read(self, sent: Sent) -> ReadCall:
-        """What is new in the body, or all of it. Raises ApiError."""
-        return self._read_on(sent) or self._read_whole(sent)
-
-    def _read_whole(self, sent: Sent) -> ReadCall:
-        asked = sent.form.read(self._reader, sent.body)
-        place = Place.in_body(sent.body) if isinstance(asked, ChatRequest) else None
-        return ReadCall(asked, None, place, len(sent.body))
-
-    def _read_on(self, sent: Sent) -> ReadCall | None:
-        """What is new in the body; None if that cannot be read by itself."""
-        body, known = sent.body, sent.before
-        if known is None:
-            return None
-        shorter = known.shorter(body)
-        with contextlib.suppress(ApiError):  # which names places in the whole body: _read() says it
-            asked, place = sent.form.read(self._reader, shorter), Place.in_body(shorter)
-            num_messages = len(known.draft.messages) + len(asked.messages)
-            if isinstance(asked, ChatRequest) and place and num_messages <= self.rules.max_prompt_tokens:
-                asked.messages = [*cast("list[ChatMessage]", known.draft.messages), *asked.messages]
-                place = Place(place.start, place.end + len(body) - len(shorter))
-                return ReadCall(asked, known.draft, place, len(body))
-        return None
-
-    async def _new_call(
-        self, session: GatewaySession, sent: Sent, read: ReadCall
-    ) -> tuple[GatewayCall, Draft | None]:
-        asked = read.asked
+    async def _new_call(self, session: GatewaySession, sent: Sent, asked: AnyRequest) -> GatewayCall:
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
         tool_format = ToolFormat()
         if isinstance(asked, ChatRequest):
             tool_format = self.tool_format if asked.tools else self.tool_format.without_tools()
         with _noting_overflow(session):
-            planned = await self._plan(session, read)
+            planned = await self._plan(session, asked, len(sent.body))
         prefill = planned.draft.prefill if planned.draft else ""
         with _noting_overflow(session, planned):
             budget = self._budget(planned, asked)
@@ -220,7 +168,7 @@ class EngineRoute:
         call = GatewayCall(sent.form, sent.digest, planned, sampled)
         call.is_streamed, call.order, call.time_asked = asked.stream, session.num_calls, time_asked
         call.is_trained = asked.is_as_configured and (grammar is None or self.rules.constrained == "exact")
-        return call, planned.draft
+        return call
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
         """Sample the call in its turn; the result is in its choices, or in its error. Only cancellation, and
@@ -288,11 +236,8 @@ class EngineRoute:
         session.count_nowait()
         asked = await self.in_turn(partial(self._reader.chat, body), len(body))
         prefill = prefill_of(asked, self.tool_format, self.tokenizer)
-        settings = asked.chat_template_kwargs or None
-        tools = asked.tools or None
-        draft_now = partial(session.capture.draft, asked.messages, tools, prefill=prefill, settings=settings)
         try:
-            draft = await self.in_turn(draft_now, len(body))
+            draft = await self.in_turn(partial(_draft, session, asked, prefill), len(body))
             ids = await self._encode(draft.text, asked)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
@@ -319,17 +264,12 @@ class EngineRoute:
         await self.checks.wait_checked(found, "response_format" if has_format else "tools")
         return found
 
-    async def _plan(self, session: GatewaySession, read: ReadCall) -> Planned:
-        capture, asked = session.capture, read.asked
+    async def _plan(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> Planned:
+        capture = session.capture
         prefill = prefill_of(asked, self.tool_format, self.tokenizer)
         try:
             if isinstance(asked, ChatRequest):
-                tools = asked.tools or None
-                more: dict[str, Any] = {"prefill": prefill, "before": read.before}
-                if asked.chat_template_kwargs:
-                    more["settings"] = asked.chat_template_kwargs
-                draft_now = partial(capture.draft, asked.messages, tools, **more)
-                draft = await self.in_turn(draft_now, read.num_bytes)
+                draft = await self.in_turn(partial(_draft, session, asked, prefill), num_bytes)
                 return capture.plan(draft, await self._encode(draft.text, asked))
             prompt = asked.prompt
             ids = await self._encode(prompt, asked) if isinstance(prompt, str) else self._few(prompt, asked)
@@ -362,6 +302,12 @@ class EngineRoute:
             why = f"This prompt has {length} tokens; rollout.max_prompt_tokens={rules.max_prompt_tokens} is "
             raise too_long(f"{why}the most. Shorten the conversation, or raise it.", asked.param)
         return min(asked.max_tokens or rules.max_tokens, rules.max_tokens, rules.max_length - length)
+
+
+def _draft(session: GatewaySession, asked: ChatRequest, prefill: Prefill) -> Draft:
+    """Raises ValueError if the template refuses the chat."""
+    settings = asked.chat_template_kwargs or None
+    return session.capture.draft(asked.messages, asked.tools or None, prefill=prefill, settings=settings)
 
 
 @contextmanager

@@ -6,49 +6,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import cast
+from typing import Any
 
-from aiohttp import web
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
+from starlette.types import Receive, Scope, Send
 
 from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer, invalid, shown
-from asyncrl.agents.endpoint.calls.connections import Connection
+from asyncrl.agents.endpoint.calls.connections import BACKLOG, AppServer, Connection
 from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
-from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
+from asyncrl.agents.endpoint.forms.anthropic import MessagesForm, MessagesRequest
 from asyncrl.agents.endpoint.forms.anthropic_written import error_body, model_body
 from asyncrl.agents.endpoint.forms.chat import ChatForm, Form, TextForm, Translated, Written
-from asyncrl.agents.endpoint.forms.responses import ResponsesForm
-from asyncrl.agents.endpoint.requests import CallRules
+from asyncrl.agents.endpoint.forms.responses import ResponsesForm, ResponsesRequest
+from asyncrl.agents.endpoint.requests import CallRules, ChatRequest, TextRequest
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
+from asyncrl.serving import Refused
 
-log = logging.getLogger(__name__)
+Answered = Callable[[Request], Coroutine[Any, Any, Response]]
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-READ_TIMEOUT_S = web.AppKey("read_timeout_s", float)
-_BACKLOG = 1024
-_CLOSE_S = 2.0
-"""Seconds that calls in hand have to end when the gateway closes."""
-_LINGERING_S = 5.0
-"""How long the rest of a body is read and dropped after the answer, so that the client can read the refusal.
-"""
-_EVENT_STREAM = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
+SCHEMAS: Mapping[str, type[BaseModel]] = {
+    "chat/completions": ChatRequest,
+    "completions": TextRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
 }
+"""What /docs shows of the body of each path."""
+_JSON = [(b"content-type", b"application/json")]
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models."
 
 
@@ -74,7 +81,7 @@ class Gateway:
         *,
         seed_of: SeedOf,
         on_broken: OnBroken,
-        extra_routes: Sequence[web.RouteDef] = (),
+        extra_routes: Sequence[BaseRoute] = (),
     ) -> None:
         """`on_broken` ends the run. `extra_routes`: of others, beside its own."""
         self._config, self._model = config, rules.model_name
@@ -85,13 +92,16 @@ class Gateway:
         can_turn_off = "enable_thinking" in getattr(tokenizer, "template", "")
         self._messages_form = MessagesForm(can_turn_off=can_turn_off)
         self._socket: socket.socket | None = None
-        self._listener: asyncio.Server | None = None
-        app = self._app(extra_routes)
-        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=_CLOSE_S)
+        self.listener = AppServer(
+            self._app(extra_routes), most=config.max_connections, idle_s=config.read_timeout_s
+        )
 
-    def _app(self, extra_routes: Sequence[web.RouteDef]) -> web.Application:
-        app = web.Application(middlewares=[self._in_form], client_max_size=self._config.max_body_bytes)
-        app[READ_TIMEOUT_S] = self._config.read_timeout_s
+    def _app(self, extra_routes: Sequence[BaseRoute]) -> FastAPI:
+        app = FastAPI(title="asyncrl gateway", redoc_url=None, redirect_slashes=False)
+        app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
+        app.state.read_timeout_s = self._config.read_timeout_s
+        for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
+            app.add_exception_handler(kind, self._failed)
         forms: dict[str, Form] = {
             "chat/completions": ChatForm(),
             "completions": TextForm(),
@@ -99,13 +109,16 @@ class Gateway:
             "messages": self._messages_form,
         }
         for prefix in ("/v1", "/s/{key}/v1"):
+            add = partial(app.add_api_route, response_model=None, include_in_schema=prefix == "/v1")
             for path, form in forms.items():
-                app.router.add_post(f"{prefix}/{path}", partial(self._complete, form))
-            app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
-            app.router.add_get(f"{prefix}/responses/{{name}}", self._stored)
-            app.router.add_get(f"{prefix}/models", self._models)
-            app.router.add_get(f"{prefix}/models/{{model:.+}}", self._models)
-        app.add_routes(extra_routes)
+                body = {"$ref": f"#/components/schemas/{SCHEMAS[path].__name__}"}
+                told = {"requestBody": {"content": {"application/json": {"schema": body}}}}
+                add(f"{prefix}/{path}", self._handler(form), methods=["POST"], openapi_extra=told)
+            add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
+            add(f"{prefix}/responses/{{name}}", self._stored)
+            add(f"{prefix}/models", self._models)
+            add(f"{prefix}/models/{{model:path}}", self._models)
+        app.router.routes += extra_routes
         return app
 
     def add_route(
@@ -125,7 +138,7 @@ class Gateway:
         if self._socket is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
-                self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+                self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
             except OSError as error:
                 what = f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}"
                 way_out = "give an address of this machine and a free port; gateway.port=none takes any."
@@ -140,32 +153,19 @@ class Gateway:
 
     async def start(self) -> str:
         """Answer from now on; returns the address for clients."""
-        url, loop, slow_s = self.bind(), asyncio.get_running_loop(), self._config.read_timeout_s
-        await self._runner.setup()
-        assert self._runner.server is not None
+        url = self.bind()
         assert self._socket is not None
-        make = partial(
-            Connection,
-            self._runner.server,
-            self._config.max_connections,
-            loop=loop,
-            access_log=None,  # keys are in URLs
-            keepalive_timeout=slow_s,
-            lingering_time=min(slow_s, _LINGERING_S),
-            logger=logging.getLogger("asyncrl.gateway.http"),
-        )
-        self._listener = await loop.create_server(make, sock=self._socket, backlog=_BACKLOG)
+        await self.listener.listen(self._socket)
         return url
 
     async def aclose(self) -> None:
         """End every session, answer what is in hand, close every connection. Idempotent."""
         self._sessions.end_all_nowait("the run has ended")
-        for listening in (self._listener, self._socket):
-            if listening is not None:
-                listening.close()
-        await self._runner.cleanup()
+        await self.listener.aclose()
+        if self._socket is not None:
+            self._socket.close()
         await self._route.checks.aclose()
-        self._socket = self._listener = None
+        self._socket = None
 
     def stats(self) -> GatewayStats:
         """Counts so far."""
@@ -179,74 +179,69 @@ class Gateway:
 
     # ---- routes
 
-    @web.middleware
-    async def _in_form(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors in the form of the endpoint that was called."""
-        try:
-            return await handler(request)
-        except ApiError as error:
-            failure = error
-        except web.RequestPayloadError as error:
-            failure = invalid(f"The body of this request is broken: {error}.")
-        except web.HTTPException as error:
-            failure = self._http_error(error)
-        except Exception:
-            log.exception("gateway: a call failed by a mistake of ours")
-            if request.writer.output_size > 0:
-                raise  # the answer has begun: aiohttp closes the connection
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        """An error, in the form of the endpoint that was called. The address is not shown, for it may hold a
+        key.
+        """
+        if isinstance(error, Refused):
+            return Response(error.body.model_dump_json(), error.status, media_type="application/json")
+        if isinstance(error, ClientDisconnect):
+            error = client_gone()
+        elif isinstance(error, HTTPException):
+            why = f"Invalid URL. {_ROUTES}" if error.status_code == 404 else error.detail
+            error = ApiError(error.status_code, why, headers=error.headers)
+        elif not isinstance(error, ApiError):
             why = "The gateway made a mistake; its log says which."
-            failure = ApiError(500, why, type="server_error", headers=NO_RETRY)
-        self._refused[failure.status] += 1
-        response = failure.response(error_body(failure, request.path, request.headers))
-        if failure.status in (408, 500):
-            response.force_close()
-        return response
+            error = ApiError(500, why, type="server_error", headers=NO_RETRY)
+        if error.status != CLIENT_GONE:
+            self._refused[error.status] += 1
+        headers = error.headers | ({"Connection": "close"} if error.status in (408, 500) else {})
+        body = error_body(error, request.scope["path"], request.headers)
+        return Response(body, error.status, headers, "application/json")
 
-    async def _complete(self, form: Form, request: web.Request) -> web.StreamResponse:
-        session, stream = self._sessions.find(shown_key(request)), _Stream(request)
+    def _handler(self, form: Form) -> Answered:
+        async def answer(request: Request) -> Response:
+            return _Stream(partial(self._complete, form))
+
+        return answer
+
+    async def _complete(self, form: Form, stream: _Stream) -> None:
+        session = self._sessions.find(shown_key(stream.request))
         try:
             async with session.in_hand(), session.begun:
                 async with session.reading:
                     call, is_new = await self._begin(session, form, stream)
                 with stream.watched(call.left_nowait), call.attended(stream.is_there):
-                    return await self._answer(session, call, stream, is_new=is_new)
+                    await self._answer(session, call, stream, is_new=is_new)
         except ApiError as error:
-            if error.status == CLIENT_GONE:
-                return web.Response(status=CLIENT_GONE)
-            if 400 <= error.status < 500 and error.status != 410:
-                session.refused_nowait()
+            _note_refusal(session, error)
             if not stream.has_begun:
                 raise
-            assert stream.written is not None, "it has written the beginning"
-            self._refused[error.status] += 1
-            return await stream.write(stream.written.failed(error))
+            if error.status != CLIENT_GONE:
+                assert stream.written is not None, "it has written the beginning"
+                self._refused[error.status] += 1
+                await stream.write(stream.written.failed(error), is_last=True)
 
     async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
         """The call, and whether it is new; `stream` knows what its client gets. A body is not kept: a call
         may wait long.
         """
-        told = await self._translated(form, session, stream)
-        body_hash, before = session.sent.find(told.body)
-        digest, is_retry = _asked_as(form, body_hash, stream.request)
-        sent = Sent(form, told.body, digest, before, is_retry=is_retry)
+        told = await self._translated(form, session, stream.request)
+        digest, is_retry = _asked_as(form, told.body, stream.request)
+        sent = Sent(form, told.body, digest, is_retry=is_retry)
         call, asked, is_new = await session.route.begin(session, sent)
         stream.written = form.written(call, self._model, asked, told.given)
         return call, is_new
 
-    async def _translated(self, form: Form, session: GatewaySession, stream: _Stream) -> Translated:
+    async def _translated(self, form: Form, session: GatewaySession, request: Request) -> Translated:
         """The body in terms of chat completions; a long one is translated beside the loop."""
-        try:
-            body = await read_body(stream.request)
-        except ConnectionError:
-            raise client_gone() from None
-        if not stream.is_there():
-            raise client_gone()
+        body = await read_body(request, self._config.max_body_bytes)
         translated_now = partial(form.translated, body, session.responses)
         return await session.route.in_turn(translated_now, len(body) if form.translates else 0)
 
     async def _answer(
         self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
-    ) -> web.StreamResponse:
+    ) -> None:
         """Sample the call, unless it is one that was sampled before, and write what came of it."""
         written = stream.written
         assert written is not None, "_begin() has made it"
@@ -267,9 +262,7 @@ class Gateway:
         body = written.end() if call.is_streamed else written.whole()
         for choice in call.choices:
             choice.let_go()
-        if call.is_streamed:
-            return await stream.write(body)
-        return web.Response(body=body, content_type="application/json")
+        await stream.write(body, is_last=True, is_stream=call.is_streamed)
 
     async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
         """Text as it comes, until the end or until the client is gone."""
@@ -278,53 +271,62 @@ class Gateway:
             if not call.is_done and (text := written.news()):
                 await stream.write(text)
 
-    async def _count(self, request: web.Request) -> web.StreamResponse:
+    async def _count(self, request: Request) -> Response:
         """Tokens of a chat, which is neither sampled nor recorded."""
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.reading:
-                told = await self._translated(self._messages_form, session, _Stream(request))
+                told = await self._translated(self._messages_form, session, request)
                 num_tokens = await session.route.count(session, told.body)
         except ApiError as error:
-            if 400 <= error.status < 500 and error.status != 410:
-                session.refused_nowait()
+            _note_refusal(session, error)
             raise
-        return web.json_response({"input_tokens": num_tokens})
+        return JSONResponse({"input_tokens": num_tokens})
 
-    async def _stored(self, request: web.Request) -> web.StreamResponse:
-        body = self._sessions.find(shown_key(request)).responses.body(request.match_info["name"])
-        return web.Response(body=body, content_type="application/json")
+    async def _stored(self, request: Request) -> Response:
+        body = self._sessions.find(shown_key(request)).responses.body(request.path_params["name"])
+        return Response(body, media_type="application/json")
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
+    async def _models(self, request: Request) -> Response:
         self._sessions.find(shown_key(request))
-        return web.json_response(model_body(self._model, request.match_info.get("model")))
-
-    def _http_error(self, error: web.HTTPException) -> ApiError:
-        """What aiohttp refuses by itself. The address is not shown, for it may hold a key."""
-        words = {
-            404: f"Invalid URL. {_ROUTES}",
-            413: f"The body is larger than gateway.max_body_bytes={self._config.max_body_bytes}.",
-        }
-        allow = {name: value for name, value in error.headers.items() if name == "Allow"}
-        return ApiError(error.status, words.get(error.status, error.reason), headers=allow)
+        return JSONResponse(model_body(self._model, request.path_params.get("model")))
 
 
-def is_connected(request: web.Request) -> bool:
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """What /docs shows. Bodies are read by hand, after the key, so their schemas are added here."""
+    if app.openapi_schema is None:
+        app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        models = [(model, "validation") for model in SCHEMAS.values()]
+        _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        app.openapi_schema["components"] = {"schemas": schemas["$defs"]}
+    return app.openapi_schema
+
+
+def _note_refusal(session: GatewaySession, error: ApiError) -> None:
+    if 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
+        session.refused_nowait()
+
+
+def is_connected(request: Request) -> bool:
     """Whether its client is there to get the answer."""
-    return request.transport is not None and not request.transport.is_closing()
+    return not request.scope["connection"].transport.is_closing()
 
 
-class _Stream:
-    """One response that may be a stream of events: begun with the first of them, so that an early error has
-    its own status.
+class _Stream(Response):
+    """The answer of a call, which may be a stream of events: begun with the first of them, so that an early
+    error has its own status.
     """
 
-    def __init__(self, request: web.Request) -> None:
-        self.request = request
-        self._response = web.StreamResponse(headers=_EVENT_STREAM)
+    def __init__(self, complete: Callable[[_Stream], Awaitable[None]]) -> None:
+        super().__init__()
+        self._complete = complete
         self.has_begun = False
         self.written: Written | None = None
         """What is written to it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send, self.request = send, Request(scope, receive)
+        await self._complete(self)
 
     def is_there(self) -> bool:
         """Whether the client is still connected."""
@@ -333,7 +335,7 @@ class _Stream:
     @contextlib.contextmanager
     def watched(self, left: Callable[[], None]) -> Iterator[None]:
         """`left` is called when the client goes away."""
-        connection = cast("Connection", self.request.protocol)
+        connection: Connection = self.request.scope["connection"]
         connection.on_lost.append(left)
         try:
             yield
@@ -350,42 +352,46 @@ class _Stream:
                     return await done
         raise client_gone()
 
-    async def write(self, events: bytes) -> web.StreamResponse:
-        """Write, if the client is there; a client that goes away is no error of the call."""
-        with contextlib.suppress(ConnectionError):
-            if not self.has_begun:
-                self.has_begun = True
-                await self._response.prepare(self.request)
-            await self._response.write(events)
-        return self._response
+    async def write(self, events: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
+        """Write events, or a whole body, if the client is there; uvicorn drops what nobody reads."""
+        if not self.has_begun:
+            self.has_begun = True
+            length = str(len(events)).encode()
+            headers = _EVENT_STREAM if is_stream else [*_JSON, (b"content-length", length)]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
 
-def shown_key(request: web.Request) -> str:
+def shown_key(request: Request) -> str:
     """The key in the address, the bearer token, or Anthropic's x-api-key; empty if there is none."""
-    key = request.match_info.get("key")
+    key = request.path_params.get("key")
     if key is None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = token if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     return key.strip()
 
 
-def _asked_as(form: Form, body_hash: bytes, request: web.Request) -> tuple[bytes, bool]:
+def _asked_as(form: Form, body: bytes, request: Request) -> tuple[bytes, bool]:
     """What tells one call from another, and whether its client says that it asks again."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
-        body_hash, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
+        body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
     ).digest()
     retries = request.headers.get("x-stainless-retry-count", "")  # what OpenAI's clients count retries in
     return digest, bool(key or retries.strip("0 "))
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The whole body. Raises ApiError if it is slow or compressed, web.HTTPException if it is too large."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises ApiError if it is slow, compressed or too large."""
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
-    slow_s = request.app.get(READ_TIMEOUT_S)
+    slow_s, body = request.app.state.read_timeout_s, bytearray()
     try:
         async with asyncio.timeout(slow_s):
-            return await request.read()
+            async for piece in request.stream():
+                body += piece
+                if len(body) > max_bytes:
+                    raise ApiError(413, f"The body is larger than gateway.max_body_bytes={max_bytes}.")
     except TimeoutError:
         raise ApiError(408, f"The body of this request did not arrive within {slow_s} s.") from None
+    return bytes(body)

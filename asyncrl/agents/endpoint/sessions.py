@@ -23,7 +23,6 @@ from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, Room
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.chats import Messages
 from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
-from asyncrl.agents.endpoint.sent_chats import SentChats
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Rollout, VersionSpan
@@ -99,7 +98,6 @@ class GatewaySession:
         self.capture = Capture(self.route.tokenizer, self.route.counts, marks)
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
         """Gets what a user's key does not keep any longer."""
-        self.sent = SentChats(self.room.most)
         self.responses = KeptResponses(USER_SHARE * self.limits.max_calls)
         self.num_counted = 0
         self.opening: Messages | None = None
@@ -148,7 +146,7 @@ class GatewaySession:
         self.calls.clear()
         self._newest.clear()
         self._times_asked.clear()
-        self.sent, self.responses = SentChats(), KeptResponses(0)
+        self.responses = KeptResponses(0)
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
@@ -329,22 +327,20 @@ class GatewaySession:
 
 
 class Expired:
-    """Why what is gone has ended, by its key: the newest `most`.
-
-    The keys are kept as hashes in one array: 10,000 strings would lie in as many pages of memory.
-    """
+    """The reasons for which the newest `most` ended, by key."""
 
     def __init__(self, most: int) -> None:
-        self._hashes, self._reasons, self._next = np.zeros(most, np.int64), [""] * most, 0
+        self._most = most
+        self._reasons: dict[str, str] = {}
 
     def add(self, key: str, reason: str) -> None:
-        self._hashes[self._next], self._reasons[self._next] = hash(key), reason
-        self._next = (self._next + 1) % len(self._reasons)
+        self._reasons[key] = reason
+        if len(self._reasons) > self._most:
+            del self._reasons[next(iter(self._reasons))]
 
     def why(self, key: str) -> str:
-        """Empty if that is not known."""
-        (found,) = np.nonzero(self._hashes == hash(key))
-        return self._reasons[found[0]] if len(found) else ""
+        """Return the reason, or an empty text for an unknown key."""
+        return self._reasons.get(key, "")
 
     def error(self, key: str) -> ApiError:
         """401 for a key that was never there, 410 with the reason."""

@@ -15,12 +15,14 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from aiohttp import web
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
 
-from asyncrl.agents.endpoint.answers import invalid
+from asyncrl.agents.endpoint.answers import ApiError, invalid
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, outcome_refused
 from asyncrl.agents.harness import OUTCOME, first_fault
@@ -34,7 +36,7 @@ from asyncrl.waits import waiting
 
 Read = TypeVar("Read")
 FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
-Handler = Callable[[web.Request], Awaitable[Message | bytes]]
+Handler = Callable[[Request], Awaitable[Message | bytes]]
 ROUNDING_S = 1e-6
 """A timer may fire this much too early."""
 LATE_S = 1.0
@@ -147,32 +149,27 @@ class RolloutQueue:
 
     # ---- routes
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[APIRoute]:
         """What the gateway mounts."""
-        return [
-            web.post("/work/take", self._for_workers(self._take)),
-            web.post("/work/alive", self._for_workers(self._alive)),
-            web.post("/work/result", self._for_workers(self._result)),
-            web.post("/v1/outcome", self._outcome),
-            web.post("/s/{key}/v1/outcome", self._outcome),
-        ]
+        handlers: dict[str, Handler] = {"take": self._take, "alive": self._alive, "result": self._result}
+        paths = {f"/work/{name}": self._for_workers(handler) for name, handler in handlers.items()}
+        paths |= {"/v1/outcome": self._outcome, "/s/{key}/v1/outcome": self._outcome}
+        shape: Any = {"response_model": None, "include_in_schema": False, "methods": ["POST"]}
+        return [APIRoute(path, handler, **shape) for path, handler in paths.items()]
 
-    def _for_workers(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            try:
-                shown = shown_key(request).encode(errors="surrogateescape")
-                if not hmac.compare_digest(shown, self.worker_key.encode()):
-                    way_out = "start the worker with the key that the run prints."
-                    raise Refused(401, "wrong or missing worker key", way_out=way_out)
-                answered, status = await handler(request), 200
-            except Refused as refusal:
-                answered, status = refusal.body, refusal.status
-            body = answered if isinstance(answered, bytes) else answered.model_dump_json().encode()
-            return web.Response(body=body, status=status, content_type="application/json")
+    def _for_workers(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            given = shown_key(request).encode(errors="surrogateescape")
+            if not hmac.compare_digest(given, self.worker_key.encode()):
+                way_out = "start the worker with the key that the run prints."
+                raise Refused(401, "wrong or missing worker key", way_out=way_out)
+            answered = await handler(request)
+            body = answered if isinstance(answered, bytes) else answered.model_dump_json()
+            return Response(body, media_type="application/json")
 
         return answer
 
-    async def _take(self, request: web.Request) -> bytes:
+    async def _take(self, request: Request) -> bytes:
         message, worker_id = await self._heard(request, wire.TakeRequest)
         if self._is_closed and not self.is_over:  # an empty answer would have it ask again at once
             raise Refused(503, "the run ends", way_out="wait until it is started again.")
@@ -186,7 +183,7 @@ class RolloutQueue:
         return b'{"items":[' + b",".join(item.body for item in items) + b"]," + head.encode() + b"}"
 
     async def _wait_items(
-        self, request: web.Request, message: wire.TakeRequest, worker_id: WorkerId
+        self, request: Request, message: wire.TakeRequest, worker_id: WorkerId
     ) -> list[QueuedItem]:
         """Work as soon as there is any; nothing after the time limit, or if this worker has asked again or
         has left.
@@ -207,14 +204,14 @@ class RolloutQueue:
             except TimeoutError:
                 return []
 
-    async def _alive(self, request: web.Request) -> Message:
+    async def _alive(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.AliveRequest)
         lost = self._items.lost(worker_id, message.holding)
         if message.is_leaving:
             self._drop(worker_id, "was ended", way_out="its log says why, unless it was ended on purpose.")
         return wire.AliveAnswer(cancel=lost)
 
-    async def _result(self, request: web.Request) -> Message:
+    async def _result(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.ResultRequest)
         result: Outcome | RolloutFailure = message.outcome or Outcome()
         if (failure := message.failure) is not None:
@@ -224,7 +221,7 @@ class RolloutQueue:
             raise Refused(410, f"work item {message.item_id} is not this worker's: {why}")
         return wire.Accepted()
 
-    async def _outcome(self, request: web.Request) -> web.StreamResponse:
+    async def _outcome(self, request: Request) -> Response:
         """Raises ApiError, for a harness asks. The key comes first: no body is read without one."""
         key = shown_key(request)
         take = self._takers.get(key)
@@ -240,11 +237,11 @@ class RolloutQueue:
                 self._items.find_postable(key).posted = outcome  # it may have ended meanwhile
         except (Refused, RolloutFailure) as why:
             raise invalid(f"The outcome is refused: {why}") from None
-        return web.Response(text=wire.Accepted().model_dump_json(), content_type="application/json")
+        return Response(wire.Accepted().model_dump_json(), media_type="application/json")
 
     # ---- inside
 
-    async def _heard(self, request: web.Request, shape: type[FromWorker]) -> tuple[FromWorker, WorkerId]:
+    async def _heard(self, request: Request, shape: type[FromWorker]) -> tuple[FromWorker, WorkerId]:
         message = await _read(request, shape.model_validate_json, wire.MAX_MESSAGE_BYTES)
         worker_id = (message.worker, message.instance)
         self._last_seen_s = self._clock()
@@ -306,11 +303,13 @@ class RolloutQueue:
         self._changed = asyncio.Event()
 
 
-async def _read(request: web.Request, parse: Callable[[bytes], Read], max_bytes: int) -> Read:
+async def _read(request: Request, parse: Callable[[bytes], Read], max_bytes: int) -> Read:
     """The body. Raises Refused: 413 if it is too large, 422 with the first wrong field."""
     try:
-        return parse(await read_body(request.clone(client_max_size=max_bytes)))
-    except web.HTTPRequestEntityTooLarge:
+        return parse(await read_body(request, max_bytes))
+    except ApiError as error:
+        if error.status != 413:
+            raise
         raise Refused(413, f"the message is larger than {max_bytes} bytes") from None
     except ValidationError as error:
         way_out = "run worker and trainer with the same asyncrl."

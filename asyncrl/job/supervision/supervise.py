@@ -12,9 +12,8 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
@@ -34,6 +33,9 @@ from asyncrl.job.supervision.restarts import Restarts
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.spans import note_span
 from asyncrl.waits import waiting
+
+if TYPE_CHECKING:  # which import FastAPI
+    from asyncrl.agents.endpoint.work_routes import RolloutQueue
 
 Tell = Callable[[str, Mapping[str, Any]], None]
 logger = logging.getLogger("asyncrl.job.supervision.supervise")

@@ -1,82 +1,165 @@
-"""Connections of clients, and what the process is set to once it serves them."""
+"""Connections of clients to an app that uvicorn serves, and how often their process collects garbage."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Collection
 from typing import Any
 
-from aiohttp import web
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from asyncrl.agents.endpoint.answers import ApiError
 
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+BACKLOG = 1024
+CLOSE_S = 2.0
+"""Seconds that requests in hand have to end when a listener closes."""
+MAX_HEAD = 2**16
+"""Most bytes of the head of a request, to one read of the socket."""
+_END = b"Connection: close\r\nContent-Length: "
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\n" + _END + b"0\r\n\r\n"
+_BAD_HEAD = ApiError(400, "The head of this request is malformed or too long.").body()
+_REFUSED = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\n" + _END
+_REFUSED += str(len(_BAD_HEAD)).encode() + b"\r\n\r\n" + _BAD_HEAD
 
 
-class Connection(web.RequestHandler):
-    """One connection. aiohttp closes one that is idle, or within a request's head, for read_timeout_s. One
-    more than `most` takes the place of the one that is idle longest; if none is, it is answered with 503.
+class Connection(HttpToolsProtocol):
+    """One connection. It is closed after timeout_keep_alive seconds without a request, counted until a whole
+    head has come. One more than `most` replaces the one idle longest; if none is idle, it gets 503.
+
+    A handler finds it as request.scope["connection"].
     """
 
-    __slots__ = ("_most", "on_lost")
-
-    def __init__(self, server: web.Server, most: int, **settings: Any) -> None:
-        super().__init__(server, auto_decompress=False, **settings)
-        self._most = most
+    def __init__(self, most: int, idle: dict[Connection, None], **settings: Any) -> None:
+        """`idle`: shared by all connections, the one idle longest first."""
+        super().__init__(**settings)
+        self._most, self._idle = most, idle
+        self._num_head: int | None = None
         self.on_lost: list[Callable[[], None]] = []
 
-    def connection_lost(self, exc: BaseException | None) -> None:
-        super().connection_lost(exc)
-        for left in list(self.on_lost):
-            left()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert self._manager is not None
-        others = [each for each in self._manager.connections if each.transport is not None]
-        if len(others) >= self._most:
-            idle = [each for each in others if each._waiter is not None and not each._waiter.done()]
-            if not idle:
-                assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self._most:
+            oldest = next(iter(self._idle), None)
+            if oldest is None:
                 transport.set_protocol(asyncio.Protocol())
                 transport.write(_FULL)
                 transport.close()
                 return
-            idle[0].force_close()
+            oldest.transport.close()
+            oldest.forget()
         super().connection_made(transport)
+        self._idle[self] = None
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Called by aiohttp for a request that is not HTTP. Its own answer would repeat the key."""
-        if status != 400 or request.writer.output_size > 0:
-            return super().handle_error(request, status, exc, message)
-        response = ApiError(status, "The head of this request is malformed or too long.").response()
-        response.force_close()
-        return response
+    def forget(self) -> None:
+        """It is closing, and takes no place."""
+        self._idle.pop(self, None)
+        self.connections.discard(self)
 
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Called by aiohttp for bytes that are not HTTP. They are a mistake of the client and are not
-        logged.
-        """
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.forget()
+        super()._unset_keepalive_if_required()
+        for left in list(self.on_lost):
+            left()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._num_head is not None:
+            self._num_head += len(data)
+            if self._num_head > MAX_HEAD:
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_head = 0
+        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def on_headers_complete(self) -> None:
+        self._num_head = None
+        self._idle.pop(self, None)
+        super()._unset_keepalive_if_required()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:  # no request waits behind this one
+            self._idle[self] = None
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Keep the clock, for uvicorn would stop it at the first byte of a head."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, without a word of it: it may hold a key."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_REFUSED)
+        self.transport.close()
+
+
+class AppServer:
+    """Serves an app on a socket. Life: listen() -> aclose()."""
+
+    def __init__(self, app: ASGIApp, *, most: int, idle_s: float) -> None:
+        """`most`: connections at once. `idle_s`: see Connection."""
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="error",
+            access_log=False,  # keys are in URLs
+            proxy_headers=False,
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+        )
+        config.load()
+        config.timeout_keep_alive = idle_s  # type: ignore[assignment]
+        self._state, idle = ServerState(), dict[Connection, None]()
+        settings = {"config": config, "server_state": self._state, "app_state": {}}
+        self._make = lambda: Connection(most, idle, **settings)
+        self._server: asyncio.Server | None = None
+
+    @property
+    def connections(self) -> Collection[object]:
+        """Those that are open."""
+        return self._state.connections
+
+    async def listen(self, listening: socket.socket) -> None:
+        """Answer from now on."""
+        loop = asyncio.get_running_loop()
+        # uvicorn writes head and body apart; without it the body waits for the client's delayed ACK
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._server = await loop.create_server(self._make, sock=listening, backlog=BACKLOG)
+
+    async def aclose(self) -> None:
+        """Close every connection, those in hand after their answer or CLOSE_S. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks:
+            _, late = await asyncio.wait(set(self._state.tasks), timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+        for connection in list(self._state.connections):
+            connection.transport.abort()
 
 
 YOUNG = 10_000
-"""Objects made and not freed yet until Python looks for cycles among them; its own number is 700, less than a
-few calls in flight have.
-"""
+"""New objects that start a garbage collection; Python's own 700 is less than a few calls in flight have."""
 
 
 def collect_less() -> None:
     """Exclude all present objects from garbage collection, and collect new ones less often. Call it when all
     is imported and built.
 
-    A collection of everything stands still for all calls at once: some 80 ms with what the imports of a run
-    leave (110,000 objects). Almost nothing here is in a cycle.
+    A full collection stops all calls for some 80 ms with what the imports of a run leave (110,000 objects).
+    Almost nothing here is in a cycle.
     """
     gc.collect()
     gc.freeze()

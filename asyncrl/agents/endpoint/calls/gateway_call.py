@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -30,46 +29,30 @@ def client_gone() -> ApiError:
 
 
 class Room:
-    """The answers of one session that are sampled at once: `most` places, of which a call takes one for each.
+    """The answers of one session that are sampled at once: `most` places, one for each answer of a call.
 
-    Life: of a call: places(n) -> waits its turn -> holds n places -> gives them back, on leaving the block.
-    Waits: in the order in which they came, so a call with many answers is not passed for ever by those with
-        few: while it is the first, nobody behind it gets a place. Whoever leaves the line lets the next on.
-    Invariant: at most `most` places are held, and the first in the line fits only if it holds its own.
+    Waits: calls enter in the order in which they came. The first in the line takes places as they become
+        free, so calls with few answers never pass one with many.
+    Invariant: at most `most` places are held. A cancelled call holds none.
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.num_held = most, 0
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @property
-    def num_waiting(self) -> int:
-        """Calls in the line."""
-        return len(self._line)
+        self.most, self.num_waiting = most, 0
+        self._line, self._free = asyncio.Lock(), asyncio.Semaphore(most)
 
     @asynccontextmanager
     async def places(self, number: int) -> AsyncIterator[None]:
         """A block that holds `number` places, at most `most`; entering it sleeps until they are free."""
         assert number <= self.most, "it would wait for ever"
-        mine = number, asyncio.get_running_loop().create_future()
-        self._line.append(mine)
-        self._let_in()
-        try:
-            await mine[1]
+        async with AsyncExitStack() as held:
+            self.num_waiting += 1
+            try:
+                async with self._line:
+                    for _ in range(number):
+                        await held.enter_async_context(self._free)
+            finally:
+                self.num_waiting -= 1
             yield
-        finally:
-            if mine in self._line:
-                self._line.remove(mine)
-            elif not mine[1].cancelled():
-                self.num_held -= number
-            self._let_in()
-
-    def _let_in(self) -> None:
-        while self._line and self.num_held + self._line[0][0] <= self.most:
-            number, turn = self._line.popleft()
-            if not turn.done():  # else its call was cancelled in this very round of the loop
-                self.num_held += number
-                turn.set_result(None)
 
 
 class GatewayCall:
