@@ -208,9 +208,8 @@ def test_a_call_with_other_settings_goes_on_from_the_same_answers(load: Load) ->
     capture = Play(load("qwen3")).capture
     chat: list[Message] = [user("Hi.")]
     renderer: Any = capture._renderer
-    before = None
     for number, settings in enumerate(({}, {"enable_thinking": False}, None, {"enable_thinking": False})):
-        draft = capture.draft(chat, None, before=before, settings=settings)
+        draft = capture.draft(chat, None, settings=settings)
         assert draft.text.endswith("<think>\n\n</think>\n\n") == bool(settings)
         planned = capture.plan(draft, renderer.encode(draft.text))
         assert planned.how in (("new",) if not number else ("extended", "realigned"))
@@ -218,7 +217,6 @@ def test_a_call_with_other_settings_goes_on_from_the_same_answers(load: Load) ->
         answer = assistant(f"Yes {number}.")
         capture.record(planned, completion(play_ids), answer, f"chatcmpl-{number}")
         chat = [*chat, answer, user("And?")]
-        before = draft
 
 
 # ---- what is sampled and not trained

@@ -88,7 +88,7 @@ class Opening(ByteTokenizer):
 
     names: dict[str, int] = field(default_factory=lambda: {"<think>": THINK, "</think>": END_THINK})
 
-    def render(self, messages: Any, *, tools: Any = None) -> str:
+    def render(self, messages: Any, *, tools: Any = None, settings: Any = None) -> str:
         return super().render(messages, tools=tools) + "<think>\n"
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ class Harnessing:
         given = os.environ.get(WORKER_KEY_ENV) if is_remote else None
         # Remote workers reconnect to a resumed run with their old key. The key of local workers is in no
         # file: a program of the model, under the same user, could read it, lease rollouts and reward them.
-        self.worker_key = given or written.get("worker_key") or secrets.token_urlsafe(24)
+        self.worker_key = given or written.get("worker_key") or secrets.token_hex(24)
         self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
         self.url = self.gateway.bind()
         where = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
@@ -172,7 +172,7 @@ class Harnessing:
         workers, start_s = list[Server](), config.supervision.start_timeout_s
         for name in (f"worker-{index}" for index in range(generator.workers)):
             spec = json.dumps({"name": name, "url": self.url, "slots": slots, "harness": harness})
-            secret, keys = secrets.token_urlsafe(24), {WORKER_KEY_ENV: self.worker_key}
+            secret, keys = secrets.token_hex(24), {WORKER_KEY_ENV: self.worker_key}
             child = ChildProcess(name, "asyncrl.agents.worker", spec, run_dir, secret, secrets=keys)
             workers.append(Server(child, Caller(name, "", secret), WorkerHealth, start_s))
         return tuple(workers)
@@ -253,7 +253,7 @@ class UserKey:
     """
 
     def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
-        self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self.key, self.outcome_key = secrets.token_hex(24), secrets.token_urlsafe(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
         # random, so that a restart draws other tokens
         self._name = f"people/{secrets.token_hex(4)}"

@@ -193,7 +193,7 @@ class GatewayServing(Serving):
     async def _serve_people(self) -> int:
         config, name = self.config, model_name(self.config)
         gateway, queue = make_gateway(
-            self, self._pool, self._tokenizer, secrets.token_urlsafe(24), is_for_users=True
+            self, self._pool, self._tokenizer, secrets.token_hex(24), is_for_users=True
         )
         self.closes("work queue", queue.aclose)
         self.closes("gateway", gateway.aclose)

@@ -156,7 +156,7 @@ class StatusServer:
         if given := os.environ.get(KEY_ENV):
             return given
         if not self.key_path.exists():
-            write_whole(self.key_path, secrets.token_urlsafe(24), is_private=True)
+            write_whole(self.key_path, secrets.token_hex(24), is_private=True)
         return self.key_path.read_text(encoding="utf-8").strip()
 
     def _read(self) -> str:

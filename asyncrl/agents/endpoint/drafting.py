@@ -51,9 +51,9 @@ def no_prefill(prompt: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A chat before planning: `text` is encoded after the ids of `parent`, or is the whole prompt. `asked`: the
-    whole text of the prompt's ids, None if the template writes another. `prefill`: the end of the text, with
-    which the answer begins.
+    """A chat before planning: `text` is encoded after the ids of `parent`, or is the whole prompt. `asked`:
+    the whole text of the prompt's ids, None if the template writes another. `prefill`: the end of the text,
+    with which the answer begins.
     """
 
     text: str

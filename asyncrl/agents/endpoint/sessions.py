@@ -91,7 +91,7 @@ class GatewaySession:
     """Answers contain the text of sampled special tokens."""
 
     def __post_init__(self) -> None:
-        self.key, self.is_users = self.user_key or secrets.token_urlsafe(24), self.user_key is not None
+        self.key, self.is_users = self.user_key or secrets.token_hex(24), self.user_key is not None
         self.limits = self.sessions.limits
         self.room = Room(self.limits.max_concurrent_calls * (USER_ROOM if self.is_users else 1))
         marks = self.route.tool_format.thinking

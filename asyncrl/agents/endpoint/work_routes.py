@@ -102,7 +102,7 @@ class RolloutQueue:
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Let a worker run it. `started` is called again if the item never reached the first worker."""
         item_id = f"{self._run_id}-{next(self._numbers)}"
-        outcome_key = secrets.token_urlsafe(24) if self.outcomes == "posted" else None
+        outcome_key = secrets.token_hex(24) if self.outcomes == "posted" else None
         body = self._body(item_id, work, outcome_key)
         done: asyncio.Future[Outcome | RolloutFailure] = asyncio.get_running_loop().create_future()
 

@@ -44,7 +44,7 @@ class ServerMaker:
     run_dir: Path
     warn: Callable[[str], None] = print
     launcher: Launcher = field(default_factory=LocalLauncher)
-    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
 
     async def find_store(self) -> str:
         """Return the address where ranks meet if they do not share the staging folder."""

@@ -131,7 +131,7 @@ async def _serve(
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    key = None if is_local(host) else secrets.token_urlsafe(24)
+    key = None if is_local(host) else secrets.token_hex(24)
     runner = web.AppRunner(make_watch_app(LivePage(run_dirs), key), access_log=None, shutdown_timeout=0)
     await runner.setup()
     try:
