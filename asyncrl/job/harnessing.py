@@ -253,7 +253,7 @@ class UserKey:
     """
 
     def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
-        self.key, self.outcome_key = secrets.token_hex(24), secrets.token_urlsafe(24)
+        self.key, self.outcome_key = secrets.token_hex(24), secrets.token_hex(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
         # random, so that a restart draws other tokens
         self._name = f"people/{secrets.token_hex(4)}"
