@@ -1,7 +1,6 @@
-"""What a person sees during a run: a live panel on a terminal, else a plain line every few seconds.
+"""Console of a run: a live panel on a terminal, else a plain line every few seconds.
 
-Standard output that is not read (a closed pipe, a stopped terminal, a full disk) neither ends a run nor holds
-it.
+Standard output that nobody reads (a closed pipe, a stopped terminal, a full disk) does not stop a run.
 """
 
 from __future__ import annotations
@@ -45,20 +44,19 @@ from asyncrl.observe.samples import ShownRollout
 Kind = Literal["auto", "live", "plain", "none"]
 _RECENT = slice(-20, None)
 LINE_EVERY_S, LATER_LINE_EVERY_S, LATER_S = 5.0, 10.0, 60.0
-"""Least seconds between two plain lines: at first, and once the run is LATER_S old."""
+"""Seconds between two plain lines: in the first LATER_S, and later."""
 SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S = 20.0, 300.0
-"""Least seconds between two samples, likewise, unless the user sets a number of steps."""
+"""Seconds between two samples, likewise, unless the config sets a number of steps."""
 MAX_SAMPLE_CHARS = 300
-"""Of each stretch of a sample."""
+"""Characters of each part of a sample."""
 
 
 class Console:
     """Shows progress. Life: silent until start(); live until close().
 
-    live repaints one panel, from a thread of rich's own, so the clock goes on while nothing happens; plain
-    prints a line every few seconds, averaged over the steps since the last one; none prints nothing at all;
-    auto is live on a terminal and in a notebook, else plain. If the file cannot be written any more, nothing
-    is shown and nothing raises, in either thread. `health`: returns sentences about faults of the run.
+    live repaints one panel in a thread of rich; plain prints a line every few seconds with the means of its
+    steps; none prints nothing; auto is live on a terminal and in a notebook, else plain. A file that cannot
+    be written raises nothing. `health` returns sentences about faults of the run.
     """
 
     def __init__(
@@ -83,14 +81,14 @@ class Console:
         self._samples_every, self._has_failed, self._sample_at_s = samples_every, False, -math.inf
         self._steps, self._activity, self._started_s = Steps(), "starting", time.monotonic()
         self._health_of, self._health = health, (0, tuple[str, ...]())
-        """With the number of steps that it is of."""
+        """Number of steps, and the sentences about them."""
         self._line_at_s, self._num_unshown = -math.inf, 0
         self._of_tasks = dict[str, list[float]]()
-        """Rewards of each task in the steps that are not shown yet."""
+        """Rewards of each task since the last line."""
         self._live: Live | NotebookLive | None = None
 
     def start(self) -> None:
-        """Begin to show."""
+        """Start to show."""
         self._started_s = time.monotonic()
         if self.kind == "live" and is_in_notebook():
             self._live = NotebookLive(self.panel)
@@ -100,11 +98,11 @@ class Console:
             self._live.start()
 
     def goes_on(self, steps: Steps) -> None:
-        """Steps that were taken before this process began: the panel counts on from them."""
+        """Continue from the steps of earlier processes."""
         self._steps = steps
 
     def show_step(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of one optimizer step."""
+        """Show the metrics of one optimizer step."""
         self._steps.add(metrics)
         self._num_unshown += 1
         for name in filter(is_of_task, metrics):
@@ -124,9 +122,7 @@ class Console:
         self._line_at_s, self._num_unshown = now_s, 0
 
     def show_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """One of a step's, now and then: by chance, so that it is neither the best nor the worst if there are
-        others; and the first failed one of the run.
-        """
+        """Show the last sample of a step, a random one, if it is due; and the first failed one."""
         for sample in samples[-1:]:
             is_first_failed = sample["kind"] == "failed" and not self._has_failed
             self._has_failed |= is_first_failed
@@ -148,26 +144,26 @@ class Console:
         return True
 
     def show_activity(self, text: str) -> None:
-        """What the run does right now ("waiting for stragglers"); shown by the live panel alone."""
+        """Set the present activity ("waiting for stragglers") in the live panel."""
         self._activity = text
 
     def say(self, text: str) -> None:
-        """A line that stays, above the live panel."""
+        """Print a line, above the live panel."""
         self._rich.print(escape(text), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """Anything rich can draw (the summary at the end); stays."""
+        """Print anything that rich can draw."""
         self._rich.print(renderable)
 
     def close(self) -> None:
-        """Stop repainting and leave the last picture, or print the last plain line; idempotent."""
+        """Stop repainting, or print the last plain line; idempotent."""
         self._show_line(time.monotonic())
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def panel(self) -> RenderableType:
-        """The whole panel; fits 80 columns."""
+        """Draw the panel; fits 80 columns."""
         activity = Text(self._activity, overflow="ellipsis", no_wrap=True)
         rows: list[tuple[str, RenderableType]] = [("progress", self._progress()), ("now", activity)]
         steps, last = self._steps, self._steps.last
@@ -189,7 +185,7 @@ class Console:
         return boxed(rows, Text(f"asyncrl {self._run_name}"))
 
     def _health_now(self) -> tuple[str, ...]:
-        """Judged once a step: the panel is drawn often."""
+        """Judge once a step, as the panel is drawn often."""
         num = len(self._steps)
         if num != self._health[0]:
             self._health = num, tuple(self._health_of(self._steps))
@@ -216,7 +212,7 @@ class Console:
 
 
 def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int, of_tasks: str = "") -> str:
-    """The newest `num` steps on one line: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)
+    """Describe the newest `num` steps: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)
     0.41 s/step  train 71% wait 24%  1 min 58 s left`.
     """
     part, last = slice(-num, None), steps.last
@@ -270,7 +266,7 @@ def answers_text(steps: Steps) -> str:
 
 
 def tasks_text(metrics: Mapping[str, float]) -> str:
-    """The reward of each task in a step, where the run has several: `sums 0.413, words 0.250`; else ''."""
+    """Show the reward of each of several tasks: `sums 0.413, words 0.250`; else ''."""
     return ", ".join(f"{n.split('/', 2)[2]} {num:.3f}" for n, num in metrics.items() if is_of_task(n))
 
 
@@ -280,7 +276,7 @@ def is_of_task(name: str) -> bool:
 
 
 def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
-    """How old the tokens of a step were."""
+    """Describe the age of the tokens of a step."""
     mean, largest = metrics.get("sample/staleness_mean"), metrics.get("sample/staleness_max")
     if mean is None or largest is None:
         return "no token in the loss"
@@ -290,7 +286,7 @@ def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
 
 
 PATIENCE_S = 1.0
-"""How long a reader that is behind is waited for, once, until it has read on."""
+"""Seconds to wait, once, for a slow reader."""
 _PIECE = 1000
 """Characters at a time: at most 4 KB, which a pipe that has any room takes whole (pipe(7), PIPE_BUF)."""
 
@@ -298,20 +294,18 @@ logger = logging.getLogger(__name__)
 
 
 def outliving(file: TextIO | None = None) -> TextIO:
-    """`file` (default: standard output), to write to as long as that works; then to nowhere, without an
-    error. Text that a pipe or terminal does not take, because it is not read, is left out. Both are logged
-    once.
+    """Return `file` (default: standard output) without its errors: after one, nothing is written; text that
+    a full pipe or terminal does not take is dropped. Both are logged once.
     """
     return cast("TextIO", _Outliving(file or sys.stdout or io.StringIO()))
 
 
-@functools.lru_cache(maxsize=4)  # one for a file: it knows that the reader is behind
+@functools.lru_cache(maxsize=4)  # one object for each file
 class _Outliving:
-    """Looks like the file that it writes to.
+    """A file that drops text after an OSError, and while its reader is behind.
 
-    Life: writes there until an OSError -> drops what it is given. Behind, from a write without room until one
-        that does.
-    Waits: write waits PATIENCE_S for room, but not while it is behind: the event loop of a run calls it.
+    write() waits PATIENCE_S for a reader that falls behind, then not again until it reads: the event loop of
+    a run calls it.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -323,7 +317,7 @@ class _Outliving:
             self._poll.register(descriptor, select.POLLOUT)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)  # encoding, isatty: what it is decides how it is written to
+        return getattr(self._file, name)  # encoding, isatty
 
     def write(self, text: str) -> int:
         for start in range(0, len(text), _PIECE):
@@ -340,9 +334,7 @@ class _Outliving:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing to do: each piece is flushed when written, so that no buffer can block the end of the
-        process.
-        """
+        """Do nothing: each piece is flushed when written, so no buffer blocks the end of the process."""
 
     def _has_room(self) -> bool:
         if self._poll is not None and not self._poll.poll(0 if self._is_behind else PATIENCE_S * 1000):
@@ -368,7 +360,7 @@ def is_in_notebook() -> bool:
 
 
 class NotebookLive:
-    """Shows what `get_renderable` returns, as rich's Live does on a terminal.
+    """Shows the result of `get_renderable`, as rich's Live does on a terminal.
 
     Life: silent until start(); repaints in its thread until stop(), which leaves the last picture.
     """

@@ -1,5 +1,5 @@
-"""What `asyncrl inspect` says: the trainer's record beside the journal, as JSON or as tables for people.
-Reads alone; a live run may write on.
+"""`asyncrl inspect`: the trainer's record and the journal, as JSON or as tables. Only reads; the run may be
+live.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def render_inspect(
     samples: bool = False,
     kinds: Sequence[str] = (),
 ) -> str:
-    """A run's batches, waste, restarts and resumes; `step` narrows it to one batch, `group` tells one group's
-    whole story. `samples`, or some `kinds` of them: rollouts as text instead, from samples.jsonl.
+    """Describe a run's batches, waste, restarts and resumes; `step` selects one batch, `group` one group with
+    its rollouts. `samples`, or `kinds` of samples: text of rollouts from samples.jsonl instead.
 
     Raises ConfigError if `run_dir` is no run directory, or has no such step, group or sample.
     """
@@ -55,9 +55,9 @@ def render_inspect(
 
 
 def summarise(files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
-    """Plain values: staleness recomputed from the spans, whether the bound was kept, the verdict, and each of
-    the newest batches (or that of `step` or `group`), from the trainer's record; `journal`, `batch` and
-    `story` are from the journal. Raises ConfigError for a step or group that neither knows.
+    """Return plain values from the trainer's record: staleness by its spans, whether the bound was kept, the
+    verdict, and the newest batches (or the batch of `step` or `group`); `journal`, `batch` and `story` from
+    the journal. Raises ConfigError for an unknown step or group.
     """
     problems, bound = [*files.problems], files.config.buffer.max_staleness
     record = TrainedRecord(files.run_dir / TRAINED_FILE, problems, bound)
@@ -108,7 +108,7 @@ def _step(line: Line, files: RunFiles, step: int | None, group: int | None) -> d
 def _journal(
     connection: sqlite3.Connection, files: RunFiles, step: int | None, group: int | None
 ) -> dict[str, Any]:
-    """What the journal says of the group, the step, or else of the whole run."""
+    """Read the group, the step or the whole run from the journal."""
     told: dict[str, Any] = {}
     if group is not None:
         told["story"] = _story(connection, group, files)
@@ -121,7 +121,7 @@ def _journal(
 
 
 def _story(connection: sqlite3.Connection, group_id: int, files: RunFiles) -> dict[str, Any] | None:
-    """The group with its rollouts by sample_index, and what was sampled in them."""
+    """Return a group with its rollouts by sample_index, and their sampled tokens."""
     if (story := group_story(connection, group_id)) is None:
         return None
     if not story["has_tokens"]:
@@ -148,7 +148,7 @@ def _story(connection: sqlite3.Connection, group_id: int, files: RunFiles) -> di
 
 
 def _finished(rollout: Rollout, decode: Decode | None) -> dict[str, Any]:
-    """The whole rollout, and its branches if there are several."""
+    """Describe a rollout, and its branches if there are several."""
     branches: list[dict[str, Any]] = [
         {
             "branch": branch.branch,
@@ -169,8 +169,8 @@ def _finished(rollout: Rollout, decode: Decode | None) -> dict[str, Any]:
 
 
 def find_decoder(files: RunFiles) -> tuple[Decode | None, str]:
-    """Text of token ids, and the folder of its tokenizer; or why there is none. From the model folder of the
-    run, else the one that it was given. Only tokenizer.json: other formats would import torch.
+    """Return a decoder and the folder of its tokenizer, or None and a reason. The run's model folder comes
+    first, then model.path. Only tokenizer.json: other formats import torch.
     """
     model = files.config.model
     folders = [files.run_dir / "model", files.run_dir / "final"]
@@ -187,16 +187,14 @@ def find_decoder(files: RunFiles) -> tuple[Decode | None, str]:
 def pieces(
     token_ids: Sequence[int], spans: Sequence[VersionSpan], decode: Decode | None
 ) -> list[dict[str, Any]]:
-    """[start, end), version, engine (where known) and text of each span, or its token ids without a
-    tokenizer.
-
-    A character may need the tokens of two spans that follow each other: it is shown with the later one.
+    """Return start, end, version, engine (if known) and text of each span, or its token ids without a
+    tokenizer. A character across two spans is in the later one.
     """
     found = []
     first, shown = 0, ""
     for number, span in enumerate(spans):
         if number == 0 or span.start != spans[number - 1].end:
-            first, shown = span.start, ""  # a turn begins: what stands before it was not sampled
+            first, shown = span.start, ""  # a turn begins, after tokens that were not sampled
         piece: dict[str, Any] = {"start": span.start, "end": span.end, "version": span.version}
         if span.engine >= 0:
             piece["engine"] = span.engine
@@ -248,9 +246,7 @@ _TRAJECTORY = {
 
 
 def _tables(files: RunFiles, summary: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """What the journal says, the bound, the batches and their trajectories, what broke a promise, the
-    verdict.
-    """
+    """Show the journal, the bound, the batches and their trajectories, violations, and the verdict."""
     if "journal" in summary:
         run = summary["journal"]
         yield _grid(run | {"events": run["events"][-_MAX_EVENTS:]})
@@ -277,7 +273,7 @@ def _tables(files: RunFiles, summary: Mapping[str, Any]) -> Iterator[RenderableT
 
 
 def _grid(values: Mapping[str, Any], *drawn: str) -> RenderableType:
-    """A row a field, but for those that are drawn in another form."""
+    """Draw a row for each field, except the `drawn` ones."""
     return grid((name, Text(plain(value))) for name, value in values.items() if name not in drawn)
 
 
@@ -328,7 +324,7 @@ def _story_text(story: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _rollout_text(rollout: Mapping[str, Any]) -> str:
-    """What it is, in a line."""
+    """Describe a rollout in a line."""
     match rollout["state"]:
         case "finished":
             cut = ", truncated" if rollout["is_truncated"] else ""
@@ -345,7 +341,7 @@ def _rollout_text(rollout: Mapping[str, Any]) -> str:
 
 
 def _sampled(branch: Mapping[str, Any]) -> Iterator[Text]:
-    """What was sampled in it, each piece behind its version, and which tokens of it earned what."""
+    """Show sampled text with its versions, and rewards of parts."""
     for piece in branch.get("pieces", ()):
         shown = piece["text"] if "text" in piece else " ".join(map(str, piece["token_ids"]))
         place = f"  [v{piece['version']}, {piece['start']}..{piece['end'] - 1}] "
@@ -356,7 +352,7 @@ def _sampled(branch: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of `rows`: title -> the name of its field. Text stands left, numbers right."""
+    """Draw `rows` as a table; `columns`: title -> field. Text is left-aligned, numbers right-aligned."""
     table = Table(box=None, padding=(0, 1))
     for title, name in columns.items():
         is_text = any(isinstance(row[name], str) for row in rows)

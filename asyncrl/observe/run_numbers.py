@@ -1,4 +1,4 @@
-"""Numbers of a whole run out of its step metrics, and the words that console, status and summary share."""
+"""Numbers of a whole run from its step metrics, and texts that console, status and summary share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from asyncrl.observe.run_dir import read_metrics
 
 
 class Steps:
-    """The metrics of all steps of a run, by columns. A step that is there already replaces all from there
-    on. `last`: the last line.
+    """The metrics of all steps of a run, by columns. A repeated step replaces itself and all later steps.
+    `last`: the last line.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -56,31 +56,31 @@ class Steps:
         return self._columns.get(name, array("d", [math.nan]) * len(self))
 
     def values(self, name: str, part: slice = slice(None)) -> list[float]:
-        """Of the steps, or a part of them, that have the metric."""
+        """Return the values of the steps, or a part of them, that have the metric."""
         return [value for value in self.column(name)[part] if value == value]
 
     def total(self, name: str, part: slice = slice(None)) -> float:
-        """Sum over the steps that have the metric."""
+        """Sum the steps that have the metric."""
         return float(sum(self.values(name, part)))
 
     def mean(self, name: str, part: slice = slice(None)) -> float | None:
-        """Mean over the steps that have the metric; None if none has."""
+        """Return the mean of the steps with the metric, None without any."""
         values = self.values(name, part)
         return fmean(values) if values else None
 
     def most(self, name: str) -> float | None:
-        """The largest of the steps that have the metric; None if none has."""
+        """Return the largest value, None without any."""
         return max(self.values(name), default=None)
 
     def rate(self, name: str) -> float | None:
-        """Mean of what counts a second of training, over the time of all steps that have it."""
+        """Return the mean of a rate per second of training, weighted by time."""
         both = zip(self.column(name), self.column("perf/train_s"), strict=True)
         found = [(value * train_s, train_s) for value, train_s in both if value * train_s >= 0]
         whole_s = sum(train_s for _, train_s in found)
         return sum(value for value, _ in found) / whole_s if whole_s else None
 
     def newest(self, name: str) -> float:
-        """What a counter of the whole run says last; 0 if no step has it."""
+        """Return the last value of a counter; 0 without any."""
         return ([0.0] + self.values(name))[-1]
 
 
@@ -90,14 +90,12 @@ def read_steps(run_dir: Path, problems: list[str]) -> Steps:
 
 
 def recent(num: int) -> slice:
-    """The newest of `num` steps, whose mean stands for the reward now: a tenth, of 5 to 50 steps; below 10
-    steps the second half.
-    """
+    """Select the recent steps of `num`: the last tenth, 5 to 50 steps; below 10 steps the second half."""
     return slice(-max(1, min(50, num // 10), min(5, num // 2)), None)
 
 
 def seconds_left(steps: Steps, num_steps: int) -> float | None:
-    """Time until a run of `num_steps` is done, at the pace of its recent steps; None before the first one."""
+    """Estimate the time until `num_steps`, at the pace of recent steps; None before the first step."""
     step_s = steps.mean("perf/step_s", slice(-20, None))
     return None if step_s is None else step_s * max(0, num_steps - int(steps.last["step"]))
 
@@ -110,7 +108,7 @@ SHARES = {
     "turns": ("taking turns", "cyan", "perf/handover_s"),
     "other": ("other", "bright_black", ""),
 }
-"""Field of TimeShares -> its words, its colour, and its metric."""
+"""Field of TimeShares -> its name, its color, and its metric."""
 
 
 TRAIN_PARTS = {
@@ -121,13 +119,13 @@ TRAIN_PARTS = {
     "passes without gradient": "perf/logprobs_s",
     "blocked by copies of the weights": "perf/blocked_s",
 }
-"""Parts of perf/train_s in words."""
+"""Names of the parts of perf/train_s."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerNumbers:
-    """How the trainer used its device, over all steps; None where no step says it. `parts`: shares of
-    perf/train_s by the words of TRAIN_PARTS. Memory: the peak of the device, and of all ranks on the host.
+    """Use of the trainer's device over all steps; None if unknown. `parts`: shares of perf/train_s by the
+    names of TRAIN_PARTS. Memory: the peak of the device, and of all ranks on the host.
     """
 
     parts: Mapping[str, float]
@@ -138,7 +136,7 @@ class TrainerNumbers:
 
     @classmethod
     def of(cls, steps: Steps) -> TrainerNumbers:
-        """From the metrics of the trainer."""
+        """Compute from the metrics of the trainer."""
         train_s = steps.total("perf/train_s")
         parts = {words: steps.total(name) for words, name in TRAIN_PARTS.items() if steps.values(name)}
         return cls(
@@ -150,7 +148,7 @@ class TrainerNumbers:
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Where the time of training went, and how the device was used, for a table."""
+        """Yield parts of training and use of the device, for a table."""
         if self.parts:
             parts = {**self.parts, "the rest": max(0.0, 1 - sum(self.parts.values()))}
             yield "training", ", ".join(f"{w} {share:.0%}" for w, share in parts.items() if share >= 0.005)
@@ -167,8 +165,8 @@ class TrainerNumbers:
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Where the wall time of the steps went; each 0..1, they add up to 1. `other` is what no metric names,
-    `turns` are handovers where trainer and engines share devices.
+    """Shares of the wall time of the steps, 1 in total. `other`: without a metric; `turns`: handovers of
+    shared devices.
     """
 
     training: float = 0.0
@@ -180,12 +178,12 @@ class TimeShares:
 
     @property
     def waiting(self) -> float:
-        """All waits together."""
+        """Sum of all waits."""
         return self.generation + self.stragglers + self.publishing
 
     @classmethod
     def of(cls, seconds_of: Callable[[str], float]) -> TimeShares:
-        """From the seconds of each metric. Parts that exceed the whole (rounding) are scaled down."""
+        """Compute from the seconds of each metric. Parts that exceed the total (rounding) are scaled down."""
         parts = {name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric}
         whole = max(seconds_of("perf/step_s"), sum(parts.values()))
         if whole <= 0:
@@ -195,14 +193,14 @@ class TimeShares:
 
 
 def masked_tokens(steps: Steps) -> int:
-    """Sampled tokens that batches trained on without a loss weight."""
+    """Count sampled tokens without a loss weight."""
     both = zip(steps.column("tokens/sampled"), steps.column("tokens/trained"), strict=True)
     masked = (sampled - (0.0 if math.isnan(trained) else trained) for sampled, trained in both)
     return int(sum(num for num in masked if num > 0))
 
 
 def thinned(values: Sequence[float], num: int) -> list[float]:
-    """The values as at most `num` numbers, each the mean of its stretch."""
+    """Reduce values to at most `num` means."""
     if len(values) <= num:
         return list(values)
     edges = [round(index * len(values) / num) for index in range(num + 1)]
@@ -213,7 +211,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], *, width: int = 32) -> str:
-    """The values as at most `width` block characters, from their smallest to their largest."""
+    """Draw values as at most `width` block characters."""
     means = thinned(values, width)
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
@@ -221,7 +219,7 @@ def sparkline(values: Sequence[float], *, width: int = 32) -> str:
 
 
 def duration(seconds: float) -> str:
-    """8.3 s, 4 min 05 s, 2 h 10 min."""
+    """Format as 8.3 s, 4 min 05 s, 2 h 10 min."""
     minutes, rest = divmod(round(seconds), 60)
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -229,12 +227,12 @@ def duration(seconds: float) -> str:
 
 
 def several(num: float, noun: str) -> str:
-    """`1 group`, `3 groups`."""
+    """Format as `1 group`, `3 groups`."""
     return f"{num:.0f} {noun if num == 1 else f'{noun}s'}"
 
 
 def grid(rows: Iterable[tuple[str, RenderableType]]) -> Table:
-    """A row a field: its name, and what it is."""
+    """Draw a row for each field."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
@@ -244,12 +242,12 @@ def grid(rows: Iterable[tuple[str, RenderableType]]) -> Table:
 
 
 def boxed(rows: Iterable[tuple[str, RenderableType]], title: str | Text) -> Panel:
-    """The same in a frame."""
+    """Draw a grid in a frame."""
     return Panel(grid(rows), title=Text.assemble(title), title_align="left", border_style="blue")
 
 
 def plain(value: Any) -> str:
-    """A value of a summary in a table."""
+    """Format a value of a summary for a table."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -263,13 +261,13 @@ def plain(value: Any) -> str:
 
 
 def skipped_text(metrics: Mapping[str, float]) -> str:
-    """`1 update skipped in step 12: not finite`; '' for a step without a skipped update."""
+    """Format as `1 update skipped in step 12: not finite`; '' without a skipped update."""
     num = metrics.get("trainer/skipped_steps", 0.0)
     return f"{several(num, 'update')} skipped in step {metrics['step']:.0f}: not finite" if num else ""
 
 
 def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Lines of eval.jsonl by the name of their evaluation, '' where there is one; in their order."""
+    """Group lines of eval.jsonl by the name of their evaluation, '' for the only one."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         found.setdefault(str(line.get("name", "")), []).append(line)
@@ -277,8 +275,8 @@ def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, A
 
 
 def evaluation_text(metrics: Mapping[str, Any]) -> str:
-    """One evaluation (a line of eval.jsonl), with its name where there are several: `v40 reward 0.413 ± 0.031
-    12.3 tokens, 2.0% truncated  3.2 s`; then what went wrong.
+    """Format a line of eval.jsonl: `v40 reward 0.413 ± 0.031  12.3 tokens, 2.0% truncated  3.2 s`, then
+    failures.
     """
     parts = [f"{metrics.get('name', '')} v{metrics['eval/version']:.0f}".lstrip()]
     if "eval/reward_mean" in metrics:

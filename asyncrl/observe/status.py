@@ -1,7 +1,6 @@
 """Reads a run directory, live or ended, for `asyncrl status`. Starts and changes nothing.
 
-A run that says "running" while no process holds its lock has crashed, and is called so where that can be
-seen: on its own machine.
+A run that says "running" while no process holds its lock has crashed; only its own machine can tell.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ State = Literal["starting", "running", "done", "failed", "interrupted", "crashed
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """What a run directory holds. `explanation`: the state in a sentence; `status`: status.json as it is;
-    `steps`: what metrics.jsonl says of all steps; `evaluations`: lines of eval.jsonl; `verdict`: so far,
-    None before the first step; `problems`: sentences about what cannot be believed.
+    """Contents of a run directory. `explanation`: the state in a sentence; `status`: status.json; `steps`:
+    metrics.jsonl; `evaluations`: lines of eval.jsonl; `verdict`: None before the first step; `problems`:
+    sentences about unreadable files.
     """
 
     run_dir: Path
@@ -78,8 +77,8 @@ class RunFiles:
 
 
 def read_run(run_dir: str | Path) -> RunFiles:
-    """Read a run directory; not trained.jsonl, which only inspect needs (trained.py). Raises ConfigError if
-    it is none, or if it or its config cannot be read.
+    """Read a run directory without trained.jsonl. Raises ConfigError for another directory or an unreadable
+    config.
     """
     folder, problems = Path(run_dir), list[str]()
     config, status = read_config(folder), read_status(folder, problems)
@@ -89,7 +88,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """That of the run in this directory. Raises ConfigError if it is none, or if it cannot be read."""
+    """Read config.yaml of a run. Raises ConfigError for another directory or an unreadable config."""
     try:
         (folder / CONFIG_FILE).open("rb").close()
     except OSError as error:
@@ -110,9 +109,8 @@ def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
-    """What the run does, and a sentence about it, from status.json and from whether its lock is held.
-
-    Crashed is only what can be seen from here to have ended: on this machine, since it was started.
+    """Return the state and a sentence about it, from status.json and the lock. `crashed` needs proof: on this
+    machine, since its last start.
     """
     said = status.get("state")
     age_s = max(0.0, time.time() - float(status.get("updated_s", 0.0)))
@@ -139,9 +137,7 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
 
 
 def _is_held(path: Path) -> bool | None:
-    """Whether a process writes into the run directory; None if that cannot be seen. Over NFS other machines'
-    locks are seen too.
-    """
+    """Whether a process holds the lock, on any machine over NFS; None if unknown."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -155,8 +151,8 @@ def _is_held(path: Path) -> bool | None:
 
 
 def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: bool = False) -> str:
-    """Describe a run, live or ended, on one screen; `is_verbose`: with all of status.json and where the time
-    went. Raises ConfigError if `run_dir` is no run directory.
+    """Describe a run on one screen; `is_verbose`: with status.json and the shares of time. Raises
+    ConfigError if `run_dir` is no run directory.
     """
     files = read_run(run_dir)
     if as_json:
@@ -165,9 +161,8 @@ def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: boo
 
 
 def status_summary(files: RunFiles) -> dict[str, Any]:
-    """Plain values: state, steps done, the last metrics, verdict so far, and status.json as the run wrote it.
-
-    `rewards`: of each step; of a very long run, means of stretches.
+    """Return state, steps done, last metrics, verdict and status.json as plain values. `rewards`: of each
+    step; of a very long run, means of several steps.
     """
     updated_s = files.status.get("updated_s")
     return {
@@ -188,7 +183,7 @@ def status_summary(files: RunFiles) -> dict[str, Any]:
 
 
 def to_text(*drawn: RenderableType) -> str:
-    """As a terminal of this width would show it; with colours if standard output is one."""
+    """Render for the width of the terminal; with colors on a terminal."""
     out = io.StringIO()
     width = max(60, min(120, shutil.get_terminal_size((80, 24)).columns))
     Console(file=out, width=width, force_terminal=sys.stdout.isatty(), highlight=False).print(Group(*drawn))
@@ -262,7 +257,7 @@ def _progress(files: RunFiles) -> str:
 
 
 def _said(name: str, value: Any) -> str:
-    """A sentence each wait, the age of each rollout; what has not their form is shown as it is."""
+    """Write waits as sentences and rollouts with their ages; other values plainly."""
     with contextlib.suppress(TypeError, ValueError):
         if name == "waits":
             return "\n".join(str(Wait(**entry)) for entry in value) or "none"
