@@ -1,5 +1,5 @@
-"""The drafts of a session's newest chats: a call whose messages begin with those of an earlier one continues
-from its draft, and nothing of it is rendered a second time.
+"""Drafts of a session's newest chats. A call that repeats the messages of an earlier call continues from its
+draft and renders only the new messages.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MAX_CHATS = 16
 
 
 class SentChats:
-    """The newest ones of one session: as many as it may have calls at once, MAX_CHATS at least."""
+    """The newest drafts of one session: as many as it may have calls at once, MAX_CHATS at least."""
 
     def __init__(self, num_calls: int = 0) -> None:
         self._most = max(MAX_CHATS, num_calls)
         self._drafts: dict[bytes, Draft] = {}
 
     def find(self, messages: list[Any]) -> Draft | None:
-        """The draft of the longest chat that these continue; they then share its messages. May run in a
-        thread beside add().
+        """Return the draft of the longest chat that `messages` continue; they then share its messages. May
+        run in a thread during add().
         """
         keys = _keys(messages)
         for length in range(len(messages) - 1, 0, -1):
@@ -34,7 +34,7 @@ class SentChats:
         return None
 
     def add(self, draft: Draft) -> None:
-        """A call was planned as this."""
+        """Keep the draft of a planned call."""
         key = _keys(draft.messages)[-1]
         self._drafts.pop(key, None)
         self._drafts[key] = draft.to_go_on_from()
@@ -43,7 +43,7 @@ class SentChats:
 
 
 def _keys(messages: Any) -> list[bytes]:
-    """Hashes of the first message, of the first two, and so on, as JSON, which tells True from 1."""
+    """Hashes of the first message, of the first two, and so on, as JSON, where True is not 1."""
     hashed, keys = new_hash(), []
     for message in messages:
         hashed.update(to_json(message))
