@@ -1,5 +1,5 @@
-"""The gateway: an endpoint in OpenAI's and Anthropic's forms whose sessions record what was sampled. Its
-routes check the key, read the call, and write the answer, whole or as a stream.
+"""The gateway: an endpoint in the formats of OpenAI and Anthropic whose sessions record the sampled tokens.
+Its routes check the key, read the call, and write the answer, whole or as a stream.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/m
 class Gateway:
     """The SessionHost of a run's engines, and the HTTP endpoint that clients call with its sessions' keys.
 
-    Life: made -> bind() takes the port, so that its address is known -> start() -> aclose() ends every
-        session and connection. A request is refused, or finds its session -> its call is sampled, or is one
-        that was sampled before -> answered.
+    Life: made -> bind() takes the port and returns the address -> start() -> aclose() ends every session and
+        connection. A request is refused, or finds its session -> its call is sampled, or joins an equal call
+        -> answered.
     Waits: handlers sleep in the client's body, the engine, and the client's reading, all bounded by
         read_timeout_s or the session.
-    Invariant: nothing that a client sends reaches an engine unchecked, and no call is answered after its
-        session. Whatever a client sends is answered in its endpoint's form; errors are counted by status.
+    Invariant: no unchecked value of a client reaches an engine, and no call is answered after its session.
+        Each error has the format of its endpoint and is counted by status.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Gateway:
         on_broken: OnBroken,
         extra_routes: Sequence[BaseRoute] = (),
     ) -> None:
-        """`on_broken` ends the run. `extra_routes`: of others, beside its own."""
+        """`on_broken` ends the run. `extra_routes` are served on the same port."""
         self._config, self._model = config, rules.model_name
         self._sessions, self._refused = Sessions(config), Counter[int]()
         parts = tokenizer, tool_format, rules, seed_of, on_broken
@@ -159,7 +159,7 @@ class Gateway:
         return url
 
     async def aclose(self) -> None:
-        """End every session, answer what is in hand, close every connection. Idempotent."""
+        """End every session, answer open requests, close every connection. Idempotent."""
         self._sessions.end_all_nowait("the run has ended")
         await self.listener.aclose()
         if self._socket is not None:
@@ -180,9 +180,7 @@ class Gateway:
     # ---- routes
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """An error, in the form of the endpoint that was called. The address is not shown, for it may hold a
-        key.
-        """
+        """Answer an error in the format of the endpoint. The address is not shown, for it may hold a key."""
         if isinstance(error, Refused):
             return Response(error.body.model_dump_json(), error.status, media_type="application/json")
         if isinstance(error, ClientDisconnect):
@@ -223,9 +221,7 @@ class Gateway:
                 await stream.write(stream.written.failed(error), is_last=True)
 
     async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
-        """The call, and whether it is new; `stream` knows what its client gets. A body is not kept: a call
-        may wait long.
-        """
+        """Return the call, and whether it is new, and give `stream` its writer. The body is not kept."""
         told = await self._translated(form, session, stream.request)
         digest, is_retry = _asked_as(form, told.body, stream.request)
         sent = Sent(form, told.body, digest, is_retry=is_retry)
@@ -234,7 +230,7 @@ class Gateway:
         return call, is_new
 
     async def _translated(self, form: Form, session: GatewaySession, request: Request) -> Translated:
-        """The body in terms of chat completions; a long one is translated beside the loop."""
+        """Return the body as chat completions; a long body is translated in a thread."""
         body = await read_body(request, self._config.max_body_bytes)
         translated_now = partial(form.translated, body, session.responses)
         return await session.route.in_turn(translated_now, len(body) if form.translates else 0)
@@ -242,7 +238,7 @@ class Gateway:
     async def _answer(
         self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
     ) -> None:
-        """Sample the call, unless it is one that was sampled before, and write what came of it."""
+        """Sample a new call, or wait for a known one, and write the answer."""
         written = stream.written
         assert written is not None, "_begin() has made it"
         if is_new:
@@ -265,14 +261,14 @@ class Gateway:
         await stream.write(body, is_last=True, is_stream=call.is_streamed)
 
     async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
-        """Text as it comes, until the end or until the client is gone."""
+        """Write new text, until the end or until the client leaves."""
         while not call.is_done and stream.is_there():
             await call.wait_news()
             if not call.is_done and (text := written.news()):
                 await stream.write(text)
 
     async def _count(self, request: Request) -> Response:
-        """Tokens of a chat, which is neither sampled nor recorded."""
+        """Count the tokens of a chat, without sampling or recording it."""
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.reading:
@@ -293,7 +289,7 @@ class Gateway:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """What /docs shows. Bodies are read by hand, after the key, so their schemas are added here."""
+    """Return the schema for /docs. Routes read bodies after the key, so schemas are added here."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(model, "validation") for model in SCHEMAS.values()]
@@ -308,13 +304,13 @@ def _note_refusal(session: GatewaySession, error: ApiError) -> None:
 
 
 def is_connected(request: Request) -> bool:
-    """Whether its client is there to get the answer."""
+    """Whether the client is connected."""
     return not request.scope["connection"].transport.is_closing()
 
 
 class _Stream(Response):
-    """The answer of a call, which may be a stream of events: begun with the first of them, so that an early
-    error has its own status.
+    """The answer of a call, whole or as a stream of events. A stream begins with its first event, so that an
+    early error has its own status.
     """
 
     def __init__(self, complete: Callable[[_Stream], Awaitable[None]]) -> None:
@@ -329,12 +325,12 @@ class _Stream(Response):
         await self._complete(self)
 
     def is_there(self) -> bool:
-        """Whether the client is still connected."""
+        """Whether the client is connected."""
         return is_connected(self.request)
 
     @contextlib.contextmanager
     def watched(self, left: Callable[[], None]) -> Iterator[None]:
-        """`left` is called when the client goes away."""
+        """Call `left` when the client leaves."""
         connection: Connection = self.request.scope["connection"]
         connection.on_lost.append(left)
         try:
@@ -343,8 +339,8 @@ class _Stream(Response):
             connection.on_lost.remove(left)
 
     async def until(self, done: Awaitable[None]) -> None:
-        """Wait as long as the client is there. Raises ApiError if it goes away: a client that asks again and
-        again would else hold a place for each time.
+        """Wait while the client is connected. Raises ApiError if it leaves: otherwise each
+        retry of a client would hold a place.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if self.is_there() else 0.0) as scope:
@@ -353,7 +349,7 @@ class _Stream(Response):
         raise client_gone()
 
     async def write(self, events: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
-        """Write events, or a whole body, if the client is there; uvicorn drops what nobody reads."""
+        """Write events, or a whole body; uvicorn drops them if the client left."""
         if not self.has_begun:
             self.has_begun = True
             length = str(len(events)).encode()
@@ -372,7 +368,7 @@ def shown_key(request: Request) -> str:
 
 
 def _asked_as(form: Form, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """What tells one call from another, and whether its client says that it asks again."""
+    """Return the digest that identifies a call, and whether its client marks it as a retry."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
         body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
@@ -382,7 +378,7 @@ def _asked_as(form: Form, body: bytes, request: Request) -> tuple[bytes, bool]:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError if it is slow, compressed or too large."""
+    """Return the whole body. Raises ApiError if it is slow, compressed or too large."""
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
     slow_s, body = request.app.state.read_timeout_s, bytearray()

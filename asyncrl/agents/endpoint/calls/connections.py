@@ -17,9 +17,9 @@ from asyncrl.agents.endpoint.answers import ApiError
 
 BACKLOG = 1024
 CLOSE_S = 2.0
-"""Seconds that requests in hand have to end when a listener closes."""
+"""Seconds that open requests have to end when a server closes."""
 MAX_HEAD = 2**16
-"""Most bytes of the head of a request, to one read of the socket."""
+"""Most bytes of the head of a request, plus one read of the socket."""
 _END = b"Connection: close\r\nContent-Length: "
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\n" + _END + b"0\r\n\r\n"
 _BAD_HEAD = ApiError(400, "The head of this request is malformed or too long.").body()
@@ -28,10 +28,10 @@ _REFUSED += str(len(_BAD_HEAD)).encode() + b"\r\n\r\n" + _BAD_HEAD
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. It is closed after timeout_keep_alive seconds without a request, counted until a whole
-    head has come. One more than `most` replaces the one idle longest; if none is idle, it gets 503.
+    """A connection of a client. It is closed if no whole head arrives within timeout_keep_alive seconds. At
+    `most` connections, a new one replaces the one idle longest; if none is idle, it gets 503.
 
-    A handler finds it as request.scope["connection"].
+    A handler finds it in request.scope["connection"].
     """
 
     def __init__(self, most: int, idle: dict[Connection, None], **settings: Any) -> None:
@@ -58,7 +58,7 @@ class Connection(HttpToolsProtocol):
         )
 
     def forget(self) -> None:
-        """It is closing, and takes no place."""
+        """Take no place any longer, before the transport is closed."""
         self._idle.pop(self, None)
         self.connections.discard(self)
 
@@ -96,14 +96,14 @@ class Connection(HttpToolsProtocol):
         """Keep the clock, for uvicorn would stop it at the first byte of a head."""
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, without a word of it: it may hold a key."""
+        """Refuse bytes that are not HTTP, and do not repeat them: they may hold a key."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(_REFUSED)
         self.transport.close()
 
 
 class AppServer:
-    """Serves an app on a socket. Life: listen() -> aclose()."""
+    """Serve an app on a socket. Life: listen() -> aclose()."""
 
     def __init__(self, app: ASGIApp, *, most: int, idle_s: float) -> None:
         """`most`: connections at once. `idle_s`: see Connection."""
@@ -126,7 +126,7 @@ class AppServer:
 
     @property
     def connections(self) -> Collection[object]:
-        """Those that are open."""
+        """The open connections."""
         return self._state.connections
 
     async def listen(self, listening: socket.socket) -> None:
@@ -137,7 +137,7 @@ class AppServer:
         self._server = await loop.create_server(self._make, sock=listening, backlog=BACKLOG)
 
     async def aclose(self) -> None:
-        """Close every connection, those in hand after their answer or CLOSE_S. Idempotent."""
+        """Close every connection, busy ones after their answer or CLOSE_S. Idempotent."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._state.connections):
