@@ -40,7 +40,7 @@ keys buffer.max_stalenes -> 2: did you mean buffer.max_staleness?
 keys --schema -> 0: "max_staleness": {
 -h -> 0: scale ... --install-completion
 run -h -> 0: --resume
-check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... memory of cpu:
+check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... cpu: needs
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
 run configs/quickstart.yaml --trainer.num_steps 3 -> 2: write trainer.num_steps=3.
 run configs/quickstart.yaml --trainer.num_steps=3 -> 2: write trainer.num_steps=3.

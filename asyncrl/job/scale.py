@@ -220,12 +220,13 @@ class ScaledEngine(EngineSupervisor):
 
 async def until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
     """Run `work` until it or `left` ends. Raises what `work` raises."""
-    working = asyncio.create_task(work, name=f"watch {name}")
-    leaving = asyncio.create_task(left, name=f"watch {name}")
+    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left)
+    for task in tasks:
+        task.set_name(f"watch {name}")
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end_all((working, leaving))
+        await end_all(tasks)
     if not working.cancelled():
         working.result()
 
