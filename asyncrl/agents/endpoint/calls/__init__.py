@@ -1,1 +1,1 @@
-"""A call: what it may send, and its life from the request to the last client that wants its answer."""
+"""The call layer: accepted messages, and the life of a call from request to delivery."""
