@@ -1,5 +1,6 @@
-"""The gateway: an endpoint in the formats of OpenAI and Anthropic whose sessions record the sampled tokens.
-Its routes check the key, read the call, and write the answer, whole or as a stream.
+"""Gateway: an endpoint in OpenAI's and Anthropic's formats whose sessions record sampled tokens.
+
+Routes check the key, read the call, and write the answer, whole or as a stream.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SCHEMAS: Mapping[str, type[BaseModel]] = {
     "responses": ResponsesRequest,
     "messages": MessagesRequest,
 }
-"""What /docs shows of the body of each path."""
+"""Body schemas in /docs, by path."""
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -60,15 +61,15 @@ _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/m
 
 
 class Gateway:
-    """The SessionHost of a run's engines, and the HTTP endpoint that clients call with its sessions' keys.
+    """SessionHost of a run's engines, and the HTTP endpoint for its sessions' keys.
 
     Life: made -> bind() takes the port and returns the address -> start() -> aclose() ends every session and
         connection. A request is refused, or finds its session -> its call is sampled, or joins an equal call
         -> answered.
-    Waits: handlers sleep in the client's body, the engine, and the client's reading, all bounded by
+    Waits: handlers wait for the client's body, the engine, and the client's reads, all bounded by
         read_timeout_s or the session.
-    Invariant: no unchecked value of a client reaches an engine, and no call is answered after its session.
-        Each error has the format of its endpoint and is counted by status.
+    Invariant: no unchecked client value reaches an engine, and no call is answered after its session ended.
+        Each error has its endpoint's format and is counted by status.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Gateway:
         on_broken: OnBroken,
         extra_routes: Sequence[BaseRoute] = (),
     ) -> None:
-        """`on_broken` ends the run. `extra_routes` are served on the same port."""
+        """`on_broken` ends the run. `extra_routes` share the port."""
         self._config, self._model = config, rules.model_name
         self._sessions, self._refused = Sessions(config), Counter[int]()
         parts = tokenizer, tool_format, rules, seed_of, on_broken
@@ -124,15 +125,15 @@ class Gateway:
     def add_route(
         self, engine: EnginePool, *, temperature: float, seed_of: SeedOf, on_broken: OnBroken
     ) -> EngineRoute:
-        """The host of another engine's sessions, which stats() does not count. A call that asks for another
-        temperature gets this one.
+        """Return the host of another engine's sessions, which stats() excludes. A different temperature in a
+        call is replaced by `temperature`.
         """
         rules = replace(self._route.rules, temperature=temperature, on_sampling_override="use_config")
         return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:
-        """Take the port; returns the address for clients, without /v1. Idempotent. Raises ConfigError if it
-        cannot be had.
+        """Take the port; return the address for clients, without /v1. Idempotent. Raises ConfigError if the
+        port is not available.
         """
         host, port = self._config.host, self._config.port or 0
         if self._socket is None:
@@ -143,7 +144,7 @@ class Gateway:
                 what = f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}"
                 way_out = "give an address of this machine and a free port; gateway.port=none takes any."
                 raise ConfigError(what, way_out=way_out) from error
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # of a client that takes nothing for so long (Linux)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # for clients that stop reading (Linux)
                 slow_ms = max(1, int(self._config.read_timeout_s * 1000))
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, slow_ms)
         if self._config.public_url is not None:
@@ -152,7 +153,7 @@ class Gateway:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> str:
-        """Answer from now on; returns the address for clients."""
+        """Start answering; return the address for clients."""
         url = self.bind()
         assert self._socket is not None
         await self.listener.listen(self._socket)
@@ -168,11 +169,11 @@ class Gateway:
         self._socket = None
 
     def stats(self) -> GatewayStats:
-        """Counts so far."""
+        """Return the counts so far."""
         return replace(self._route.counts, refused=dict(self._refused))
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
+        """Return metrics by their names in observe/metrics.py."""
         names = ("calls", "extended", "realigned", "edited", "uncut")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
         return counts | {"gateway/refused": self._refused.total()}
@@ -180,7 +181,7 @@ class Gateway:
     # ---- routes
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer an error in the format of the endpoint. The address is not shown, for it may hold a key."""
+        """Answer an error in the endpoint's format. The address is hidden, since it may contain a key."""
         if isinstance(error, Refused):
             return Response(error.body.model_dump_json(), error.status, media_type="application/json")
         if isinstance(error, ClientDisconnect):
@@ -221,7 +222,7 @@ class Gateway:
                 await stream.write(stream.written.failed(error), is_last=True)
 
     async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
-        """Return the call, and whether it is new, and give `stream` its writer. The body is not kept."""
+        """Return the call and whether it is new, and give `stream` its writer. The body is not kept."""
         told = await self._translated(form, session, stream.request)
         digest, is_retry = _asked_as(form, told.body, stream.request)
         sent = Sent(form, told.body, digest, is_retry=is_retry)
@@ -230,7 +231,7 @@ class Gateway:
         return call, is_new
 
     async def _translated(self, form: Form, session: GatewaySession, request: Request) -> Translated:
-        """Return the body as chat completions; a long body is translated in a thread."""
+        """Translate the body to chat completions; in a thread if it is long."""
         body = await read_body(request, self._config.max_body_bytes)
         translated_now = partial(form.translated, body, session.responses)
         return await session.route.in_turn(translated_now, len(body) if form.translates else 0)
@@ -250,7 +251,7 @@ class Gateway:
             await call.wait_done()
         else:
             await stream.until(call.wait_done())
-        if session.ended is not None:  # in this very round of the loop: in_hand() has had no turn yet
+        if session.ended is not None:  # just ended: in_hand() has not been cancelled yet
             raise session_ended(session.ended)
         if stream.is_there():
             session.deliver_nowait(call)
@@ -261,14 +262,14 @@ class Gateway:
         await stream.write(body, is_last=True, is_stream=call.is_streamed)
 
     async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
-        """Write new text, until the end or until the client leaves."""
+        """Write new text until the end or until the client leaves."""
         while not call.is_done and stream.is_there():
             await call.wait_news()
             if not call.is_done and (text := written.news()):
                 await stream.write(text)
 
     async def _count(self, request: Request) -> Response:
-        """Count the tokens of a chat, without sampling or recording it."""
+        """Count the tokens of a chat, without sampling or recording."""
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.reading:
@@ -289,7 +290,7 @@ class Gateway:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the schema for /docs. Routes read bodies after the key, so schemas are added here."""
+    """Return the schema for /docs. Routes read bodies after the key check, so schemas are added here."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(model, "validation") for model in SCHEMAS.values()]
@@ -304,13 +305,12 @@ def _note_refusal(session: GatewaySession, error: ApiError) -> None:
 
 
 def is_connected(request: Request) -> bool:
-    """Whether the client is connected."""
     return not request.scope["connection"].transport.is_closing()
 
 
 class _Stream(Response):
-    """The answer of a call, whole or as a stream of events. A stream begins with its first event, so that an
-    early error has its own status.
+    """Answer of a call, whole or as a stream of events. A stream starts with its first event, so an early
+    error has its own status.
     """
 
     def __init__(self, complete: Callable[[_Stream], Awaitable[None]]) -> None:
@@ -318,14 +318,14 @@ class _Stream(Response):
         self._complete = complete
         self.has_begun = False
         self.written: Written | None = None
-        """What is written to it."""
+        """Writer of the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self.request = send, Request(scope, receive)
         await self._complete(self)
 
     def is_there(self) -> bool:
-        """Whether the client is connected."""
+        """Return whether the client is connected."""
         return is_connected(self.request)
 
     @contextlib.contextmanager
@@ -339,8 +339,8 @@ class _Stream(Response):
             connection.on_lost.remove(left)
 
     async def until(self, done: Awaitable[None]) -> None:
-        """Wait while the client is connected. Raises ApiError if it leaves: otherwise each
-        retry of a client would hold a place.
+        """Wait while the client is connected. Raises ApiError if it leaves; otherwise each client retry would
+        hold a place.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if self.is_there() else 0.0) as scope:
@@ -359,7 +359,7 @@ class _Stream(Response):
 
 
 def shown_key(request: Request) -> str:
-    """The key in the address, the bearer token, or Anthropic's x-api-key; empty if there is none."""
+    """Return the key from the address, the bearer token, or Anthropic's x-api-key; empty if none."""
     key = request.path_params.get("key")
     if key is None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -368,12 +368,12 @@ def shown_key(request: Request) -> str:
 
 
 def _asked_as(form: Form, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """Return the digest that identifies a call, and whether its client marks it as a retry."""
+    """Return the call's digest, and whether the client marked it as a retry."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
         body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
     ).digest()
-    retries = request.headers.get("x-stainless-retry-count", "")  # what OpenAI's clients count retries in
+    retries = request.headers.get("x-stainless-retry-count", "")  # OpenAI clients' retry counter
     return digest, bool(key or retries.strip("0 "))
 
 
