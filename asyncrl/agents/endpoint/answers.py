@@ -1,7 +1,6 @@
 """Answers: sampled tokens -> thought, text, tool calls and logprobs; and errors.
 
-A token may contain part of a character, and a stop string may span tokens, so some text is held back until
-more tokens arrive. Returned text never changes.
+Text is held back while a character or a stop string may be incomplete. Returned text never changes.
 """
 
 from __future__ import annotations
@@ -27,16 +26,13 @@ REPLACEMENT = "\ufffd"
 """Decoded form of bytes that are no character, for instance of an incomplete one."""
 
 CONTEXT_TOKENS = 4
-"""Tokens decoded again before new ones.
-
-An incomplete character has at most three bytes, and a token at least one; a leading-space mark needs one
-token before it.
+"""Tokens decoded again before new ones. An incomplete character has at most three bytes; a leading-space mark
+needs one more token.
 """
 
 
 class GatewayTokenizer(ChatRenderer, Protocol):
     text_ids: frozenset[int]
-    """Text tokens of the vocabulary, special ones excluded."""
     special_ids: frozenset[int]
     byte_ids: frozenset[int]
     """Byte tokens: they decode only as a whole run."""
@@ -47,8 +43,8 @@ class AnswerText:
 
     The joined pieces are the decoded text, cut before the first complete stop string (the longer one if two
     end together). End-of-turn tokens are omitted, and other special tokens too unless `shows_special` is set
-    or `keep_special` names them. Stop strings match as in the engine: in the text without special tokens, or
-    at a special token of this name.
+    or `keep_special` names them. Stop strings match as in the engine: without special tokens, or at a special
+    token of this name.
 
     Life: feed() new tokens, then finish() once.
     Invariant: the joined pieces do not depend on the split into feeds. A token is decoded at most
@@ -98,7 +94,6 @@ class AnswerText:
         return text + self._add(run)
 
     def _add(self, token_ids: Sequence[int], mark: str = "") -> str:
-        """`mark`: name of the last token."""
         if self.is_stopped:
             return ""
         text = self._decode(self._whole_runs([token for token in token_ids if self._is_shown(token)]))
@@ -106,7 +101,6 @@ class AnswerText:
         return self._until_stop(text[:-1] if self._has_unsure else text, mark)
 
     def finish(self) -> str:
-        """Return the rest of the text after the last token."""
         if self.is_stopped:
             return ""
         text = self._until_stop(self._decode(self._run))
@@ -123,7 +117,6 @@ class AnswerText:
         return self._hand_out(end)
 
     def _hand_out(self, end: int) -> str:
-        """Return the first `end` held characters, with the marks between them."""
         text, at = "", 0
         while self._marks and self._marks[0][0] <= end:
             place, mark = self._marks.pop(0)
@@ -145,7 +138,7 @@ class AnswerText:
         return (token in self._texts.text_ids and token not in self._texts.end_ids) or token in self._kept
 
     def _whole_runs(self, tokens: list[int]) -> list[int]:
-        """Return the decodable tokens: all but trailing byte tokens, which wait for their successors."""
+        """Return the tokens ready to decode: all but trailing byte tokens."""
         end = len(tokens)
         while end > 0 and tokens[end - 1] in self._texts.byte_ids:
             end -= 1
@@ -156,7 +149,6 @@ class AnswerText:
         return ready
 
     def _decode(self, tokens: list[int]) -> str:
-        """Return the text that these tokens add, starting with the held replacement character."""
         if not tokens:
             return REPLACEMENT if self._has_unsure else ""
         known = len(self._texts.decode(self._context, skip_special_tokens=False)) - self._has_unsure
@@ -181,11 +173,10 @@ class Answer:
     """Released after init: answers live as long as their session."""
     _: KW_ONLY
     prefill: str
-    """Beginning of the answer that was not sampled."""
+    """Unsampled beginning of the answer."""
     name: str
     """Prefix of tool call ids."""
     thoughts: ThoughtCutter | None = None
-    """Splits the thought from the text; None keeps the text unchanged."""
     shows_special: bool = True
     """Include special tokens that mark no tool call in `content` (task.special_tokens)."""
     finish_reason: str = ""
@@ -193,10 +184,8 @@ class Answer:
     content: str | None = None
     thought: str = ""
     num_thought_tokens: int = 0
-    """Includes the closing mark. Estimated from the share of text if the mark is not made of separate tokens.
-    """
+    """Includes the closing mark; an estimate if it shares tokens with text."""
     stopped_by: str | None = None
-    """The stop text that ended the answer."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self, asked: CallRequest) -> None:
@@ -217,10 +206,8 @@ class Answer:
 
     @property
     def logprobs(self) -> list[dict[str, Any]] | None:
-        """Return the requested logprobs of the sampled tokens.
-
-        Built on first access (some 10 us a token), and again after let_go(): they are 20 times larger than
-        their source.
+        """Return the requested logprobs. Built on first access (some 10 us a token), and again after
+        let_go(): they are 20 times larger than their source.
         """
         if self._told is None and self._has_logprobs and self.finish_reason:
             if self._logged is not None:
@@ -236,12 +223,10 @@ class Answer:
         return 0 if known is None else len(known.token_ids) + sum(map(len, known.top_logprobs))
 
     def let_go(self) -> None:
-        """Drop the built logprobs after the answer is written."""
         self._told = None
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return the assistant message sent to the client."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.thought:
             message["reasoning_content"] = self.thought
@@ -250,12 +235,10 @@ class Answer:
         return message
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """Add sampled tokens."""
         self.num_tokens += len(token_ids)
         self._add(self._answer.feed(token_ids))
 
     def take_thought(self, start: int) -> str:
-        """Return thought text that may be shown, from `start` on."""
         return self.thought[start:]
 
     def take(self, start: int) -> str:
@@ -268,7 +251,6 @@ class Answer:
         return self._shown[start:]
 
     def finish(self, completion: Completion) -> None:
-        """Parse the complete answer."""
         self.feed(completion.token_ids[self.num_tokens :])
         self._add(self._answer.finish())
         if self.thoughts is not None:
@@ -322,7 +304,6 @@ class Answer:
         return {**self._token(token, logprob, texts), "top_logprobs": others}
 
     def _token(self, token: int, logprob: float, texts: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """`texts`: of the preceding tokens."""
         if token not in texts:
             text = self.tokenizer.decode((token,), skip_special_tokens=False)
             as_bytes = None if REPLACEMENT in text else list(text.encode())
@@ -334,9 +315,7 @@ _NO_TOPS = np.empty((0, 2))
 
 
 def _with_tops(completion: Completion) -> Iterable[tuple[int, float, npt.NDArray[np.float64]]]:
-    """Yield each token, its logprob, and (id, logprob) of the top tokens in its place, [k, 2], if the engine
-    reported them.
-    """
+    """Yield each token, its logprob, and (id, logprob) of the top tokens in its place, [k, 2]."""
     told = completion.top_logprobs or [()] * len(completion.token_ids)
     tops = (np.array(each, np.float64) if each else _NO_TOPS for each in told)
     return zip(completion.token_ids, completion.behaviour_logprobs, tops, strict=True)
@@ -351,7 +330,7 @@ _LONGEST_SHOWN = 80
 
 
 class ApiError(Exception):
-    """Error answer to one call; the session and the run continue. body() has OpenAI's format."""
+    """Error answer to one call; the session and the run continue."""
 
     def __init__(
         self,
@@ -373,7 +352,6 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
-    """Return a 400: invalid request."""
     return ApiError(400, message, code=code, param=param)
 
 
@@ -383,7 +361,6 @@ def too_long(message: str, param: str) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """Shorten a value for a message."""
     if isinstance(value, int) and abs(value) >= 10**18:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (dict, list)):

@@ -21,13 +21,13 @@ Path = list["ChatNode"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatNode:
-    """A recorded completion. `ids` follow the parent's ids: A prompt ids, then N sampled ids.
+    """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
 
     `name`: id of the answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the
     first sampled token. `order`: (number of the call, choice). `num_path_ids`: length of all_ids();
-    `path_hash`: their new_hash(), as little-endian int32. `chat`: chat that a later call may continue, None
-    for a prompt of ids. `is_trained`: false if sampled from another distribution than the run's; its tokens
-    are context. `grammar`: constraint on sampling.
+    `path_hash`: their new_hash(), as little-endian int32. `chat`: None for a prompt of ids. `is_trained`:
+    false if sampled from another distribution than the run's; its tokens are context. `grammar`: constraint
+    on sampling.
     """
 
     name: str
@@ -47,27 +47,23 @@ class ChatNode:
 
     @property
     def num_sampled(self) -> int:
-        """Return N."""
         return len(self.logprobs)
 
     @property
     def sampled_ids(self) -> npt.NDArray[np.int32]:
-        """Return the last N ids."""
         return self.ids[self.num_added :]
 
     @property
     def num_trained(self) -> int:
-        """Return N if trained, else 0."""
         return self.num_sampled if self.is_trained else 0
 
     @property
     def num_messages(self) -> int:
-        """Count its chat's messages, answer included; 0 for a prompt of ids."""
         return self.chat.num_messages if self.chat else 0
 
     @property
     def text(self) -> tuple[int, bytes] | None:
-        """Return length and hash of the text of all ids; None if the template writes another text."""
+        """Length and hash of the text of all ids; None if the template writes another text."""
         return self.chat.text if self.chat else None
 
     @property
@@ -80,7 +76,6 @@ class ChatNode:
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
 
     def path(self) -> Path:
-        """Return the nodes from the root to this one."""
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
@@ -88,17 +83,16 @@ class ChatNode:
         return nodes
 
     def all_ids(self) -> npt.NDArray[np.int32]:
-        """Return prompt and completion ids from the root to here."""
+        """Return the ids from the root to here."""
         return np.concatenate([node.ids for node in self.path()])
 
 
 def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
     """Return the branches, ordered by ids.
 
-    Each sampled token has its loss in the first branch that contains it. An untrained completion is context
-    for a trained continuation. Order and unit numbers depend only on contents, since concurrent calls arrive
-    in any order. Raises RolloutFailure if nothing trained was sampled, or if the outcome names wrong
-    completions.
+    Each sampled token has its loss in the first branch that contains it. An untrained completion is context.
+    Order and unit numbers depend only on contents, since concurrent calls arrive in any order. Raises
+    RolloutFailure if nothing trained was sampled, or if the outcome names wrong completions.
     """
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_trained])
@@ -113,7 +107,6 @@ def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome,
             what, way_out="let it call the model with its session's key, and read the answers."
         )
     owners: dict[ChatNode, int] = {}
-    """First branch that contains the node."""
     for branch, path in enumerate(paths):
         for node in path:
             owners.setdefault(node, branch)
@@ -138,9 +131,7 @@ def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _paths(nodes: Sequence[ChatNode]) -> list[Path]:
-    """Return the paths to nodes without trained continuations. Untrained nodes are omitted, so no path is
-    part of another.
-    """
+    """Return the paths to nodes without trained continuations; none is part of another."""
     inner: set[ChatNode] = set()
     for node in nodes:
         inner.update(node.path()[:-1])
@@ -184,7 +175,6 @@ def _trajectory(
 def _credited(
     nodes: Sequence[ChatNode], paths: Sequence[Path], owners: Mapping[ChatNode, int], outcome: Outcome
 ) -> dict[ChatNode, tuple[float, int]]:
-    """Return (reward, unit) of each node if rewards were given by turn or by branch."""
     by_turn, by_branch = outcome.turn_rewards, outcome.branch_rewards
     which, rewards = ("turn_rewards", by_turn) if by_turn else ("branch_rewards", by_branch)
     known = sorted(node.name for node in nodes)

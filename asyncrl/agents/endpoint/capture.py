@@ -20,9 +20,7 @@ from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
 
 @dataclass(slots=True)
 class GatewayStats:
-    """Counts of calls, refusals and tokens so far.
-
-    `calls`: planned calls by How (all others were new). `refused`: errors by status. Tokens are of calls
+    """`calls`: planned calls by How (all others were new). `refused`: errors by status. Tokens are of calls
     sampled to the end. `in_flight`: current calls.
     """
 
@@ -41,8 +39,7 @@ class GatewayStats:
 class Planned:
     """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`.
 
-    `prompt_hash`: new_hash() of the prompt. `number` counts the session's calls. `draft`: None for a prompt
-    of ids.
+    `prompt_hash`: new_hash() of the prompt. `draft`: None for a prompt of ids.
     """
 
     number: int
@@ -59,7 +56,7 @@ class Planned:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """Build the prompt ids, int32 [num_prompt]; a new array on each call."""
+        """Return a new int32 [num_prompt] array."""
         before = [] if self.parent is None else [self.parent.all_ids()]
         return np.concatenate([*before, self.added])
 
@@ -68,17 +65,15 @@ class Capture:
     """Record of sent and sampled ids; finds the completion that a new call continues.
 
     Life: draft -> plan -> the engine samples -> record once for each delivered choice, or never -> ... ->
-        rollout. Any number of calls may be planned before one is recorded.
-    Memory: a node stores only what its call added and sampled, 4 bytes an id and a logprob.
+        rollout. Many calls may be planned before one is recorded.
+    Memory: a node stores only its added and sampled ids, 4 bytes an id and a logprob.
     Invariant: a planned prompt that reuses a node's ids begins with exactly the ids that the node's call sent
-        and sampled (plan). So each sampled token in a branch has the context that the engine had
-        (make_rollout).
+        and sampled (plan). So each sampled token in a branch has the engine's context (make_rollout).
     """
 
     def __init__(
         self, renderer: ChatRenderer, counts: GatewayStats, thinking: tuple[str, str] = THINKING
     ) -> None:
-        """`thinking`: texts around a thought in this model's answers."""
         self._renderer, self._counts, self._thinking = renderer, counts, thinking
         self._nodes: dict[str, ChatNode] = {}  # by name
         self._recorded = Recorded()
@@ -87,9 +82,7 @@ class Capture:
         self._has_root = False
         self._gone_on_from: set[ChatNode] = set()
         self.num_branch_tokens = 0
-        """Tokens of all branches of the current rollout if every completion were trained; shared prefixes
-        count in each branch.
-        """
+        """Tokens of all current branches if every completion were trained; shared prefixes count in each."""
 
     @property
     def num_completions(self) -> int:
@@ -106,9 +99,8 @@ class Capture:
         """Return the text of a chat, or of its part after a recorded answer. Raises ValueError if the
         template refuses the chat or omits a message, or if the chat is invalid Unicode or nested too deep.
 
-        Changes nothing; may run in a thread in parallel with record(). `prefill`: beginning of the answer,
-        after the generation prompt; it ends a thought that the prompt opened. `settings`: template variables
-        of this call.
+        Changes nothing; may run in a thread in parallel with record(). `prefill`: beginning of the answer;
+        ends an open thought. `settings`: template variables.
         """
         try:
             chain = Chain(messages, tools, self._thinking, self._recorded.settled)
@@ -118,7 +110,6 @@ class Capture:
             raise ValueError("the messages or tools are nested too deep") from None
 
     def plan(self, draft: Draft, ids: Sequence[int]) -> Planned:
-        """Plan a drafted chat; `ids` encode the draft's text."""
         return self._planned(draft.how, np.array(ids, dtype=np.int32), draft.parent, draft)
 
     def plan_ids(self, prompt_ids: Sequence[int]) -> Planned:
@@ -133,7 +124,6 @@ class Capture:
         return self._planned("extended" if parent else "edited", ids[ends[parent] :], parent, None)
 
     def withdraw(self, planned: Planned) -> None:
-        """Withdraw a call without an answer."""
         if planned.how == "new":
             self._has_root = False
 
@@ -148,10 +138,8 @@ class Capture:
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
-        """Record a delivered answer.
-
-        `message`: the assistant message as delivered. `is_trained`: false if sampled from another
-        distribution than the run's; such an answer is context only. `grammar`: constraint on sampling.
+        """Record a delivered answer. Not `is_trained`: sampled from another distribution than the run's, so
+        context only.
         """
         assert name not in self._nodes, f"{name} is recorded already"
         if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten since planning
@@ -189,8 +177,8 @@ class Capture:
         return RecordedChat(len(draft.messages) + 1, draft.chain.key_with(message), text)
 
     def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[ChatNode, ...]:
-        """Keep the most recently continued conversations, up to these numbers of completions and branch
-        tokens. Return the completions of the others.
+        """Keep the most recently continued conversations within these limits; return the completions of the
+        others.
         """
         trees, root_of = dict[ChatNode, list[ChatNode]](), dict[ChatNode, ChatNode]()
         for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
@@ -225,13 +213,10 @@ class Capture:
         return answer_text(self._renderer, last.sampled_ids.tolist(), shows_special=shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all recorded branches. Raises RolloutFailure if there are none, or if the outcome does not
-        fit.
-        """
+        """Return all branches. Raises RolloutFailure if there are none, or if the outcome does not fit."""
         return make_rollout(self._nodes.values(), sample_index, outcome, reward)
 
     def _count_branch(self, node: ChatNode) -> None:
-        """Add the node's tokens to num_branch_tokens: it extends a branch or starts another."""
         if not node.num_sampled:
             return
         self.num_branch_tokens += node.num_path_ids
@@ -258,7 +243,6 @@ class Capture:
 
 
 def _hash_on(before: blake2b, ids: npt.NDArray[np.int32]) -> blake2b:
-    """Return the hash `before`, extended by these ids."""
     found = before.copy()
     found.update(ids.astype("<i4").tobytes())
     return found

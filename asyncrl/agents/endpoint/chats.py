@@ -19,12 +19,12 @@ THINKING = ("<think>", "</think>")
 
 
 def opens_thought(prompt: str, thinking: tuple[str, str]) -> bool:
-    """Return whether the prompt ends inside an open thought, which the answer continues."""
+    """Return whether the prompt ends inside an open thought."""
     return prompt.rstrip().endswith(thinking[0].rstrip())
 
 
 def close_thought(prompt: str, thinking: tuple[str, str]) -> str:
-    """Return the text that ends the prompt's open thought, as templates write an empty one."""
+    """Return the end of the prompt's open thought, as templates write an empty one."""
     if not opens_thought(prompt, thinking):
         return ""
     return f"\n{thinking[1]}\n\n" if prompt.endswith("\n") else thinking[1]
@@ -32,23 +32,21 @@ def close_thought(prompt: str, thinking: tuple[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptText:
-    """Length and hash of a prompt's text. Compact: a session holds many texts with a common beginning."""
+    """Length and hash of a prompt's text, kept instead of the text to save memory."""
 
     num_chars: int
     hashed: blake2b
 
     @property
     def place(self) -> tuple[int, bytes]:
-        """Return the key for comparison."""
         return self.num_chars, self.hashed.digest()
 
     @classmethod
     def of(cls, text: str) -> PromptText:
-        """Return the length and hash of a text. Raises ValueError if it is no valid Unicode."""
+        """Raises ValueError for invalid Unicode."""
         return cls(len(text), new_hash(text.encode()))
 
     def then(self, text: str) -> PromptText:
-        """Return the text extended by `text`."""
         hashed = self.hashed.copy()
         hashed.update(text.encode())
         return PromptText(self.num_chars + len(text), hashed)
@@ -56,10 +54,8 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """A chat with its answer that a later chat may begin with.
-
-    Holds the number of its messages, their key in a Chain, and length and hash of its ids' text (None if the
-    template writes another).
+    """A chat with its answer that a later chat may begin with: number of messages, key in a Chain, and length
+    and hash of the text (None if the template writes another).
     """
 
     num_messages: int
@@ -74,8 +70,8 @@ Settle = Callable[[bytes], bytes | None]
 class Chain:
     """Hash of a chat, message by message.
 
-    Two chats have equal hashes if and only if their canonical forms are equal, or they contain the same
-    recorded answers in different forms (mapped by `settle`).
+    Equal if and only if the canonical forms are equal, or contain the same recorded answers in different
+    forms (mapped by `settle`).
     """
 
     def __init__(
@@ -104,15 +100,14 @@ class Chain:
             self._state = new_hash(settled or key)
 
     def key_with(self, answer: Message) -> bytes:
-        """Return the key of this chat with one more message."""
         state = self._state.copy()
         state.update(canonical(answer, self._thinking))
         return state.digest()
 
 
 def answer_forms(message: Message, sampled: str, thinking: tuple[str, str]) -> list[Message]:
-    """Return the other forms of an answer that a harness may send back: with the sampled but hidden stop
-    text, and each form without its thought.
+    """Return the other forms in which a harness may return an answer: with the hidden stop text, and each
+    without its thought.
     """
     forms = [message]
     if not message.get("tool_calls"):
@@ -128,8 +123,8 @@ def answer_forms(message: Message, sampled: str, thinking: tuple[str, str]) -> l
 
 
 def split_thought(message: Message, thinking: tuple[str, str]) -> tuple[str, str]:
-    """Return (thought, rest of the content) of an answer, stripped of surrounding white space. The thought is
-    in `reasoning_content`, or in the content, possibly without its opening mark.
+    """Return (thought, rest of the content), stripped. The thought is in `reasoning_content` or in the
+    content, possibly without its opening mark.
     """
     begin, end = thinking
     content, apart = str(message.get("content") or ""), str(message.get("reasoning_content") or "").strip()
@@ -147,7 +142,7 @@ def canonical(message: Message, thinking: tuple[str, str] = THINKING) -> bytes:
     """Serialize a message to one canonical JSON object.
 
     Harnesses rewrite their history, so these do not count: None fields, key order, JSON spacing of tool
-    arguments, white space around an assistant's content and thought, and where the thought is stored.
+    arguments, white space around an assistant's content and thought, and the place of the thought.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
@@ -161,7 +156,6 @@ def canonical(message: Message, thinking: tuple[str, str] = THINKING) -> bytes:
 
 
 def _tool_call(call: Mapping[str, Any]) -> list[Any]:
-    """Return id, name and arguments of a function call; arguments are text in an answer."""
     arguments = call["function"]["arguments"]
     parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
     return [call["id"], call["function"]["name"], parsed]
@@ -171,16 +165,16 @@ def _tool_call(call: Mapping[str, Any]) -> list[Any]:
 
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Replaces an answer in a trial render. Random letters and digits: no template treats them specially and no
-harness can guess them.
+"""Replaces an answer in a trial render. Random letters and digits, which no template treats specially and no
+harness can guess.
 """
 NUMBER = 10**17 + secrets.randbelow(9 * 10**17)
-"""Replaces the arguments of the answer's calls; the text after the last one closes the call."""
+"""Replaces arguments in a trial render; the text after the last one closes the call."""
 
 
 def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
-    """Return the placeholder for an answer, or for one with these calls. Calls keep names and ids, and get no
-    content: a template may write it after them, even after their results.
+    """Return the placeholder for an answer, or for one with these calls. It then has no content: a template
+    may write content after the calls, even after their results.
     """
     swapped = []
     for call in calls:
@@ -195,10 +189,10 @@ def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
 
 
 def left_out(messages: Messages, text: str, thinking: tuple[str, str] = THINKING) -> int | None:
-    """Return the index of the first message missing from the text; None if all are present.
+    """Return the index of the first message missing from the text, or None.
 
-    Answers are found by their last line or by the names of their calls: templates omit thoughts, and content
-    next to a call. White space, case and JSON escapes do not count.
+    Answers are found by their last line or their calls' names: templates omit thoughts, and content next to a
+    call. White space, case and JSON escapes do not count.
     """
     at, squeezed = 0, ""
     for index, message in enumerate(messages):
@@ -215,7 +209,7 @@ def left_out(messages: Messages, text: str, thinking: tuple[str, str] = THINKING
 
 
 NEAR = 2**12
-"""Characters of the first search window, so that many messages cost no more than the text."""
+"""Characters of the first search window, so that search time is linear."""
 
 
 def _sayings(message: Message, thinking: tuple[str, str]) -> Sequence[str]:

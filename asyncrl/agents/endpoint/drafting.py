@@ -1,15 +1,13 @@
 """Finds the recorded completion that a chat continues, and the prompt text after its ids. Pure.
 
-Recorded ids are never made from text again: the template's text of a longer chat is cut at their end.
+Recorded ids are never encoded again: the template's text of a longer chat is cut at their end.
 
-- extended: the text begins with the completion's prompt and sampled text, to the letter; the rest is new.
+- extended: the text begins with the completion's prompt and sampled text, verbatim.
 
 - realigned: the messages continue a completion, but the template rewrites the history (strips thoughts,
-reformats a tool call, writes the date). A sentinel replaces the answer; the text after it is new.
+reformats calls). A sentinel replaces the answer; the text after it is new.
 
-- Otherwise, the chat is rendered as a whole.
-
-No cut is used if the prompt would lack a message after the answer.
+- Otherwise, or if a cut would lose a message after the answer, the whole chat is rendered.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ from asyncrl.messages.work import ChatRenderer, new_hash
 How = Literal["new", "extended", "realigned", "edited", "uncut"]
 """Origin of a call's prompt.
 
-new: the session's first prompt. extended: recorded ids up to the chat's last answer, then new ids; their text
-is the template's text of the whole chat. realigned: the same, but the template would write the history
-differently. The other two start a branch. edited: the chat's last answer was not recorded, or was edited.
-uncut: it was recorded, but the template's text has no place to cut.
+new: the session's first prompt. extended: recorded ids up to the chat's last answer, then new ids; the text
+is the template's. realigned: the same, but the template writes the history differently. The other two start a
+branch. edited: the last answer was not recorded, or was edited. uncut: it was recorded, but the text has no
+place to cut.
 """
 
 Prefill = Callable[[str], str]
@@ -53,10 +51,8 @@ def no_prefill(prompt: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A chat before planning.
-
-    `text`: encoded after the ids of `parent`, or the whole prompt. `asked`: text of all prompt ids, None if
-    the template writes another. `prefill`: end of the text that begins the answer.
+    """`text`: encoded after the ids of `parent`, or the whole prompt. `asked`: text of all prompt ids, None
+    if the template writes another. `prefill`: beginning of the answer, at the end of the text.
     """
 
     text: str
@@ -78,20 +74,19 @@ class Chat:
     chain: Chain
 
     def begin(self, prompt: str) -> str:
-        """Return the text after the prompt: the prefill, outside any thought."""
         prefill = self.prefill(prompt)
         return prefill and close_thought(prompt, self.thinking) + prefill
 
     def draft(self, text: str, how: How, parent: ChatNode | None, *, prompt: str, is_whole: bool) -> Draft:
-        """`prompt`: at least the end of the template's text. `is_whole`: `prompt` is all of it, and equals
-        the text of the prompt ids.
+        """`prompt`: at least the end of the template's text. `is_whole`: `prompt` is all of it, and the text
+        of the prompt ids.
         """
         asked = PromptText.of(prompt + self.begin(prompt)) if is_whole else None
         return Draft(text, how, parent, self.chain, asked, self.messages, self.prefill(prompt))
 
 
 class Recorded:
-    """A session's completions, indexed by chat and text. Reads may run in a thread in parallel with add()."""
+    """A session's completions by chat and text. Reads may run in a thread in parallel with add()."""
 
     def __init__(self) -> None:
         self._by_chat: dict[bytes, ChatNode] = {}
@@ -100,10 +95,8 @@ class Recorded:
         self._lengths: list[int] = []  # of the texts, in order
 
     def add(self, node: ChatNode, chain: Chain, other_forms: Iterable[Message]) -> None:
-        """Index an answer to `chain`, which may return in `other_forms`.
-
-        Of completions with equal chats or texts, the choice does not depend on arrival. A delivered form
-        precedes other forms.
+        """Index an answer to `chain`, which may return in `other_forms`. Among equal completions, the choice
+        does not depend on arrival; delivered forms precede others.
         """
         assert node.chat is not None, "it answers a chat"
         key = node.chat.key
@@ -124,20 +117,16 @@ class Recorded:
                 self._by_text[place] = node
 
     def keep(self, nodes: Collection[ChatNode]) -> None:
-        """Forget all other completions."""
         self._by_chat = {key: known for key, known in self._by_chat.items() if known in nodes}
         self._settled = {key: settled for key, settled in self._settled.items() if key in self._by_chat}
         self._by_text = {place: known for place, known in self._by_text.items() if known in nodes}
         self._lengths = sorted(length for length, _ in self._by_text)
 
     def settled(self, key: bytes) -> bytes | None:
-        """Return the key of this chat with its answers as delivered. Of two answers with the same returned
-        form, the first counts.
-        """
+        """Return the key of this chat with its answers as delivered."""
         return self._settled.get(key)
 
     def answer(self, key: bytes) -> ChatNode | None:
-        """Return the completion that a chat with this key ends with."""
         return self._by_chat.get(key)
 
     def longest(self, text: str) -> ChatNode | None:
@@ -154,7 +143,6 @@ class Recorded:
 
 
 def _rank(node: ChatNode) -> tuple[Any, ...]:
-    """Return the key that picks among equal completions, independent of arrival."""
     return node.order[1], node.content
 
 
@@ -163,8 +151,8 @@ class Drafting:
         self._renderer, self._recorded, self._thinking = renderer, recorded, thinking
 
     def draft(self, chat: Chat) -> Draft:
-        """Draft the continuation of the last recorded answer that the messages contain, or of a later one
-        that the text contains. Raises ValueError if the template refuses the chat or omits a message.
+        """Continue the last recorded answer in the messages, or a later one in the text. Raises ValueError if
+        the template refuses the chat or omits a message.
         """
         known_at, known = self._known(chat)
         text = self._render_if_taken(chat, known is not None)
@@ -189,9 +177,6 @@ class Drafting:
         return chat.draft(text + chat.begin(text), how, None, prompt=text, is_whole=True)
 
     def _known(self, chat: Chat) -> tuple[int, ChatNode | None]:
-        """Return index and completion of the last recorded answer among the messages; index -1 if there is
-        none.
-        """
         for index, key in reversed(chat.chain.answers):
             node = self._recorded.answer(key)
             if node is not None:
@@ -230,9 +215,7 @@ class Drafting:
         return left_out(said, text, self._thinking) is None
 
     def _render_if_taken(self, chat: Chat, is_known: bool) -> str | None:
-        """Return the chat's text. None if the template refuses a chat that may still continue a known answer,
-        for instance with several calls in an answer.
-        """
+        """Return the chat's text; None if the template refuses it but a known answer may be continued."""
         try:
             return self._render(chat.messages, chat)
         except ValueError:
@@ -247,9 +230,9 @@ class Drafting:
         """Yield candidates for the text after the recorded answer messages[at], generation prompt included,
         best first.
 
-        The answer's calls stay, since a template may use them to write results. The text from the last
-        argument to the end of the answer closes the call; it is found at the end of the sampled text, unless
-        the call was written in another form.
+        The answer's calls stay, since a template may use them to write results. The text after the last
+        argument closes the call; it is found at the end of the sampled text, unless the call was written in
+        another form.
         """
         ids, end = node.sampled_ids.tolist(), ""
         if ids and ids[-1] in self._renderer.end_ids:  # the end of the turn was sampled
@@ -269,15 +252,15 @@ class Drafting:
             yield _after_end(closed, end)
 
     def _is_special(self, text: str) -> bool:
-        """Return whether the text begins with a special token that does not belong to a call, such as an end
-        of turn.
+        """Return whether the text begins with a special token, such as an end of turn, that belongs to no
+        call.
         """
         ids = self._renderer.encode(text.lstrip()[:MAX_CLOSING])
         return bool(ids) and not self._renderer.decode(ids[:1])
 
     def _swapped(self, chat: Chat, at: int, answer: Message) -> str:
-        """Render the chat with another answer at messages[at]; "" if the template refuses it. Retries with
-        one call per answer.
+        """Render the chat with another answer at messages[at], if needed with one call per answer; "" if the
+        template refuses.
         """
         shown = [*chat.messages[:at], answer, *chat.messages[at + 1 :]]
         with contextlib.suppress(ValueError):
@@ -292,8 +275,8 @@ class Drafting:
 
 
 def _how(how: How, chat: Chat, num_covered: int, known_at: int) -> How:
-    """Return `how` if the recorded ids contain the chat's last answer, else the reason why not.
-    `num_covered`: messages in those ids; `known_at`: index of the last recorded answer.
+    """Return `how` if the recorded ids contain the chat's last answer, else the reason. `num_covered`:
+    messages in those ids; `known_at`: index of the last recorded answer.
     """
     last = chat.chain.answers[-1][0] if chat.chain.answers else -1
     if last < num_covered > 0:
@@ -302,11 +285,10 @@ def _how(how: How, chat: Chat, num_covered: int, known_at: int) -> How:
 
 
 MAX_CLOSING = 200
-"""Most characters that close a tool call."""
 
 
 def _closing(sampled: str, behind: str) -> int:
-    """Return the length of the longest beginning of `behind` that `sampled` ends with, up to white space."""
+    """Return the length of the longest prefix of `behind` that `sampled` ends with, up to white space."""
     squeezed = "".join(sampled[-2 * MAX_CLOSING :].split())
     for sampled_end, squeeze in ((sampled.rstrip(), str), (squeezed, lambda text: "".join(text.split()))):
         for length in range(min(len(behind), MAX_CLOSING), 0, -1):
@@ -317,6 +299,6 @@ def _closing(sampled: str, behind: str) -> int:
 
 
 def _after_end(text: str, end: str) -> str:
-    """Strip the end of the turn, which was sampled but is written by the template."""
+    """Strip the end of the turn, already sampled."""
     between, found, after = text.partition(end) if end else ("", "", "")
     return after if found and not between.strip() else text

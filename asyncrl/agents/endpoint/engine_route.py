@@ -48,13 +48,13 @@ LONG_TEXT = 2**14
 LONG_LOGPROBS = 2**10
 """Logprobs of an answer that are built in a thread: some 10 ms."""
 NUM_ENCODING = 4
-"""Texts tokenized at once. Each takes a core, and memory of many times its length."""
+"""Texts tokenized at once. Each takes a core, and much memory."""
 MAX_CHARACTERS = 64
 """Most characters of a text per token of the longest prompt. A longer text is refused before tokenization."""
 FAR_TOO_MANY = 4
-"""Multiple of the longest prompt. A longer prompt is refused before its parent is looked up."""
+"""Multiple of the longest prompt; longer ones are refused before their parent is looked up."""
 NUM_OF_END = 32
-"""Last tokens of a prompt, whose text shows how it ends."""
+"""Last prompt tokens checked for an open thought."""
 TOO_LONG = too_long("", "").error["code"]
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
@@ -63,7 +63,7 @@ OnBroken = Callable[[RoomError], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A received call. `digest`: of the request; `is_retry`: the client marked it as a retry."""
+    """`digest`: of the request; `is_retry`: the client marked it as a retry."""
 
     form: Form
     body: bytes
@@ -76,10 +76,9 @@ class Sent:
 class EngineRoute:
     """SessionHost of one engine: plans its sessions' calls and samples them.
 
-    Life: read() and begin() check and plan a call, sample() runs it on the engine; then the call holds its
-        answers or its error.
-    Waits: begin in a thread, sample in the session's room and the engine, both within the session's
-        in_hand(). A call that all clients have left ends there after GRACE_S.
+    Life: begin() checks and plans a call, sample() runs it; then the call holds its answers or its error.
+    Waits: begin in a thread, sample in the session's room and the engine, both within in_hand(). A call that
+        all clients have left ends after GRACE_S.
     Invariant: the engine gets only ids, numbers in bounds and stop texts, all checked by RequestReader and
         begin(). A broken engine goes to `on_broken` and its calls get 503; a request that it refuses gets
         400. A failing user tool-call format fails the rollout.
@@ -101,8 +100,8 @@ class EngineRoute:
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
     async def begin(self, session: GatewaySession, sent: Sent) -> tuple[GatewayCall, AnyRequest, bool]:
-        """Return (call, parsed request, whether the call is new or a repeat). Raises ApiError. Waits while a
-        long body is read, rendered and tokenized.
+        """Return (call, parsed request, whether the call is new). Raises ApiError. Waits while a long body is
+        read, rendered and tokenized.
         """
         with _noting_overflow(session):
             asked = await self.in_turn(partial(sent.form.read, self._reader, sent.body), len(sent.body))
@@ -226,7 +225,7 @@ class EngineRoute:
             await _beside(self._encoding, lambda: choice.logprobs)
 
     async def in_turn(self, function: Callable[[], Value], num_bytes: int) -> Value:
-        """Run a reader of a body of `num_bytes`; large bodies are read in a thread, one at a time."""
+        """Run a reader of a body, in a thread if the body is long."""
         return await _beside(self._rendering, function) if num_bytes >= LONG_BODY else function()
 
     async def count(self, session: GatewaySession, body: bytes) -> int:
@@ -242,13 +241,12 @@ class EngineRoute:
         return len(ids) + (draft.parent.num_path_ids if draft.parent is not None else 0)
 
     def _thoughts(self, planned: Planned) -> ThoughtCutter:
-        """Return the splitter for thoughts in the answer to this prompt, which may end inside one."""
         marks = self.tool_format.thinking
         end = self.tokenizer.decode(planned.added[-NUM_OF_END:].tolist(), skip_special_tokens=False)
         return ThoughtCutter(marks, is_open=end.rstrip().endswith(marks[0]))
 
     async def _grammar(self, asked: AnyRequest, planned: Planned, prefill: str) -> str | None:
-        """Return the answer's grammar. Raises ApiError for unsupported constraints."""
+        """Raises ApiError for unsupported constraints."""
         prompt = planned.draft.text if planned.draft else ""
         found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
         if asks_strict_alone(asked) and (found is None or self.rules.constrained == "context"):
@@ -289,14 +287,14 @@ class EngineRoute:
         return self._few(await _beside(self._encoding, partial(self.tokenizer.encode, text)), asked)
 
     def _few(self, ids: Sequence[int], asked: AnyRequest) -> Sequence[int]:
-        """Return the ids. Raises ApiError for far too many, before the comparison with recorded ids."""
+        """Raises ApiError for far too many, before the comparison with recorded ids."""
         if len(ids) > FAR_TOO_MANY * (most := self.rules.max_prompt_tokens):
             why = f"This prompt has {len(ids)} tokens; rollout.max_prompt_tokens={most} is the most."
             raise too_long(why, asked.param)
         return ids
 
     def _budget(self, planned: Planned, asked: AnyRequest) -> int:
-        """Return the most tokens to sample. Raises ApiError if the prompt takes the whole context."""
+        """Raises ApiError if the prompt is too long."""
         rules, length = self.rules, planned.num_prompt
         if length > rules.max_prompt_tokens:
             why = f"This prompt has {length} tokens; rollout.max_prompt_tokens={rules.max_prompt_tokens} is "
@@ -312,7 +310,7 @@ def _draft(session: GatewaySession, asked: ChatRequest, prefill: Prefill) -> Dra
 
 @contextmanager
 def _noting_overflow(session: GatewaySession, planned: Planned | None = None) -> Iterator[None]:
-    """Report a too-long conversation, refused inside the block, to the session."""
+    """Report an overflow inside the block to the session."""
     try:
         yield
     except ApiError as error:
@@ -322,7 +320,6 @@ def _noting_overflow(session: GatewaySession, planned: Planned | None = None) ->
 
 
 def _give_up(session: GatewaySession, call: GatewayCall, scope: asyncio.Timeout) -> None:
-    """Drop an unwanted call's samples and free its places."""
     call.done_nowait(client_gone())
     session.forget_nowait(call)
     scope.reschedule(0.0)

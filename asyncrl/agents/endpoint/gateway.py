@@ -50,7 +50,6 @@ SCHEMAS: Mapping[str, type[BaseModel]] = {
     "responses": ResponsesRequest,
     "messages": MessagesRequest,
 }
-"""Body schemas in /docs, by path."""
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -66,8 +65,7 @@ class Gateway:
     Life: made -> bind() takes the port and returns the address -> start() -> aclose() ends every session and
         connection. A request is refused, or finds its session -> its call is sampled, or joins an equal call
         -> answered.
-    Waits: handlers wait for the client's body, the engine, and the client's reads, all bounded by
-        read_timeout_s or the session.
+    Waits: handlers wait for the client and the engine, bounded by read_timeout_s or the session.
     Invariant: no unchecked client value reaches an engine, and no call is answered after its session ended.
         Each error has its endpoint's format and is counted by status.
     """
@@ -125,8 +123,8 @@ class Gateway:
     def add_route(
         self, engine: EnginePool, *, temperature: float, seed_of: SeedOf, on_broken: OnBroken
     ) -> EngineRoute:
-        """Return the host of another engine's sessions, which stats() excludes. A different temperature in a
-        call is replaced by `temperature`.
+        """Return the host of another engine's sessions, which stats() excludes. `temperature` overrides a
+        call's temperature.
         """
         rules = replace(self._route.rules, temperature=temperature, on_sampling_override="use_config")
         return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
@@ -153,7 +151,6 @@ class Gateway:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> str:
-        """Start answering; return the address for clients."""
         url = self.bind()
         assert self._socket is not None
         await self.listener.listen(self._socket)
@@ -169,7 +166,6 @@ class Gateway:
         self._socket = None
 
     def stats(self) -> GatewayStats:
-        """Return the counts so far."""
         return replace(self._route.counts, refused=dict(self._refused))
 
     def gauges(self) -> dict[str, float]:
@@ -181,7 +177,7 @@ class Gateway:
     # ---- routes
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer an error in the endpoint's format. The address is hidden, since it may contain a key."""
+        """Answer an error in the endpoint's format. Hide the address: it may contain a key."""
         if isinstance(error, Refused):
             return Response(error.body.model_dump_json(), error.status, media_type="application/json")
         if isinstance(error, ClientDisconnect):
@@ -222,7 +218,7 @@ class Gateway:
                 await stream.write(stream.written.failed(error), is_last=True)
 
     async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
-        """Return the call and whether it is new, and give `stream` its writer. The body is not kept."""
+        """Return the call and whether it is new, and give `stream` its writer."""
         told = await self._translated(form, session, stream.request)
         digest, is_retry = _asked_as(form, told.body, stream.request)
         sent = Sent(form, told.body, digest, is_retry=is_retry)
@@ -231,7 +227,6 @@ class Gateway:
         return call, is_new
 
     async def _translated(self, form: Form, session: GatewaySession, request: Request) -> Translated:
-        """Translate the body to chat completions; in a thread if it is long."""
         body = await read_body(request, self._config.max_body_bytes)
         translated_now = partial(form.translated, body, session.responses)
         return await session.route.in_turn(translated_now, len(body) if form.translates else 0)
@@ -239,7 +234,6 @@ class Gateway:
     async def _answer(
         self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
     ) -> None:
-        """Sample a new call, or wait for a known one, and write the answer."""
         written = stream.written
         assert written is not None, "_begin() has made it"
         if is_new:
@@ -262,7 +256,6 @@ class Gateway:
         await stream.write(body, is_last=True, is_stream=call.is_streamed)
 
     async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
-        """Write new text until the end or until the client leaves."""
         while not call.is_done and stream.is_there():
             await call.wait_news()
             if not call.is_done and (text := written.news()):
@@ -309,8 +302,8 @@ def is_connected(request: Request) -> bool:
 
 
 class _Stream(Response):
-    """Answer of a call, whole or as a stream of events. A stream starts with its first event, so an early
-    error has its own status.
+    """Answer of a call, whole or as events. A stream starts with its first event, so an early error has its
+    own status.
     """
 
     def __init__(self, complete: Callable[[_Stream], Awaitable[None]]) -> None:
@@ -318,14 +311,12 @@ class _Stream(Response):
         self._complete = complete
         self.has_begun = False
         self.written: Written | None = None
-        """Writer of the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self.request = send, Request(scope, receive)
         await self._complete(self)
 
     def is_there(self) -> bool:
-        """Return whether the client is connected."""
         return is_connected(self.request)
 
     @contextlib.contextmanager
@@ -339,8 +330,8 @@ class _Stream(Response):
             connection.on_lost.remove(left)
 
     async def until(self, done: Awaitable[None]) -> None:
-        """Wait while the client is connected. Raises ApiError if it leaves; otherwise each client retry would
-        hold a place.
+        """Wait while the client is connected. Raises ApiError if it leaves; otherwise each retry would hold a
+        place.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if self.is_there() else 0.0) as scope:
@@ -359,7 +350,7 @@ class _Stream(Response):
 
 
 def shown_key(request: Request) -> str:
-    """Return the key from the address, the bearer token, or Anthropic's x-api-key; empty if none."""
+    """Return the key from the address, the bearer token or x-api-key; empty if none."""
     key = request.path_params.get("key")
     if key is None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -368,7 +359,6 @@ def shown_key(request: Request) -> str:
 
 
 def _asked_as(form: Form, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """Return the call's digest, and whether the client marked it as a retry."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
         body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()

@@ -31,7 +31,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "addition
 
 def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> Prefill:
     """Return the beginning of an answer that forces the requested tool call. Empty if the model may think
-    first: the grammar then forces the call after the thought. Raises ApiError.
+    first: the grammar then forces the call. Raises ApiError.
     """
     if not isinstance(asked, ChatRequest) or not asked.tools:
         return no_prefill
@@ -54,8 +54,7 @@ def grammar_of(
 ) -> str | None:
     """Return the answer's grammar; None if unconstrained. Raises ApiError.
 
-    `prefill`: existing beginning of the answer; `prompt`: end of the rendered prompt, which may open a
-    thought.
+    `prompt`: end of the rendered prompt, which may open a thought.
     """
     if not isinstance(asked, ChatRequest):
         return None
@@ -92,7 +91,7 @@ def asks_strict_alone(asked: AnyRequest) -> bool:
 
 
 def thinks(tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> bool:
-    """Return whether the model has a token that begins a thought, so its answers may begin with one."""
+    """Return whether answers may begin with a thought: the model has a token for it."""
     return len(tokenizer.encode(tool_format.thinking[0])) == 1
 
 
@@ -106,8 +105,6 @@ def _content(rules: _Rules, response_format: Mapping[str, Any] | None) -> str | 
 
 
 class _Rules:
-    """Rules of one grammar. Lark string literals use JSON's syntax."""
-
     def __init__(self, tokenizer: GatewayTokenizer, tool_format: ToolFormat) -> None:
         self._tokenizer, self._format = tokenizer, tool_format
         self._rules: list[str] = []
@@ -116,9 +113,7 @@ class _Rules:
         self._marks = [mark for mark in (*tool_format.opens, begin, end) if self._special(mark) is not None]
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        """Add a value of this schema. If it may be inexact, keywords that llguidance does not support are
-        dropped.
-        """
+        """Add a JSON value. If it may be inexact, drop keywords that llguidance does not support."""
         self._num_bytes += len(to_json(schema))  # takes a tenth of the time of the lines below
         if self._num_bytes > MAX_GRAMMAR_BYTES:
             what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
@@ -131,7 +126,7 @@ class _Rules:
         return self._add("json", f"%json {written}")
 
     def calls(self, tools: Sequence[Mapping[str, Any]], prefill: str, *, is_one: bool) -> str | None:
-        """Add calls of these tools after the prefill; None if the format has no grammar."""
+        """Add calls after the prefill; None if the format has no grammar."""
         written = []
         for tool in tools:
             around = self._format.around(tool["name"])
@@ -151,7 +146,7 @@ class _Rules:
         return f"{first} {others}*"
 
     def free(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> str | None:
-        """Add any text up to a call: strict tools get valid arguments, other tools objects. None if no marker
+        """Add any text up to a call: strict tools get valid arguments, others objects. None if no marker
         begins a call.
         """
         loose = [tool if tool.get("strict") is True else {**tool, "parameters": ANY_OBJECT} for tool in tools]
@@ -166,7 +161,6 @@ class _Rules:
         return self.text(f"({begin} {calls})* TEXT", prompt)
 
     def text(self, answer: str, prompt: str, *, has_thought: bool = True) -> str:
-        """Return the whole grammar of `answer`, after an optional thought."""
         begin, end = self._format.thinking
         start = f"({answer})"
         if opens_thought(prompt, self._format.thinking):
@@ -224,7 +218,6 @@ class GrammarChecks:
             raise _refused(why, param)
 
     async def aclose(self) -> None:
-        """End the process after its current check."""
         await asyncio.to_thread(self._process.close)
 
 

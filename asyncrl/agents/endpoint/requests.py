@@ -27,9 +27,8 @@ log = logging.getLogger(__name__)
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_SETTINGS_BYTES = 4096
-"""Most bytes of chat_template_kwargs, as JSON."""
 MAX_LOGGED = 256
-"""Most ignored names that are logged: a client may send any number."""
+"""Most ignored names that are logged: clients may send any number."""
 LOWEST_TEMPERATURE = 0.01
 """Lower values are treated as greedy: vLLM does not sample at them."""
 
@@ -38,7 +37,6 @@ _IGNORED = (
     "verbosity"
 )
 IGNORED = frozenset(_IGNORED.split())
-"""No effect on sampling."""
 
 _CHANGES = "it changes the distribution that is sampled from, and training would not know"
 _TEXT_ONLY = "this model reads and writes text"
@@ -58,12 +56,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "suffix": ((), "this model completes, it does not fill in"),
     "web_search_options": ((), "there is no web search here"),
 }
-"""Parameters, their values that mean "off", and the reason to refuse other values."""
+"""Parameters, their "off" values, and the reason to refuse other values."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Settings of the run that apply to every call. Lengths in tokens."""
+    """Settings of the run for every call. Lengths in tokens."""
 
     model_name: str
     temperature: float
@@ -71,7 +69,6 @@ class CallRules:
     max_tokens: int
     max_prompt_tokens: int
     max_length: int
-    """Engine limit on prompt and completion together."""
     vocab_size: int
     on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
     constrained: Literal["context", "exact"] = "exact"
@@ -94,12 +91,12 @@ _FIXED_SETTINGS = frozenset(
     "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask "
     "tokenizer_kwargs raise_exception strftime_now range dict lipsum cycler joiner namespace loop".split()
 )
-"""Set by the gateway in every rendering, or used by templates."""
+"""Set by the gateway, or used by templates."""
 _SETTING = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
 def _settings(value: Any) -> Any:
-    """Check the chat template's keyword arguments: plain values under free names."""
+    """Check the chat template's keyword arguments: plain values, free names."""
     for name, each in value.items() if isinstance(value, dict) else ():
         if not _SETTING.fullmatch(name) or name in _FIXED_SETTINGS or name.endswith("_token"):
             raise wrong(f"{shown(name)} cannot be set by a call")
@@ -125,7 +122,7 @@ _NO_SHAPE = frozenset(
     "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
     "max_completion_tokens chat_template_kwargs reasoning_effort".split()
 )
-"""Parameters that are part of the prompt, are separate keys, or change no token of the answer."""
+"""Parameters that are part of the prompt, are separate keys, or change no token."""
 
 
 class CallRequest(BaseModel):
@@ -133,7 +130,6 @@ class CallRequest(BaseModel):
 
     model_config = STRICT
     param: ClassVar[str]
-    """Parameter that holds the prompt."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -152,7 +148,6 @@ class CallRequest(BaseModel):
 
     @property
     def num_top_logprobs(self) -> int:
-        """Return the number of top logprobs of each sampled token."""
         return 0
 
     @property
@@ -165,17 +160,16 @@ class CallRequest(BaseModel):
 
     @property
     def is_as_configured(self) -> bool:
-        """Return whether it is sampled from the run's own distribution."""
+        """Sampled from the run's own distribution."""
         return self.temperature is None and self.top_p is None
 
     @property
     def has_one_call(self) -> bool:
-        """Return whether each answer may contain at most one tool call."""
         return False
 
     def shape(self) -> bytes:
-        """Return the parameters other than the prompt that shape the answers; empty if none are given. Calls
-        of different shapes are different calls, with different seeds.
+        """Return the parameters other than the prompt that shape the answers; empty if none. Calls of
+        different shapes have different seeds.
         """
         said = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
         return to_json(said) if said else b""
@@ -185,8 +179,7 @@ class ChatRequest(CallRequest):
     """/v1/chat/completions.
 
     Once read, `tool_choice` is none, auto, required or function:NAME, `tools` is empty with none,
-    `max_tokens` is the smaller of the two limits, and `chat_template_kwargs` contain the reasoning_effort if
-    the template reads it.
+    `max_tokens` is the smaller limit, and `chat_template_kwargs` contain a supported reasoning_effort.
     """
 
     param = "messages"
@@ -230,7 +223,6 @@ class TextRequest(CallRequest):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Return the prompt as a chat."""
         return [{"role": "user", "content": self.prompt if isinstance(self.prompt, str) else ""}]
 
 
@@ -246,7 +238,7 @@ class RequestReader:
         self._logged: set[str] = set()
 
     def chat(self, body: bytes) -> ChatRequest:
-        """Read a /v1/chat/completions body. Raises ApiError; for too many messages before it checks any."""
+        """Raises ApiError; for too many messages before it checks any."""
         given, most = parse_json(body), self._rules.max_prompt_tokens
         messages = given.get("messages")
         if isinstance(messages, list) and len(messages) > most:
@@ -272,14 +264,14 @@ class RequestReader:
         return asked
 
     def text(self, body: bytes) -> TextRequest:
-        """Read a /v1/completions body. Raises ApiError."""
+        """Raises ApiError."""
         asked, known = self._checked(parse_json(body), TextRequest), self._rules.vocab_size
         if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) >= known:
             raise invalid(f"prompt holds {shown(largest)}; the model knows ids 0 to {known - 1}.", "prompt")
         return asked
 
     def _checked(self, body: Mapping[str, Any], shape: type[Call]) -> Call:
-        """Check the non-empty parameters against `shape`. Raises ApiError."""
+        """Raises ApiError."""
         given = {}
         for name, value in body.items():
             off, why = REFUSED.get(name, ((), ""))
@@ -299,7 +291,7 @@ class RequestReader:
         return asked
 
     def _settle_sampling(self, asked: CallRequest) -> None:
-        """Set temperature and top_p: the call's values, or None if the run's apply. Raises ApiError."""
+        """Set temperature and top_p, or None for the run's values. Raises ApiError."""
         rule = self._rules.on_sampling_override
         if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
             asked.temperature, asked.top_p = 0.0, None  # greedy: the most likely token
@@ -339,7 +331,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def refused(error: ValidationError, body: Any) -> ApiError:
-    """Return the first error, with its place and value in `body`."""
     first, param, here = error.errors(include_url=False)[0], "", body
     for number, part in enumerate(first["loc"], 1):
         if isinstance(part, int):
@@ -360,5 +351,4 @@ def refused(error: ValidationError, body: Any) -> ApiError:
 
 
 def unknown_parameter(param: str, value: object, why: str) -> ApiError:
-    """Return a 400: this endpoint has no such parameter."""
     return invalid(f"{param}={shown(value)} is refused: {why}.", param, code="unknown_parameter")

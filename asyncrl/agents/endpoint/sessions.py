@@ -31,33 +31,31 @@ if TYPE_CHECKING:
 MAX_EXPIRED = 10_000
 """Ended sessions whose end is still explained to late calls."""
 USER_SHARE = 16
-"""Multiple of one rollout's completions and tokens that a user's key keeps until an outcome is posted. Beyond
-it, the oldest conversations are forgotten.
+"""Multiple of one rollout's limits that a user's key keeps until an outcome is posted. Beyond it, the oldest
+conversations are forgotten.
 """
 USER_ROOM = 4
 """Multiple of one rollout's max_concurrent_calls for a user's key."""
 BEGUN_SHARE = 4
-"""Calls of a session that are read, per call being sampled; later calls wait unread."""
+"""Calls of a session that are read, per call being sampled."""
 MAX_TIMES = 2**16
 """Distinct calls of a session whose repeats are counted."""
 REFUSALS_PER_CALL = 10
-"""Refused calls of a rollout, per call that it may make."""
 
 
 def unknown_key() -> ApiError:
-    """Return a 401. Never includes the key: answers end up in logs."""
+    """Return a 401 without the key: answers end up in logs."""
     why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
     why += "/s/KEY/v1/...."
     return ApiError(401, why, code="invalid_api_key")
 
 
 def session_ended(reason: str) -> ApiError:
-    """Return a 410: the rollout is over, and its key is invalid."""
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
 
 
 def used_up(why: str) -> ApiError:
-    """Return a 429 for a limit that waiting does not reset."""
+    """Return a 429 that waiting does not reset."""
     return ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
 
 
@@ -65,9 +63,8 @@ def used_up(why: str) -> ApiError:
 class GatewaySession:
     """An attempt of a rollout: its key, its recorded samples, and its calls in flight.
 
-    Life: open -> ended, with a reason. The gateway then forgets all but the reason. The owner may still get
-        the rollout; the samples live as long as its reference. A session ended for its harness's fault
-        (fail_nowait) has no rollout.
+    Life: open -> ended, with a reason. The gateway then forgets all but the reason; the owner may still get
+        the rollout, unless the harness failed it (fail_nowait).
     Waits: none; its calls wait in `room` and in the engine, within in_hand(), and its owner in while_open().
         A call that waits for a place holds no lock.
     Invariant: no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
@@ -76,7 +73,6 @@ class GatewaySession:
 
     sessions: Sessions
     route: EngineRoute
-    """Route that samples its calls."""
     rollout_id: str
     _: KW_ONLY
     prompt_id: str
@@ -86,7 +82,6 @@ class GatewaySession:
     user_key: str | None = None
     """The key belongs to a user (`asyncrl serve gateway`), who may open sessions one after another."""
     shows_special: bool = True
-    """Answers contain the text of sampled special tokens."""
 
     def __post_init__(self) -> None:
         self.key, self.is_users = self.user_key or secrets.token_hex(24), self.user_key is not None
@@ -101,14 +96,12 @@ class GatewaySession:
         self.opening: Messages | None = None
         """Messages of the first call; kept only for a user's session."""
         self.last_span: VersionSpan | None = None
-        """End of the newest completion: its engine has the conversation cached."""
+        """End of the newest completion; its engine has the cache."""
         self.ended: str | None = None
         """Reason of the end; None while open."""
         self.num_calls = self.num_refused = 0
         self.num_spent = 0
-        """Tokens that the engines returned to its calls."""
         self.has_trained = False
-        """Some answer was sampled from the run's own distribution."""
         self.overflow: str | None = None
         """Limit that a call hit, if no later call was answered."""
         self._overflow_order, self._overflowed = 0, dict[ChatNode | None, None]()
@@ -119,23 +112,19 @@ class GatewaySession:
         self.beginning = asyncio.Lock()
         """Held from the search for an equal call until a new one is in `calls`."""
         self.calls: dict[bytes, list[GatewayCall]] = {}
-        """Calls by digest."""
         self._newest: deque[GatewayCall] = deque()
         """Finished calls that can be requested again, oldest first."""
         self._times_asked: OrderedDict[bytes, tuple[int, list[int]]] = OrderedDict()
-        """Number of equal calls and their free numbers, by the hash of the request."""
+        """Number of equal calls, and their free numbers, by hash."""
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
         self.sessions.add(self)
 
     def spent_nowait(self, num_tokens: int) -> None:
-        """Count tokens that the engines returned to a call."""
         self.num_spent += num_tokens
 
     def end_nowait(self, reason: str) -> None:
-        """End the session: all calls, those in flight included, get 410 with `reason`. Idempotent: the first
-        reason stays.
-        """
+        """End the session: all calls get 410 with `reason`. Idempotent: the first reason stays."""
         if self.ended is not None:
             return
         self.ended = reason
@@ -148,13 +137,12 @@ class GatewaySession:
             scope.reschedule(0.0)
 
     def fail_nowait(self, failure: RolloutFailure) -> None:
-        """End the session and fail its rollout."""
         if self.ended is None:
             self._failure = failure
             self.end_nowait(f"the rollout failed: {failure.what}")
 
     def refused_nowait(self) -> None:
-        """Count a refused call. Refusals cost time, so too many end the session."""
+        """Count a refused call; too many end the session, since refusals cost time."""
         self.num_refused += 1
         if self.num_refused > REFUSALS_PER_CALL * self.limits.max_calls and not self.is_users:
             if self.overflow is not None:
@@ -173,22 +161,20 @@ class GatewaySession:
         self.num_counted += 1
 
     def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
-        """Return the call that this one repeats: marked as a retry by the client, or equal to a call whose
-        answer reached no client.
-        """
+        """Return the call that this one repeats: marked as a retry, or equal and undelivered."""
         same = self.calls.get(digest, [])
         abandoned = next((call for call in same if call.is_abandoned), None)
         return same[-1] if abandoned is None and is_retry and same else abandoned
 
     def keep_nowait(self, call: GatewayCall) -> None:
-        """Keep a finished call for repeats, until max_calls newer ones replace it."""
+        """Keep a finished call for repeats until max_calls newer ones exist."""
         self._newest.append(call)
         if len(self._newest) > self.limits.max_calls:
             self._drop(self._newest.popleft())
 
     def forget_nowait(self, call: GatewayCall) -> None:
-        """Forget a call without an answer: the next equal call is a new one, with the same seed. Idempotent:
-        a call that was given up is forgotten before its sampling ends, and its number may be in use again.
+        """Forget a call without an answer: the next equal call gets the same seed. Idempotent: a call that
+        was given up is forgotten before its sampling ends, and its number may be in use again.
         """
         self._drop(call)
         planned, call.undelivered = call.undelivered, None
@@ -207,7 +193,6 @@ class GatewaySession:
             self.calls.pop(call.digest, None)
 
     def number_of(self, digest: bytes) -> int:
-        """Return the smallest number that no known equal call has."""
         times, free = self._times_asked.pop(digest, (0, []))
         number = heapq.heappop(free) if free else times
         self._times_asked[digest] = max(times, number + 1), free
@@ -216,7 +201,7 @@ class GatewaySession:
         return number
 
     def deliver_nowait(self, call: GatewayCall) -> None:
-        """Record a call's answers, at delivery to a connected client."""
+        """Record the answers at delivery to a connected client."""
         planned, call.undelivered = call.undelivered, None
         if planned is None:
             return
@@ -244,8 +229,8 @@ class GatewaySession:
             self._overflowed.pop(node, None)
 
     def check_limits(self, num_choices: int) -> None:
-        """Raise ApiError if the session may not sample another call with `num_choices`: 429, or 400 if it
-        never may. A user's session forgets conversations instead.
+        """Raise ApiError if the session may not sample this call: 429, or 400 if it never may. A user's
+        session forgets conversations instead.
         """
         if num_choices > self.room.most:
             raise invalid(f"n={num_choices} is refused: gateway.max_concurrent_calls={self.room.most}.", "n")
@@ -260,32 +245,28 @@ class GatewaySession:
                 raise used_up(why)
 
     def overflowed_nowait(self, why: str, cut: ChatNode | None = None) -> None:
-        """Note that a limit ended the conversation after `cut`, or any conversation."""
+        """Note that a limit ended the conversation after `cut`, or any."""
         self.overflow, self._overflow_order = why, self.num_calls
         self._overflowed.pop(cut, None)
         self._overflowed[cut] = None  # the newest is last
 
     @property
     def num_completions(self) -> int:
-        """Count the delivered answers."""
         return self.capture.num_completions
 
     def last_text(self) -> str:
-        """Return the text of the newest call's completion. Raises RolloutFailure if there is none."""
+        """Raises RolloutFailure if there is none."""
         return self.capture.last_text(shows_special=self.shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all samples by branches. Raises RolloutFailure if there are none, or if `outcome` names
-        missing ones.
-
-        A branch that a limit ended is truncated; all are, if the limit could have ended any.
+        """Return all branches; those that a limit may have ended are truncated. Raises RolloutFailure if
+        there are none, or if `outcome` names missing ones.
         """
         if self._failure is not None:
             raise self._failure
         return self._marked(self.capture.rollout(sample_index, outcome, reward))
 
     def _marked(self, rollout: Rollout) -> Rollout:
-        """Mark the branches that a limit ended as truncated."""
         ends = [node.all_ids() for node in self._overflowed if node is not None]
         is_any = self.overflow is not None and next(reversed(self._overflowed)) is None
         return tuple(
@@ -325,8 +306,6 @@ class GatewaySession:
 
 
 class Expired:
-    """Reasons why the newest `most` keys ended."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._reasons: dict[str, str] = {}
@@ -337,7 +316,7 @@ class Expired:
             del self._reasons[next(iter(self._reasons))]
 
     def why(self, key: str) -> str:
-        """Return the reason, or an empty text for an unknown key."""
+        """Return the reason; empty for an unknown key."""
         return self._reasons.get(key, "")
 
     def error(self, key: str) -> ApiError:

@@ -1,5 +1,5 @@
 """Tool-call formats: how models write tool calls as text, and their parsers. See tool_formats.py for the
-table of models.
+table.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ MAX_TOOLS = 128
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """Content and tool calls of an answer.
-
-    `content`: text outside the calls, None if empty. Without calls, the whole answer verbatim; for a format
-    with channels, the text for the user.
+    """`content`: text outside the calls, None if empty. Without calls, the whole answer verbatim; for a
+    format with channels, the text for the user.
     """
 
     content: str | None
@@ -47,7 +45,6 @@ class ToolFormat:
     """Parser of one tool-call format. This base, `none`, parses no calls. One instance serves all answers."""
 
     name = "none"
-    """Value of gateway.tool_format."""
     opens: tuple[str, ...] = ()
     """Markers of calls and thoughts. If special tokens, AnswerText(keep_special=opens) shows them."""
     thinking: tuple[str, str] = ("<think>", "</think>")
@@ -60,19 +57,18 @@ class ToolFormat:
     """Reason to refuse tools; empty if they are accepted."""
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Parse calls and content of a whole answer, including its prefill. An answer with a malformed call
-        is all text.
+        """Parse a whole answer, including its prefill. An answer with a malformed call is all text.
 
         `tools`: their schemas give the types of unquoted arguments.
         """
         return ParsedAnswer(text)
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        """Return the position from which text must be held: the start of a tool call, or of a possible one,
-        with the white space before it; len(text) if none.
+        """Return the start of a tool call, or of a possible one, with the white space before it; len(text) if
+        none.
 
-        The text before it is final, and a prefix of parse(...).content. `start`: hold_from's result for a
-        prefix of this text, to skip scanned text.
+        The text before it is final, and a prefix of parse(...).content. `start`: the result for a prefix of
+        this text.
         """
         return len(text)
 
@@ -94,7 +90,7 @@ class ToolFormat:
         return None
 
     def without_tools(self) -> ToolFormat:
-        """Return the format for calls without tools: it parses thoughts, and a tool call is text."""
+        """Return the format for calls without tools: it parses only thoughts."""
         found = ToolFormat()
         found.thinking = self.thinking
         parts = [mark for mark in self.opens if any(mark in text for text in self.thinking)]
@@ -120,9 +116,8 @@ def hold_marker(text: str, marker: str, start: int) -> int:
 
 
 class MarkedFormat(ToolFormat):
-    """Any number of calls after a marker, with text before and between.
-
-    The end of the last call may be missing: a stop string may have cut it.
+    """Any number of calls after a marker, with text before and between. A stop string may have cut the end of
+    the last call.
     """
 
     def __init__(
@@ -198,8 +193,8 @@ class LlamaFormat(ToolFormat):
     """Llama 3.1 to 3.3: `{"name": "f", "parameters": {"x": 1}}`; several are separated by `;`, with nothing
     after them.
 
-    Text may precede a call only before <|python_tag|>; other JSON within text is text. So is code after
-    <|python_tag|>. Models sometimes write "arguments" for "parameters".
+    Text may precede only <|python_tag|>; other JSON within text, and code after <|python_tag|>, is text.
+    Models sometimes write "arguments" for "parameters".
     """
 
     name = "llama"
@@ -221,7 +216,6 @@ class LlamaFormat(ToolFormat):
         return ParsedAnswer(before.rstrip() or None, tuple(calls))
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        """Return 0 if the text begins like a call, else the position of <|python_tag|>."""
         return 0 if text.startswith("{", skip(SPACE, text, 0)) else hold_marker(text, PYTHON_TAG, start)
 
     def prefill(self, name: str | None) -> str:
@@ -232,10 +226,10 @@ class LlamaFormat(ToolFormat):
 
 
 class ResponseTemplateFormat(MarkedFormat):
-    """A tokenizer's `response_template` (transformers 5.15 and later), for models without a format above.
+    """A tokenizer's `response_template` (transformers 5.15 and later).
 
-    Content is the text before the first call. An answer that transformers finds malformed is text; calls that
-    it drops silently are dropped.
+    Content is the text before the first call. Malformed answers are text; calls that transformers drops
+    silently are dropped.
     """
 
     def __init__(self, template: Any) -> None:
@@ -286,9 +280,8 @@ class UserFormat(ToolFormat):
     """User-defined `parse(text)`.
 
     Returns the calls of a whole answer, as (name, arguments) with arguments a dict or a JSON text, with or
-    without the content before them; None if there are none. A ValueError (as from json.loads) marks a
-    malformed call, and the answer stays text. Answers stream in one piece, since the function needs the whole
-    text.
+    without the content before them; None if there are none. A ValueError marks a malformed call, and the
+    answer stays text. Answers stream in one piece.
     """
 
     def __init__(self, spec: str) -> None:
@@ -342,9 +335,8 @@ NO_TOOLS = (
 def find_tool_format(name: str, template: str, response_template: Any = None) -> ToolFormat:
     """Return the format of gateway.tool_format=`name`. Raises ConfigError.
 
-    auto: the format shown by the chat template, else the tokenizer's response template (transformers), else
-    none. `template` is empty if the model is unknown. A format that must refuse tools has the reason in
-    `refusal`.
+    auto: the format that the chat template shows, else the tokenizer's response template, else none.
+    `template` is empty if the model is unknown. `refusal` has the reason to refuse tools.
     """
     from asyncrl.agents.endpoint.tool_formats import FORMATS, name_from
 

@@ -40,9 +40,9 @@ _START, _MESSAGE = "<|start|>assistant", "<|message|>"
 class ChannelFormat(ToolFormat):
     """An answer in messages, each with a head that names its channel: a thought, a call, or the user.
 
-    Content is the text of the user's messages, without thoughts: these templates refuse thoughts in sent-back
-    content. Text from an unreadable message on, or from the first call if a later one is unreadable, becomes
-    content without the marks.
+    Content is the user's text without thoughts, since the templates refuse them when sent back. Text from an
+    unreadable message on, or from the first call if a later one is unreadable, becomes content without the
+    marks.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class ChannelFormat(ToolFormat):
         thinking: tuple[str, str],
         has_json: bool = False,
     ) -> None:
-        """`head`: pattern with a group named by channel: `thought` or `call`, none for the user. `read`:
-        returns the calls of (head, body, tools). `ends`: possible ends of a message.
+        """`head`: pattern with a group named `thought` or `call`, none for the user. `read`: returns the
+        calls of (head, body, tools). `ends`: possible ends of a message.
         """
         self.name, self.thinking, self._prefills = name, thinking, prefills
         self.opens, self._ends = (*ends, *marks, _START.removesuffix("assistant"), _MESSAGE), ends
@@ -123,11 +123,9 @@ class ChannelFormat(ToolFormat):
         return self._prefills[0] if name is None else self._prefills[1].replace("NAME", name)
 
     def around(self, name: str) -> tuple[str, str] | None:
-        """Support only gpt-oss, which writes arguments in JSON."""
         return (self.prefill(name), "") if self._has_json else None
 
     def without_tools(self) -> ToolFormat:
-        """Channels are parsed without tools, too; a call is text."""
         found = copy(self)
         found._reads_calls = False
         return found
@@ -137,7 +135,6 @@ _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 
 
 def _harmony(head: str, body: str, tools: Tools) -> list[ToolCall]:
-    """Parse a call to `to=functions.NAME`; other recipients are unknown tools."""
     recipient = _RECIPIENT.search(head)
     return [make_call(recipient[1] if recipient else None, json.loads(body))]
 
@@ -172,7 +169,6 @@ def _closed(tool_format: ToolFormat, close: str) -> ToolFormat:
 
 
 def _json_lists(name: str, begin: str, end: str) -> Callable[[str], ToolFormat]:
-    """Return a format for a list of calls, or for calls on separate lines."""
     prefills = (f'{begin}[{{"name":', f'{begin}[{{"name": "NAME", "arguments":')
     read = json_calls(rf"{re.escape(end)}|\Z")
     around = (" ", f"}}]{end}")
@@ -337,7 +333,7 @@ FORMATS: dict[str, Callable[[str], ToolFormat]] = {
     "toolcall": _json_lists("toolcall", "<TOOLCALL>", "</TOOLCALL>"),
     "tool_calls": _json_lists("tool_calls", "<tool_calls>", "</tool_calls>"),
 }
-"""Builders by format name. Argument: the chat template's text, empty if unknown."""
+"""Builders from the chat template's text, empty if unknown."""
 
 _SHOWN = [
     ("gpt_oss", ("<|channel|>", "functions.")),

@@ -13,7 +13,7 @@ from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Work
 
 WorkerId = tuple[str, str]
-"""Worker name, and a random text of its process: two processes with one name are two workers."""
+"""Worker name, and a random text of its process, since names may repeat."""
 
 MAX_BYTES = 2**22
 """Most bytes of one answer's items, the last item not counted."""
@@ -27,9 +27,7 @@ def outcome_refused(outcomes: Outcomes) -> ApiError:
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """A work item.
-
-    `body`: payload for the worker. `started` is called whenever a worker takes it, `ended` once, with the
+    """`body`: payload for the worker. `started` is called whenever a worker takes it, `ended` once, with the
     result. `outcome_key`: key for posting its outcome; None if outcomes are not posted.
     """
 
@@ -44,14 +42,11 @@ class QueuedItem:
 
     @property
     def keys(self) -> list[str]:
-        """Return the keys that harnesses may send."""
         return [key for key in (self.work.key, self.outcome_key) if key is not None]
 
 
 @dataclass(eq=False, slots=True)
 class WorkerRecord:
-    """State of a live worker."""
-
     last_seen_s: float = 0.0
     slots: int = 0
     last_number: int = -1
@@ -85,18 +80,16 @@ class WorkItems:
         return len(self._items) - len(self._queue)
 
     def add(self, item: QueuedItem) -> None:
-        """Append a new item to the queue."""
         self._items[item.item_id] = item
         self._by_key |= dict.fromkeys(item.keys, item)
         self._queue[item.item_id] = item
 
     def seen(self, worker_id: WorkerId, now_s: float) -> None:
-        """Record a sign of life."""
         self.workers.setdefault(worker_id, WorkerRecord()).last_seen_s = now_s
 
     def ask(self, worker_id: WorkerId, number: int, holding: Collection[str]) -> bool:
-        """Begin a worker's request for work; return false if it is an old request. Items that the worker did
-        not receive are queued again.
+        """Begin a worker's request for work; return false for an old request. Requeue items that the worker
+        did not receive.
         """
         worker = self.workers[worker_id]
         if number <= worker.last_number:
@@ -111,9 +104,7 @@ class WorkItems:
         return True
 
     def take(self, worker_id: WorkerId, max_items: int) -> list[QueuedItem]:
-        """Give the worker the first items: at most `max_items`, and no more after MAX_BYTES. It may ask again
-        at once.
-        """
+        """Give the worker the first items: at most `max_items`, and no more after MAX_BYTES."""
         taken: list[QueuedItem] = []
         while self._queue and len(taken) < max_items and sum(len(item.body) for item in taken) < MAX_BYTES:
             _, item = self._queue.popitem(last=False)
@@ -153,7 +144,6 @@ class WorkItems:
         return item
 
     def withdraw(self, item_id: str, why: str) -> None:
-        """Withdraw the item; no effect if it has ended."""
         if (item := self._items.get(item_id)) is not None:
             self._end(item, None, why)
 
@@ -178,7 +168,6 @@ class WorkItems:
             item.ended(result)
 
     def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome | RolloutFailure:
-        """Merge returned and posted metrics; take rewards from one source, or none."""
         posted = item.posted
         metrics = {**posted.metrics, **returned.metrics}
         if self.outcomes == "none":

@@ -1,7 +1,6 @@
 """HTTP routes that give work items to harness workers and accept their results.
 
-Workers long-poll. Each message from a worker is a sign of life for all its items; a worker with a blocked
-event loop sends none.
+Workers long-poll. Each message is a sign of life for all of a worker's items.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Handler = Callable[[Request], Awaitable[Message | bytes]]
 ROUNDING_S = 1e-6
 """A timer may fire this much too early."""
 LATE_S = 1.0
-"""Delay of a silence check that means this process was stopped (SIGSTOP, sleep). The check is then repeated
-after the same time, once waiting messages are read.
+"""Delay of a silence check that means this process was stopped. The check is then repeated, once waiting
+messages are read.
 """
 
 _TAKEN_BACK = (
@@ -63,7 +62,6 @@ class RolloutQueue:
 
     worker_key: str
     model: str
-    """Model name in calls."""
     lease_timeout_s: float
     task_seed: Callable[[Work], int]
     """Seed for the harness's own draws."""
@@ -123,14 +121,13 @@ class RolloutQueue:
         return result
 
     def worker_gone_nowait(self, name: str, why: str) -> None:
-        """Fail the items of a worker whose process has ended."""
         for worker_id in list(self._items.workers):
             if worker_id[0] == name:
                 self._drop(worker_id, f"is gone: {why}", way_out="read that worker's log.")
 
     def on_outcome(self, key: str, take: Callable[[Outcome], None], *, sampling_key: str) -> None:
-        """Pass outcomes posted with this key to `take`, independent of work items. A RolloutFailure that it
-        raises becomes a 400. `sampling_key`: the key of the calls, which may not post outcomes.
+        """Pass outcomes posted with this key to `take`; its RolloutFailure becomes a 400. `sampling_key` may
+        not post.
         """
         self._takers |= {key: take, sampling_key: None}
 
@@ -149,7 +146,6 @@ class RolloutQueue:
     # ---- routes
 
     def routes(self) -> list[APIRoute]:
-        """Return the routes that the gateway mounts."""
         handlers: dict[str, Handler] = {"take": self._take, "alive": self._alive, "result": self._result}
         paths = {f"/work/{name}": self._for_workers(handler) for name, handler in handlers.items()}
         paths |= {"/v1/outcome": self._outcome, "/s/{key}/v1/outcome": self._outcome}
@@ -184,7 +180,7 @@ class RolloutQueue:
     async def _wait_items(
         self, request: Request, message: wire.TakeRequest, worker_id: WorkerId
     ) -> list[QueuedItem]:
-        """Wait for work. Return none after the time limit, or if the worker asked again or left."""
+        """Return none after the time limit, or if the worker asked again or left."""
         worker = self._items.workers[worker_id]
         wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
         until_s = asyncio.get_running_loop().time() + wait_s
@@ -219,9 +215,7 @@ class RolloutQueue:
         return wire.Accepted()
 
     async def _outcome(self, request: Request) -> Response:
-        """Accept a posted outcome. Raises ApiError, since a harness posts it. The key is checked before the
-        body is read.
-        """
+        """Raises ApiError, since a harness posts. Check the key before reading the body."""
         key = shown_key(request)
         take = self._takers.get(key)
         if take is None and key in self._takers:
@@ -250,7 +244,6 @@ class RolloutQueue:
         return message, worker_id
 
     def _check_silence(self, due_s: float = math.inf, *, was_late: bool = False) -> None:
-        """Drop workers that are silent for too long, and schedule the next check."""
         now_s, workers = self._clock(), self._items.workers
         if now_s - due_s > LATE_S and not was_late:
             again = partial(self._check_silence, now_s + LATE_S, was_late=True)
@@ -303,7 +296,7 @@ class RolloutQueue:
 
 
 async def _read(request: Request, parse: Callable[[bytes], Read], max_bytes: int) -> Read:
-    """Read the body. Raises Refused: 413 if it is too large, 422 with the first wrong field."""
+    """Raises Refused: 413 if it is too large, 422 with the first wrong field."""
     try:
         return parse(await read_body(request, max_bytes))
     except ApiError as error:

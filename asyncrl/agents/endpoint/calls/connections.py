@@ -28,10 +28,10 @@ _REFUSED += str(len(_BAD_HEAD)).encode() + b"\r\n\r\n" + _BAD_HEAD
 
 
 class Connection(HttpToolsProtocol):
-    """A client connection. Closes if no whole head arrives within timeout_keep_alive seconds.
+    """A client connection, closed if no whole head arrives within timeout_keep_alive seconds.
 
-    At `most` connections, a new one replaces the longest idle one; if none is idle, it gets 503. Handlers
-    read it from request.scope["connection"].
+    At `most` connections, a new one replaces the longest idle one, or gets 503. Handlers read it from
+    request.scope["connection"].
     """
 
     def __init__(self, most: int, idle: dict[Connection, None], **settings: Any) -> None:
@@ -58,7 +58,6 @@ class Connection(HttpToolsProtocol):
         )
 
     def forget(self) -> None:
-        """Give up the place before the transport is closed."""
         self._idle.pop(self, None)
         self.connections.discard(self)
 
@@ -129,7 +128,6 @@ class AppServer:
         return self._state.connections
 
     async def listen(self, listening: socket.socket) -> None:
-        """Start answering."""
         loop = asyncio.get_running_loop()
         # uvicorn sends head and body separately; without this the body waits for the client's delayed ACK
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -156,8 +154,8 @@ YOUNG = 10_000
 def collect_less() -> None:
     """Exclude all present objects from garbage collection, and collect new ones less often.
 
-    Call it after all imports and setup. A full collection blocks all calls for some 80 ms with the 110,000
-    objects of a run's imports, of which almost none is in a cycle.
+    Call it after setup: a full collection of a run's 110,000 imported objects blocks all calls for some 80
+    ms.
     """
     gc.collect()
     gc.freeze()

@@ -20,19 +20,16 @@ if TYPE_CHECKING:
 GRACE_S = 1.0
 """Seconds to keep sampling after the last client left, in case one retries."""
 CLIENT_GONE = 499
-"""Status of an answer without a client."""
 
 
 def client_gone() -> ApiError:
-    """Return a 499, which no client reads."""
     return ApiError(CLIENT_GONE, "The client has gone.")
 
 
 class Room:
-    """Concurrency limit of one session: `most` places; each answer being sampled takes one.
+    """Concurrency limit of one session: `most` answers sampled at once.
 
-    Waits: calls enter in arrival order. The first in line takes places as they become free, so small calls
-        never overtake large ones.
+    Waits: calls enter in arrival order; small calls never overtake large ones.
     Invariant: at most `most` places are held. A cancelled call holds none.
     """
 
@@ -58,9 +55,9 @@ class Room:
 class GatewayCall:
     """A sampling and all clients that wait for its answer.
 
-    Life: sampled by the request that made it -> done, with answers or an error -> delivered to the connected
-        clients. The completion is kept until delivery, and recorded then, once. If all clients leave before
-        it is done, and none retries within GRACE_S, the call is cancelled and forgotten.
+    Life: sampled by the request that made it -> done, with answers or an error -> delivered to connected
+        clients and recorded once. If all clients leave before it is done, and none retries within GRACE_S,
+        the call is cancelled and forgotten.
     Waits: wait_done, and wait_news for a stream; sampling wakes both.
     Invariant: a completion is in the capture if and only if it was written to a connected client. Only
         GatewaySession.deliver_nowait records.
@@ -73,7 +70,6 @@ class GatewayCall:
         self.form, self.digest, self.created_s = form, digest, int(time.time())
         self.is_streamed = False
         self.is_trained = True
-        """Sampled from the run's own distribution."""
         self.grammar = next((one.grammar for one in sampled.values()), None)
         self.order = 0
         """Number among the session's calls, refused ones included."""
@@ -94,12 +90,10 @@ class GatewayCall:
 
     @property
     def is_done(self) -> bool:
-        """Return whether sampling has ended, with or without an error."""
         return self._done.is_set()
 
     @property
     def is_abandoned(self) -> bool:
-        """Return whether no client got the answer and none is connected."""
         return self.undelivered is not None and not any(is_there() for is_there in self._clients)
 
     @property
@@ -108,8 +102,8 @@ class GatewayCall:
 
     @contextmanager
     def attended(self, is_there: Callable[[], bool]) -> Iterator[None]:
-        """Count a client inside the block, connected while `is_there()`. Its departure is reported by
-        left_nowait().
+        """Register a client, connected while `is_there()`, inside the block; left_nowait() reports its
+        departure.
         """
         self._clients.append(is_there)
         self.left_nowait()
@@ -142,7 +136,6 @@ class GatewayCall:
             self.left_nowait()
 
     def feed(self, index: int, token_ids: Sequence[int]) -> None:
-        """Add sampled tokens to a choice."""
         self.choices[index].feed(token_ids)
         self._news.set()
 
@@ -164,8 +157,8 @@ def call_keys(
 ) -> tuple[list[int], tuple[bytes, int] | None]:
     """Return (one seed key for each choice, their source).
 
-    Keys depend on the content of the call and on the number of equal calls before, never on time. Equal
-    concurrent calls may therefore swap answers; the harness cannot distinguish them.
+    They depend on the call's content and the number of equal calls before, never on time. Equal concurrent
+    calls may swap answers; the harness cannot distinguish them.
     """
     digest, shape = planned.prompt_hash.digest(), asked.shape() + grammar.encode()
     if shape:

@@ -18,7 +18,6 @@ def wrong(why: str) -> PydanticCustomError:
 
 
 def _joined(content: Any) -> Any:
-    """Return the text of a string or of a list of text parts."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -29,7 +28,6 @@ def _joined(content: Any) -> Any:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Return arguments as an object, which templates expect."""
     try:
         return from_json(arguments, allow_inf_nan=False, cache_strings="keys")
     except (ValueError, TypeError) as error:
@@ -81,7 +79,7 @@ _READ = frozenset(
 )
 """Message keys that templates get, and the sources of reasoning_content."""
 _EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls", "reasoning_content")
-"""Keys that clients write without a value into answers that they send back."""
+"""Keys that clients send back without a value."""
 _NOT_READ = {"function_call": "it is deprecated; use tool_calls", "audio": "this model reads text"}
 
 
@@ -108,7 +106,6 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
-    """Return the reasoning text under any server's key for it."""
     if isinstance(thought := message.get("reasoning"), str):
         return thought
     details = message.get("reasoning_details")

@@ -30,18 +30,17 @@ _LEFT_OUT = (
     " user_profile_id workspace_id"
 )
 LEFT_OUT = frozenset(_LEFT_OUT.split())
-"""No effect on sampling here: there is no manual caching, and old messages are never cleared."""
+"""No effect on sampling: there is no manual caching, and old messages are kept."""
 _NOT_HERE = "there are no tools or files on this side"
 UNSERVED = {"mcp_servers": _NOT_HERE, "container": _NOT_HERE}
 
 BILLING = "x-anthropic-billing-header:"
-"""Start of a block in Claude Code's system text. It differs in each call, so it is dropped: the model does
-not need it, and no chat would continue an earlier one.
+"""Start of a block in Claude Code's system text. It differs in each call, so no chat would continue an
+earlier one.
 """
 
 
 def _blocks(content: Any) -> Any:
-    """Return content as a list of blocks."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -154,8 +153,6 @@ class _OutputConfig(TypedDict):
 
 
 class MessagesRequest(BaseModel):
-    """Translated fields of a /v1/messages body."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
     messages: Annotated[
@@ -237,7 +234,7 @@ class MessagesForm:
 
 
 def _continued(asked: MessagesRequest, kept: KeptResponses) -> StoredResponse | None:
-    """Return the message that this call's thread continues. Raises ApiError (404) if it is not kept."""
+    """Return the message that this call's thread continues. Raises ApiError: 404."""
     if asked.thread is None or asked.thread["type"] == "create":
         return None
     if asked.system or asked.tools:
@@ -252,7 +249,6 @@ def _text(blocks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _user_messages(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Split results into separate messages, in order with the texts between them."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if block["type"] == "tool_result":
@@ -268,7 +264,7 @@ def _user_messages(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _answer(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Return a sent-back answer as a message. Raises ApiError for an altered thought."""
+    """Raises ApiError for an altered thought."""
     thoughts: list[str] = []
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for number, block in enumerate(blocks):

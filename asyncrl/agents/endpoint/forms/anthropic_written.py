@@ -34,7 +34,6 @@ ERROR_TYPES = {
 
 
 def anthropic_error(error: ApiError) -> bytes:
-    """Return the error body in Anthropic's format."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error")
     told: dict[str, Any] = {"type": kind, "message": error.error["message"]}
     if error.error["code"] == NOT_KEPT:  # the client starts a new thread
@@ -49,8 +48,8 @@ def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """Return the model, or for None the list of it, readable by OpenAI's and Anthropic's clients. Raises
-    ApiError for another name.
+    """Return the model, or for None the list, for OpenAI's and Anthropic's clients. Raises ApiError for
+    another name.
     """
     if name not in (None, model):
         raise ApiError(404, f"There is one model here, {model}.", code="model_not_found", param="model")
@@ -122,7 +121,6 @@ class WrittenMessage:
         return _event("message_start", {"message": message}) + _event("ping", {})
 
     def _begun(self, kind: str, empty: dict[str, Any]) -> bytes:
-        """Open a block of this kind."""
         if self._open == kind:
             return b""
         ended, self._open = self._ended(), kind
@@ -136,7 +134,6 @@ class WrittenMessage:
         return _event("content_block_delta", told)
 
     def _ended(self) -> bytes:
-        """Close the open block."""
         if self._open is None:
             return b""
         events = b""

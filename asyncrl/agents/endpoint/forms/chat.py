@@ -26,8 +26,8 @@ Shape = TypeVar("Shape", bound=BaseModel)
 class Parameters(Generic[Shape]):
     """Parameters of a translated endpoint.
 
-    `passed` parameters mean the same in a chat, `shape` parameters are translated, `left_out` ones have no
-    effect, all others are refused. `unserved` has the reasons.
+    `passed` mean the same in a chat, `shape` is translated, `left_out` has no effect, all others are refused.
+    `unserved` has the reasons.
     """
 
     shape: type[Shape]
@@ -80,8 +80,6 @@ class Written(Protocol):
 
 
 class Form(Protocol):
-    """Request and answer format of one endpoint."""
-
     name: str
     """Prefix of its answers' ids."""
     translates: bool
@@ -91,10 +89,8 @@ class Form(Protocol):
         """Return whether thoughts are cut from the text; `configured` is gateway.thoughts."""
 
     def translated(self, body: bytes, kept: KeptResponses) -> Translated:
-        """Return the call as chat completions. Raises ApiError.
-
-        Equal messages become equal bytes, so a longer chat begins with the bytes of a shorter one. `kept`:
-        stored answers of the session.
+        """Return the call as chat completions. Raises ApiError. Equal messages become equal bytes, so a
+        longer chat begins with a shorter one's bytes. `kept`: the session's stored answers.
         """
 
     def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
@@ -109,7 +105,6 @@ class ChatForm:
     name, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     translates = False
     first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-    """First event of a choice: the role."""
 
     def is_apart(self, configured: str) -> bool:
         return configured == "apart"
@@ -124,16 +119,13 @@ class ChatForm:
         return WrittenChoices(self, call, model, asked)
 
     def choice(self, choice: Answer) -> dict[str, Any]:
-        """Return the complete choice."""
         return {"message": choice.message, "logprobs": self._logprobs(choice)}
 
     def piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
 
     def end(self, choice: Answer) -> list[dict[str, Any]]:
-        """Return the events after the last text: tool calls, logprobs (engines report them with the last
-        token).
-        """
+        """Return the events after the last text: tool calls, logprobs."""
         calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
         parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
         if choice.logprobs is not None:
@@ -164,7 +156,6 @@ class TextForm(ChatForm):
         return [{"text": "", "logprobs": self._logprobs(choice)}]
 
     def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
-        """Return logprobs as parallel lists."""
         if choice.logprobs is None:
             return None
         tokens = [each["token"] for each in choice.logprobs]
@@ -217,7 +208,7 @@ class WrittenChoices:
         return b"data: " + error.body() + b"\n\n"
 
     def keep(self, kept: KeptResponses) -> None:
-        """Keep nothing: clients send a chat whole each time."""
+        """Keep nothing: clients send each chat whole."""
 
     def _begin(self) -> bytes:
         first, self._first = self._first, None
@@ -233,6 +224,5 @@ class WrittenChoices:
         return b"data: " + to_json(event, inf_nan_mode="null") + b"\n\n"
 
     def _usage(self) -> dict[str, int]:
-        """Return token counts; the prompt counts once, as with OpenAI."""
         prompt, completion = self._call.num_prompt_tokens, self._call.num_completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

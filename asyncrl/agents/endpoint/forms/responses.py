@@ -52,7 +52,6 @@ HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "
 
 
 def _parts(content: Any) -> Any:
-    """Return the text of a string or of a list of parts."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -66,7 +65,6 @@ Parts = Annotated[str, BeforeValidator(_parts)]
 
 
 def _item(item: Any) -> Any:
-    """Add the type, which messages may omit."""
     if not isinstance(item, dict):
         return item
     kind = item.get("type") or ("message" if "role" in item else None)
@@ -119,7 +117,7 @@ Item = Annotated[
 
 
 def _tools(tools: Any) -> Any:
-    """Return functions, including those in namespaces, without hosted tools."""
+    """Return functions, including namespaced ones, without hosted tools."""
     found = []
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else tool
@@ -169,8 +167,6 @@ class _Reasoning(TypedDict):
 
 
 class ResponsesRequest(BaseModel):
-    """Fields of a /v1/responses body that are translated or read by the form."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
     input: Annotated[
@@ -235,7 +231,7 @@ class ResponsesForm:
 
 
 def _translate(chat: dict[str, Any], asked: ResponsesRequest) -> None:
-    """Translate everything but the messages into `chat`. Raises ApiError."""
+    """Raises ApiError."""
     if asked.tools:
         chat["tools"] = [_function(tool) for tool in asked.tools]
     if asked.tool_choice is not None:
@@ -260,9 +256,7 @@ def _translate(chat: dict[str, Any], asked: ResponsesRequest) -> None:
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Merge consecutive items that fit in one answer (a thought, a text, calls, in this order) into one
-    message.
-    """
+    """Merge items that fit in one answer (a thought, a text, calls, in this order) into one message."""
     answer: dict[str, Any] = {}
     for number, item in enumerate(items):
         is_text, kind = item.get("role") == "assistant", item["type"]
@@ -298,7 +292,7 @@ def _add(answer: dict[str, Any], item: Mapping[str, Any], where: str) -> None:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """Return a sent-back reasoning item's text. Raises ApiError for content not sealed here."""
+    """Raises ApiError for content not sealed here."""
     text = "".join(part["text"] for part in item.get("content") or ())
     if not text and (hidden := item.get("encrypted_content")):
         try:
@@ -310,7 +304,6 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
 
 
 def _full_name(function: Mapping[str, Any]) -> str:
-    """Return the function's name for the model, prefixed by its namespace."""
     space, name = function.get("namespace"), str(function["name"])
     return f"{space.rstrip('_')}__{name}" if space else name
 

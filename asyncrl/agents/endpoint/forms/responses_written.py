@@ -23,9 +23,8 @@ MAX_BODIES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredResponse:
-    """A delivered response or message, and its predecessor.
-
-    `messages`: its input and its answer, in chat format. `tools`: of the thread.
+    """A delivered response or message, and its predecessor. `messages`: input and answer. `tools`: of the
+    thread.
     """
 
     before: StoredResponse | None
@@ -42,25 +41,22 @@ class StoredResponse:
 
 
 def message_to_keep(choice: Answer) -> bytes:
-    """Return the answer as a message of a later chat."""
     message = {name: value for name, value in choice.message.items() if name != "refusal"}
     return to_json(message | {"content": message["content"] or ""})
 
 
 class KeptResponses:
-    """A session's responses and threaded messages.
-
-    Holds each message of a chat once. Bodies repeat tools and instructions, so only the newest are kept.
+    """A session's responses and threaded messages. Holds each message once, and only the newest bodies, since
+    they repeat tools and instructions.
     """
 
     def __init__(self, most: int) -> None:
-        """`most`: responses kept, newest first. Needed for users' keys, which have no call limit."""
+        """`most`: newest responses kept; users' keys have no call limit."""
         self._most = most
         self._stored: dict[str, StoredResponse] = {}
         self._bodies: dict[str, bytes] = {}
 
     def add(self, name: str, stored: StoredResponse, body: bytes | None = None) -> None:
-        """`body`: the body for GET."""
         self._stored[name] = stored
         if body is not None:
             self._bodies[name] = body
@@ -98,7 +94,7 @@ class KeptResponses:
         raise ApiError(404, f"{param}: there is no item {shown(item.get('id'))}.", param=param)
 
     def body(self, name: str) -> bytes:
-        """Return the stored body, verbatim. Raises ApiError: 404."""
+        """Return the body for GET. Raises ApiError: 404."""
         if name not in self._bodies:
             self.get(name)
             raise ApiError(404, f"Response {shown(name)} is not among the newest {MAX_BODIES}.")
@@ -139,7 +135,7 @@ ECHOED: Mapping[str, Any] = {
 }
 """Echoed request parameters, with their defaults."""
 MAX_ECHOED = 2**16
-"""Most JSON bytes of an echoed parameter: it is kept while the call waits, and written on the event loop."""
+"""Most JSON bytes of an echoed parameter: they stay in memory, and are written on the event loop."""
 
 
 class WrittenResponse:
@@ -190,7 +186,7 @@ class WrittenResponse:
         return events + self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, error: ApiError) -> bytes:
-        """Report a failure. The `error` event is for clients that read only it, such as OpenAI's own."""
+        """Report a failure. The `error` event is for OpenAI's clients, which read only it."""
         told = error.error
         return self._event(
             "error", code=told["code"], message=told["message"], param=told["param"], error=told
@@ -226,7 +222,6 @@ class WrittenResponse:
         }
 
     def _item(self, kind: str) -> dict[str, Any]:
-        """Return the thought or text so far; complete at the end."""
         choice = self._choice
         is_over = bool(choice.finish_reason)
         if kind == "reasoning":
@@ -246,7 +241,6 @@ class WrittenResponse:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _id(self, kind: str) -> str:
-        """Return the item's id, as KeptResponses.resolved() expects it."""
         return {"reasoning": "rs_", "message": "msg_"}[kind] + self._call.name
 
     def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,7 +260,6 @@ class WrittenResponse:
         return created + self._event("response.in_progress", response=response)
 
     def _item_begun(self, kind: str) -> bytes:
-        """Open an item of this kind, and its part."""
         if self._open == kind:
             return b""
         ended, self._open = self._item_ended(), kind
@@ -277,7 +270,6 @@ class WrittenResponse:
         return ended + added + self._of_part("content_part.added", part=part)
 
     def _item_ended(self) -> bytes:
-        """Close the open item."""
         kind = self._open
         if kind is None:
             return b""
@@ -308,5 +300,4 @@ _TEXT_OF = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 def _not_done(item: Mapping[str, Any], **empty: Any) -> dict[str, Any]:
-    """Return an item without its content."""
     return {**item, "status": "in_progress", **empty}

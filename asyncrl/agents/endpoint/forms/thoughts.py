@@ -16,13 +16,12 @@ Marks = tuple[str, str]
 class ThoughtCutter:
     """Splitter of an answer's leading thought from the text after it, in final pieces.
 
-    Marks and white space around the thought are dropped. An unclosed thought takes the whole answer: the text
-    is empty. An answer that does not begin with the opening mark has no thought, and its marks are text,
-    unless the prompt itself ends with the mark (`is_open`).
+    Drops marks and white space around the thought. An unclosed thought takes the whole answer. Without an
+    opening mark at its beginning, or at the end of the prompt (`is_open`), an answer is all text.
 
     Life: feed() for each piece of text, then finish() once.
-    Invariant: the joined pieces do not depend on how the text is split into feeds. No possible part of a mark
-        is returned.
+    Invariant: the joined pieces do not depend on the split into feeds. No possible part of a mark is
+        returned.
     """
 
     def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
@@ -33,7 +32,6 @@ class ThoughtCutter:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the answer had a thought that has ended."""
         return self._has_thought and self._state in ("between", "behind")
 
     def feed(self, text: str) -> tuple[str, str]:
@@ -53,7 +51,6 @@ class ThoughtCutter:
         return thought, shown
 
     def finish(self) -> tuple[str, str]:
-        """Return the rest of both after the last feed."""
         rest, self._held = self._held, ""
         if self._state == "inside" or (self._state == "before" and self._is_open):
             return self._of_thought(rest.rstrip()), ""
