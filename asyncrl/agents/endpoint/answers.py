@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import CallRequest
 
 REPLACEMENT = "\ufffd"
-"""Decoded form of bytes that are no character, for instance of an incomplete one."""
+"""Decoded form of an incomplete or invalid character."""
 
 CONTEXT_TOKENS = 4
-"""Tokens decoded again before new ones. An incomplete character has at most three bytes; a leading-space mark
-needs one more token.
+"""Tokens decoded again before new ones: up to three bytes of a character, and one token for a leading space.
 """
 
 
@@ -42,8 +41,8 @@ class AnswerText:
     """Visible text of an answer, in final pieces.
 
     The joined pieces are the decoded text, cut before the first complete stop string (the longer one if two
-    end together). End-of-turn tokens are omitted, and other special tokens too unless `shows_special` is set
-    or `keep_special` names them. Stop strings match as in the engine: without special tokens, or at a special
+    end together). End-of-turn tokens are omitted, and other special tokens too unless `shows_special` or
+    `keep_special` includes them. Stop strings match as in the engine: without special tokens, or at a special
     token of this name.
 
     Life: feed() new tokens, then finish() once.
@@ -59,7 +58,7 @@ class AnswerText:
         keep_special: Collection[str] = (),
         shows_special: bool = True,
     ) -> None:
-        """`keep_special`: special tokens that mark tool calls and thoughts; always shown."""
+        """`keep_special`: marks of tool calls and thoughts; always shown."""
         self._texts = texts
         self._stop = [text for text in stop if text]
         self._kept, self._stop_ids = self._special(keep_special), self._special(self._stop)
@@ -71,7 +70,6 @@ class AnswerText:
         self._run: list[int] = []  # byte tokens of an unfinished run
         self._has_unsure = False  # the context ends in a replacement character not yet returned
         self.stopped_by: str | None = None
-        """The stop string found; no text follows it."""
 
     @property
     def is_stopped(self) -> bool:
@@ -178,7 +176,6 @@ class Answer:
     """Prefix of tool call ids."""
     thoughts: ThoughtCutter | None = None
     shows_special: bool = True
-    """Include special tokens that mark no tool call in `content` (task.special_tokens)."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
@@ -206,8 +203,8 @@ class Answer:
 
     @property
     def logprobs(self) -> list[dict[str, Any]] | None:
-        """Return the requested logprobs. Built on first access (some 10 us a token), and again after
-        let_go(): they are 20 times larger than their source.
+        """Return the requested logprobs, built on access: some 10 us a token, and 20 times larger than their
+        source.
         """
         if self._told is None and self._has_logprobs and self.finish_reason:
             if self._logged is not None:
@@ -218,7 +215,7 @@ class Answer:
 
     @property
     def num_logprobs(self) -> int:
-        """Count the entries of `logprobs`, top tokens included; 0 once built."""
+        """Entries of `logprobs`, top tokens included; 0 once built."""
         known = self._logged
         return 0 if known is None else len(known.token_ids) + sum(map(len, known.top_logprobs))
 
@@ -271,7 +268,6 @@ class Answer:
             self._logged = completion
 
     def take_completion(self) -> Completion:
-        """Return and release the completion, for recording."""
         completion, self._completion = self._completion, None
         self._text, self._shown, self._tools = "", "", ()
         assert completion is not None, "a completion is recorded once, after it is finished"
@@ -356,7 +352,6 @@ def invalid(message: str, param: str | None = None, *, code: str | None = None) 
 
 
 def too_long(message: str, param: str) -> ApiError:
-    """Return OpenAI's 400 for a prompt that does not fit."""
     return invalid(message, param, code="context_length_exceeded")
 
 

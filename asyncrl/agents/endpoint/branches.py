@@ -68,8 +68,8 @@ class ChatNode:
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """Return the sort key: all fields but name, parent and engines. The order must not depend on arrival
-        or engine.
+        """Sort key of all fields but name, parent and engines, so that the order depends neither on arrival
+        nor on engine.
         """
         spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
         ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
@@ -83,14 +83,13 @@ class ChatNode:
         return nodes
 
     def all_ids(self) -> npt.NDArray[np.int32]:
-        """Return the ids from the root to here."""
         return np.concatenate([node.ids for node in self.path()])
 
 
 def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
     """Return the branches, ordered by ids.
 
-    Each sampled token has its loss in the first branch that contains it. An untrained completion is context.
+    Each sampled token has its loss in the first branch that contains it. Untrained completions are context.
     Order and unit numbers depend only on contents, since concurrent calls arrive in any order. Raises
     RolloutFailure if nothing trained was sampled, or if the outcome names wrong completions.
     """
@@ -131,7 +130,7 @@ def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _paths(nodes: Sequence[ChatNode]) -> list[Path]:
-    """Return the paths to nodes without trained continuations; none is part of another."""
+    """Return the paths to nodes without trained continuations."""
     inner: set[ChatNode] = set()
     for node in nodes:
         inner.update(node.path()[:-1])

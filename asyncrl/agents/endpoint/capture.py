@@ -20,8 +20,8 @@ from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
 
 @dataclass(slots=True)
 class GatewayStats:
-    """`calls`: planned calls by How (all others were new). `refused`: errors by status. Tokens are of calls
-    sampled to the end. `in_flight`: current calls.
+    """Counts so far. `calls` by How (the rest were new); `refused` by status; tokens of calls sampled to the
+    end. `in_flight`: now.
     """
 
     calls: int = 0
@@ -37,9 +37,8 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`.
-
-    `prompt_hash`: new_hash() of the prompt. `draft`: None for a prompt of ids.
+    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`; `prompt_hash`: their
+    new_hash(). `draft`: None for a prompt of ids.
     """
 
     number: int
@@ -68,7 +67,7 @@ class Capture:
         rollout. Many calls may be planned before one is recorded.
     Memory: a node stores only its added and sampled ids, 4 bytes an id and a logprob.
     Invariant: a planned prompt that reuses a node's ids begins with exactly the ids that the node's call sent
-        and sampled (plan). So each sampled token in a branch has the engine's context (make_rollout).
+        and sampled, so each sampled token in a branch has the engine's context.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class Capture:
         """Return the text of a chat, or of its part after a recorded answer. Raises ValueError if the
         template refuses the chat or omits a message, or if the chat is invalid Unicode or nested too deep.
 
-        Changes nothing; may run in a thread in parallel with record(). `prefill`: beginning of the answer;
-        ends an open thought. `settings`: template variables.
+        May run in a thread in parallel with record(). `prefill`: beginning of the answer; ends an open
+        thought. `settings`: template variables.
         """
         try:
             chain = Chain(messages, tools, self._thinking, self._recorded.settled)
@@ -113,7 +112,7 @@ class Capture:
         return self._planned(draft.how, np.array(ids, dtype=np.int32), draft.parent, draft)
 
     def plan_ids(self, prompt_ids: Sequence[int]) -> Planned:
-        """Plan a prompt of ids, continuing the longest recorded prompt and completion it begins with."""
+        """Continue the longest recorded prompt and completion that the ids begin with."""
         ids = np.asarray(prompt_ids, dtype=np.int32)
         ends: dict[ChatNode | None, int] = {None: 0}
         for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
@@ -138,9 +137,7 @@ class Capture:
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
-        """Record a delivered answer. Not `is_trained`: sampled from another distribution than the run's, so
-        context only.
-        """
+        """Record a delivered answer. Not `is_trained`: sampled from another distribution, so context only."""
         assert name not in self._nodes, f"{name} is recorded already"
         if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten since planning
             planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
@@ -177,9 +174,7 @@ class Capture:
         return RecordedChat(len(draft.messages) + 1, draft.chain.key_with(message), text)
 
     def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[ChatNode, ...]:
-        """Keep the most recently continued conversations within these limits; return the completions of the
-        others.
-        """
+        """Keep the most recently continued conversations; return the completions of the others."""
         trees, root_of = dict[ChatNode, list[ChatNode]](), dict[ChatNode, ChatNode]()
         for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
             root_of[node] = node if node.parent is None else root_of[node.parent]
@@ -205,7 +200,7 @@ class Capture:
             self._count_branch(node)
 
     def last_text(self, *, shows_special: bool) -> str:
-        """Return the text of the newest call's completion. Raises RolloutFailure if there is none."""
+        """Raises RolloutFailure if there is no completion."""
         if not self._nodes:
             way_out = "let it call the model with its session's key, or return a reward."
             raise RolloutFailure("the harness ended without one completion or a reward", way_out=way_out)
@@ -213,7 +208,7 @@ class Capture:
         return answer_text(self._renderer, last.sampled_ids.tolist(), shows_special=shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all branches. Raises RolloutFailure if there are none, or if the outcome does not fit."""
+        """Raises RolloutFailure if nothing is recorded, or if the outcome does not fit."""
         return make_rollout(self._nodes.values(), sample_index, outcome, reward)
 
     def _count_branch(self, node: ChatNode) -> None:

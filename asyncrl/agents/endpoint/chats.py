@@ -1,4 +1,4 @@
-"""Text and hash of a chat, for finding the common beginning of two chats."""
+"""Text and hash of a chat, to find the common beginning of two chats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def opens_thought(prompt: str, thinking: tuple[str, str]) -> bool:
 
 
 def close_thought(prompt: str, thinking: tuple[str, str]) -> str:
-    """Return the end of the prompt's open thought, as templates write an empty one."""
+    """Return the text that closes the prompt's open thought, as templates write an empty one."""
     if not opens_thought(prompt, thinking):
         return ""
     return f"\n{thinking[1]}\n\n" if prompt.endswith("\n") else thinking[1]
@@ -32,7 +32,7 @@ def close_thought(prompt: str, thinking: tuple[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptText:
-    """Length and hash of a prompt's text, kept instead of the text to save memory."""
+    """Length and hash of a prompt's text, in place of the text."""
 
     num_chars: int
     hashed: blake2b
@@ -54,8 +54,8 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """A chat with its answer that a later chat may begin with: number of messages, key in a Chain, and length
-    and hash of the text (None if the template writes another).
+    """A chat with its answer: number of messages, key in a Chain, and length and hash of the text (None if
+    the template writes another).
     """
 
     num_messages: int
@@ -106,8 +106,8 @@ class Chain:
 
 
 def answer_forms(message: Message, sampled: str, thinking: tuple[str, str]) -> list[Message]:
-    """Return the other forms in which a harness may return an answer: with the hidden stop text, and each
-    without its thought.
+    """Return the other forms that a harness may send back: with the hidden stop text, and each without its
+    thought.
     """
     forms = [message]
     if not message.get("tool_calls"):
@@ -123,9 +123,7 @@ def answer_forms(message: Message, sampled: str, thinking: tuple[str, str]) -> l
 
 
 def split_thought(message: Message, thinking: tuple[str, str]) -> tuple[str, str]:
-    """Return (thought, rest of the content), stripped. The thought is in `reasoning_content` or in the
-    content, possibly without its opening mark.
-    """
+    """Return (thought, rest of the content), stripped. A thought in the content may lack its opening mark."""
     begin, end = thinking
     content, apart = str(message.get("content") or ""), str(message.get("reasoning_content") or "").strip()
     before, found, after = content.partition(end)
@@ -139,7 +137,7 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def canonical(message: Message, thinking: tuple[str, str] = THINKING) -> bytes:
-    """Serialize a message to one canonical JSON object.
+    """Serialize a message to canonical JSON.
 
     Harnesses rewrite their history, so these do not count: None fields, key order, JSON spacing of tool
     arguments, white space around an assistant's content and thought, and the place of the thought.
@@ -165,16 +163,16 @@ def _tool_call(call: Mapping[str, Any]) -> list[Any]:
 
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Replaces an answer in a trial render. Random letters and digits, which no template treats specially and no
-harness can guess.
+"""Replaces an answer in a trial render. Random, so that no template treats it specially and no harness can
+guess it.
 """
 NUMBER = 10**17 + secrets.randbelow(9 * 10**17)
 """Replaces arguments in a trial render; the text after the last one closes the call."""
 
 
 def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
-    """Return the placeholder for an answer, or for one with these calls. It then has no content: a template
-    may write content after the calls, even after their results.
+    """Return the placeholder for an answer, or for one with these calls. With calls it has no content, which
+    a template may write after them, or even after their results.
     """
     swapped = []
     for call in calls:
@@ -191,8 +189,8 @@ def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
 def left_out(messages: Messages, text: str, thinking: tuple[str, str] = THINKING) -> int | None:
     """Return the index of the first message missing from the text, or None.
 
-    Answers are found by their last line or their calls' names: templates omit thoughts, and content next to a
-    call. White space, case and JSON escapes do not count.
+    Of answers, only the last line or the calls' names must be present: templates omit thoughts, and content
+    next to a call. White space, case and JSON escapes do not count.
     """
     at, squeezed = 0, ""
     for index, message in enumerate(messages):

@@ -35,14 +35,13 @@ from asyncrl.messages.work import ChatRenderer, new_hash
 How = Literal["new", "extended", "realigned", "edited", "uncut"]
 """Origin of a call's prompt.
 
-new: the session's first prompt. extended: recorded ids up to the chat's last answer, then new ids; the text
-is the template's. realigned: the same, but the template writes the history differently. The other two start a
-branch. edited: the last answer was not recorded, or was edited. uncut: it was recorded, but the text has no
-place to cut.
+new: the session's first prompt. extended, realigned: recorded ids up to the chat's last answer, then new ids
+(see above). The others start a branch. edited: the last answer was not recorded, or was edited. uncut: it was
+recorded, but the text has no place to cut.
 """
 
 Prefill = Callable[[str], str]
-"""Returns the beginning of an answer, by the end of its prompt."""
+"""Returns the beginning of an answer for the end of its prompt."""
 
 
 def no_prefill(prompt: str) -> str:
@@ -51,8 +50,9 @@ def no_prefill(prompt: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """`text`: encoded after the ids of `parent`, or the whole prompt. `asked`: text of all prompt ids, None
-    if the template writes another. `prefill`: beginning of the answer, at the end of the text.
+    """A chat before planning. `text`: encoded after the ids of `parent`, or the whole prompt. `asked`: text
+    of all prompt ids, None if the template writes another. `prefill`: beginning of the answer, at the end of
+    the text.
     """
 
     text: str
@@ -78,9 +78,7 @@ class Chat:
         return prefill and close_thought(prompt, self.thinking) + prefill
 
     def draft(self, text: str, how: How, parent: ChatNode | None, *, prompt: str, is_whole: bool) -> Draft:
-        """`prompt`: at least the end of the template's text. `is_whole`: `prompt` is all of it, and the text
-        of the prompt ids.
-        """
+        """`prompt`: at least the end of the template's text. `is_whole`: it is the text of the prompt ids."""
         asked = PromptText.of(prompt + self.begin(prompt)) if is_whole else None
         return Draft(text, how, parent, self.chain, asked, self.messages, self.prefill(prompt))
 
@@ -95,7 +93,7 @@ class Recorded:
         self._lengths: list[int] = []  # of the texts, in order
 
     def add(self, node: ChatNode, chain: Chain, other_forms: Iterable[Message]) -> None:
-        """Index an answer to `chain`, which may return in `other_forms`. Among equal completions, the choice
+        """Index an answer to `chain`, which may return in `other_forms`. The choice among equal completions
         does not depend on arrival; delivered forms precede others.
         """
         assert node.chat is not None, "it answers a chat"
@@ -130,7 +128,6 @@ class Recorded:
         return self._by_chat.get(key)
 
     def longest(self, text: str) -> ChatNode | None:
-        """Return the completion with the longest text that `text` begins with."""
         hashed = new_hash()
         found: ChatNode | None = None
         at = 0
@@ -184,7 +181,6 @@ class Drafting:
         return -1, None
 
     def _from_known(self, chat: Chat, at: int, node: ChatNode, text: str | None) -> Draft | None:
-        """Return what follows the recorded answer `messages[at]`; None if there is no place to cut."""
         if node.text is not None and text is not None:
             found = self._from_text(chat, node, at + 1, text, at)
             if found is not None:
@@ -198,7 +194,6 @@ class Drafting:
     def _from_text(
         self, chat: Chat, node: ChatNode, num_covered: int, text: str, known_at: int
     ) -> Draft | None:
-        """Return what follows the text of this completion; None if the chat's text does not begin with it."""
         assert node.text is not None, "it was found by its text"
         num_chars, digest = node.text
         whole = text + chat.begin(text)
@@ -210,12 +205,11 @@ class Drafting:
         return chat.draft(whole[num_chars:], how, node, prompt=text, is_whole=True)
 
     def _has_all(self, messages: Messages, text: str) -> bool:
-        """Return whether the text has all tool, user and system messages; templates may omit answers."""
         said = [message for message in messages if message["role"] != "assistant"]
         return left_out(said, text, self._thinking) is None
 
     def _render_if_taken(self, chat: Chat, is_known: bool) -> str | None:
-        """Return the chat's text; None if the template refuses it but a known answer may be continued."""
+        """Return None if the template refuses the chat but a known answer may be continued."""
         try:
             return self._render(chat.messages, chat)
         except ValueError:
@@ -230,9 +224,8 @@ class Drafting:
         """Yield candidates for the text after the recorded answer messages[at], generation prompt included,
         best first.
 
-        The answer's calls stay, since a template may use them to write results. The text after the last
-        argument closes the call; it is found at the end of the sampled text, unless the call was written in
-        another form.
+        The answer's calls stay, since a template may use them to write results. The text that closes the last
+        call is found at the end of the sampled text, unless the call was written in another form.
         """
         ids, end = node.sampled_ids.tolist(), ""
         if ids and ids[-1] in self._renderer.end_ids:  # the end of the turn was sampled
@@ -252,9 +245,6 @@ class Drafting:
             yield _after_end(closed, end)
 
     def _is_special(self, text: str) -> bool:
-        """Return whether the text begins with a special token, such as an end of turn, that belongs to no
-        call.
-        """
         ids = self._renderer.encode(text.lstrip()[:MAX_CLOSING])
         return bool(ids) and not self._renderer.decode(ids[:1])
 

@@ -1,4 +1,4 @@
-"""A call's path from its body to its sampled answer: read, render and plan, budget and seed, engine."""
+"""A call's path from its body to its sampled answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 LONG_BODY = 2**14
-"""Bytes of a body that is read, and its chat rendered, in a thread: 500 minimal messages, 10 ms."""
+"""Bytes of a body that is read and rendered in a thread: 500 minimal messages, 10 ms."""
 LONG_TEXT = 2**14
 """Characters of a text that is tokenized in a thread: some 15 ms."""
 LONG_LOGPROBS = 2**10
@@ -50,9 +50,9 @@ LONG_LOGPROBS = 2**10
 NUM_ENCODING = 4
 """Texts tokenized at once. Each takes a core, and much memory."""
 MAX_CHARACTERS = 64
-"""Most characters of a text per token of the longest prompt. A longer text is refused before tokenization."""
+"""Most characters per token of the longest prompt, checked before tokenization."""
 FAR_TOO_MANY = 4
-"""Multiple of the longest prompt; longer ones are refused before their parent is looked up."""
+"""Multiple of the longest prompt, checked before the parent's lookup."""
 NUM_OF_END = 32
 """Last prompt tokens checked for an open thought."""
 TOO_LONG = too_long("", "").error["code"]
@@ -63,7 +63,7 @@ OnBroken = Callable[[RoomError], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """`digest`: of the request; `is_retry`: the client marked it as a retry."""
+    """A received call, with the digest of its request."""
 
     form: Form
     body: bytes
@@ -100,9 +100,7 @@ class EngineRoute:
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
     async def begin(self, session: GatewaySession, sent: Sent) -> tuple[GatewayCall, AnyRequest, bool]:
-        """Return (call, parsed request, whether the call is new). Raises ApiError. Waits while a long body is
-        read, rendered and tokenized.
-        """
+        """Return (call, parsed request, whether the call is new). Raises ApiError."""
         with _noting_overflow(session):
             asked = await self.in_turn(partial(sent.form.read, self._reader, sent.body), len(sent.body))
         async with session.beginning:
@@ -168,8 +166,8 @@ class EngineRoute:
         return call
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
-        """Sample the call in order; the result goes to its choices or its error. Raises only on cancellation
-        and internal errors.
+        """Sample the call; the result goes to its choices or its error. Raises only on cancellation and
+        internal errors.
         """
         self.counts.in_flight += 1
         try:
@@ -225,11 +223,11 @@ class EngineRoute:
             await _beside(self._encoding, lambda: choice.logprobs)
 
     async def in_turn(self, function: Callable[[], Value], num_bytes: int) -> Value:
-        """Run a reader of a body, in a thread if the body is long."""
+        """Run a reader of a body; a long body is read in a thread, one at a time."""
         return await _beside(self._rendering, function) if num_bytes >= LONG_BODY else function()
 
     async def count(self, session: GatewaySession, body: bytes) -> int:
-        """Count the prompt tokens of a chat. Raises ApiError."""
+        """Raises ApiError."""
         session.count_nowait()
         asked = await self.in_turn(partial(self._reader.chat, body), len(body))
         prefill = prefill_of(asked, self.tool_format, self.tokenizer)
@@ -287,7 +285,7 @@ class EngineRoute:
         return self._few(await _beside(self._encoding, partial(self.tokenizer.encode, text)), asked)
 
     def _few(self, ids: Sequence[int], asked: AnyRequest) -> Sequence[int]:
-        """Raises ApiError for far too many, before the comparison with recorded ids."""
+        """Raises ApiError for far too many."""
         if len(ids) > FAR_TOO_MANY * (most := self.rules.max_prompt_tokens):
             why = f"This prompt has {len(ids)} tokens; rollout.max_prompt_tokens={most} is the most."
             raise too_long(why, asked.param)
@@ -310,7 +308,6 @@ def _draft(session: GatewaySession, asked: ChatRequest, prefill: Prefill) -> Dra
 
 @contextmanager
 def _noting_overflow(session: GatewaySession, planned: Planned | None = None) -> Iterator[None]:
-    """Report an overflow inside the block to the session."""
     try:
         yield
     except ApiError as error:
@@ -326,8 +323,8 @@ def _give_up(session: GatewaySession, call: GatewayCall, scope: asyncio.Timeout)
 
 
 async def _beside(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:
-    """Run a long function in a thread. Reading and rendering run one at a time, so the event loop keeps half
-    of the interpreter's time; tokenizing releases the interpreter.
+    """Run a function in a thread. Reading and rendering run one at a time, so the event loop keeps half of
+    the interpreter's time; tokenizing releases the interpreter.
     """
     async with limit:
         return await asyncio.to_thread(function)

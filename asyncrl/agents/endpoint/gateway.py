@@ -1,7 +1,4 @@
-"""Gateway: an endpoint in OpenAI's and Anthropic's formats whose sessions record sampled tokens.
-
-Routes check the key, read the call, and write the answer, whole or as a stream.
-"""
+"""Gateway: an endpoint in OpenAI's and Anthropic's formats whose sessions record sampled tokens."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ class Gateway:
         on_broken: OnBroken,
         extra_routes: Sequence[BaseRoute] = (),
     ) -> None:
-        """`on_broken` ends the run. `extra_routes` share the port."""
+        """`on_broken` ends the run."""
         self._config, self._model = config, rules.model_name
         self._sessions, self._refused = Sessions(config), Counter[int]()
         parts = tokenizer, tool_format, rules, seed_of, on_broken
@@ -123,16 +120,14 @@ class Gateway:
     def add_route(
         self, engine: EnginePool, *, temperature: float, seed_of: SeedOf, on_broken: OnBroken
     ) -> EngineRoute:
-        """Return the host of another engine's sessions, which stats() excludes. `temperature` overrides a
-        call's temperature.
+        """Return the host of another engine's sessions, which stats() excludes. `temperature` overrides that
+        of calls.
         """
         rules = replace(self._route.rules, temperature=temperature, on_sampling_override="use_config")
         return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:
-        """Take the port; return the address for clients, without /v1. Idempotent. Raises ConfigError if the
-        port is not available.
-        """
+        """Take the port; return the address for clients, without /v1. Idempotent. Raises ConfigError."""
         host, port = self._config.host, self._config.port or 0
         if self._socket is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -157,7 +152,7 @@ class Gateway:
         return url
 
     async def aclose(self) -> None:
-        """End every session, answer open requests, close every connection. Idempotent."""
+        """End every session and connection. Idempotent."""
         self._sessions.end_all_nowait("the run has ended")
         await self.listener.aclose()
         if self._socket is not None:
@@ -169,7 +164,6 @@ class Gateway:
         return replace(self._route.counts, refused=dict(self._refused))
 
     def gauges(self) -> dict[str, float]:
-        """Return metrics by their names in observe/metrics.py."""
         names = ("calls", "extended", "realigned", "edited", "uncut")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
         return counts | {"gateway/refused": self._refused.total()}
@@ -177,7 +171,7 @@ class Gateway:
     # ---- routes
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer an error in the endpoint's format. Hide the address: it may contain a key."""
+        """Answer an error in the endpoint's format, without the address: it may contain a key."""
         if isinstance(error, Refused):
             return Response(error.body.model_dump_json(), error.status, media_type="application/json")
         if isinstance(error, ClientDisconnect):
@@ -218,7 +212,6 @@ class Gateway:
                 await stream.write(stream.written.failed(error), is_last=True)
 
     async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
-        """Return the call and whether it is new, and give `stream` its writer."""
         told = await self._translated(form, session, stream.request)
         digest, is_retry = _asked_as(form, told.body, stream.request)
         sent = Sent(form, told.body, digest, is_retry=is_retry)
@@ -262,7 +255,6 @@ class Gateway:
                 await stream.write(text)
 
     async def _count(self, request: Request) -> Response:
-        """Count the tokens of a chat, without sampling or recording."""
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.reading:
@@ -283,7 +275,7 @@ class Gateway:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the schema for /docs. Routes read bodies after the key check, so schemas are added here."""
+    """Add body schemas for /docs: routes read bodies after the key check."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(model, "validation") for model in SCHEMAS.values()]
@@ -302,9 +294,7 @@ def is_connected(request: Request) -> bool:
 
 
 class _Stream(Response):
-    """Answer of a call, whole or as events. A stream starts with its first event, so an early error has its
-    own status.
-    """
+    """Answer of a call, whole or as events. An error before the first event has its own status."""
 
     def __init__(self, complete: Callable[[_Stream], Awaitable[None]]) -> None:
         super().__init__()
@@ -340,7 +330,7 @@ class _Stream(Response):
         raise client_gone()
 
     async def write(self, events: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
-        """Write events, or a whole body; uvicorn drops them if the client left."""
+        """Write events or a whole body; uvicorn drops them if the client left."""
         if not self.has_begun:
             self.has_begun = True
             length = str(len(events)).encode()
@@ -350,7 +340,6 @@ class _Stream(Response):
 
 
 def shown_key(request: Request) -> str:
-    """Return the key from the address, the bearer token or x-api-key; empty if none."""
     key = request.path_params.get("key")
     if key is None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -368,7 +357,7 @@ def _asked_as(form: Form, body: bytes, request: Request) -> tuple[bytes, bool]:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the whole body. Raises ApiError if it is slow, compressed or too large."""
+    """Raises ApiError if the body is slow, compressed or too large."""
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
     slow_s, body = request.app.state.read_timeout_s, bytearray()

@@ -1,7 +1,4 @@
-"""Grammars of constrained answers: `response_format`, a forced `tool_choice`, strict tools.
-
-The engines sample within them (asyncrl/messages/token_grammars.py).
-"""
+"""Grammars of constrained answers: `response_format`, a forced `tool_choice`, strict tools."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTok
 def grammar_of(
     asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer, *, prefill: str, prompt: str
 ) -> str | None:
-    """Return the answer's grammar; None if unconstrained. Raises ApiError.
-
-    `prompt`: end of the rendered prompt, which may open a thought.
-    """
+    """Return the answer's grammar; None if unconstrained. Raises ApiError. `prompt` may open a thought."""
     if not isinstance(asked, ChatRequest):
         return None
     rules, tools = _Rules(tokenizer, tool_format), [tool["function"] for tool in asked.tools]
@@ -91,7 +85,6 @@ def asks_strict_alone(asked: AnyRequest) -> bool:
 
 
 def thinks(tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> bool:
-    """Return whether answers may begin with a thought: the model has a token for it."""
     return len(tokenizer.encode(tool_format.thinking[0])) == 1
 
 
@@ -113,7 +106,7 @@ class _Rules:
         self._marks = [mark for mark in (*tool_format.opens, begin, end) if self._special(mark) is not None]
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        """Add a JSON value. If it may be inexact, drop keywords that llguidance does not support."""
+        """Drop keywords that llguidance does not support if the value may be inexact."""
         self._num_bytes += len(to_json(schema))  # takes a tenth of the time of the lines below
         if self._num_bytes > MAX_GRAMMAR_BYTES:
             what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
@@ -126,7 +119,7 @@ class _Rules:
         return self._add("json", f"%json {written}")
 
     def calls(self, tools: Sequence[Mapping[str, Any]], prefill: str, *, is_one: bool) -> str | None:
-        """Add calls after the prefill; None if the format has no grammar."""
+        """Return None if the format has no grammar."""
         written = []
         for tool in tools:
             around = self._format.around(tool["name"])
@@ -146,8 +139,8 @@ class _Rules:
         return f"{first} {others}*"
 
     def free(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> str | None:
-        """Add any text up to a call: strict tools get valid arguments, others objects. None if no marker
-        begins a call.
+        """Return any text up to calls with valid arguments for strict tools, objects for others. None if no
+        marker begins a call.
         """
         loose = [tool if tool.get("strict") is True else {**tool, "parameters": ANY_OBJECT} for tool in tools]
         heads = [around[0] for tool in tools if (around := self._format.around(tool["name"])) is not None]
@@ -196,7 +189,7 @@ class _Rules:
 
 
 class GrammarChecks:
-    """Validity checks of grammars; recent results are cached by hash.
+    """Validity checks of grammars, cached by hash.
 
     Waits: wait_checked() waits for a process that checks one grammar at a time, CHECK_TIMEOUT_S each.
     """
@@ -206,7 +199,7 @@ class GrammarChecks:
         self._checking, self._process = asyncio.Lock(), GrammarProcess()
 
     async def wait_checked(self, text: str, param: str) -> None:
-        """Raise ApiError for this parameter if the grammar is not supported."""
+        """Raise ApiError if the grammar is not supported."""
         key = blake2b(text.encode(), digest_size=16).digest()
         async with self._checking:
             if key not in self._known:

@@ -1,4 +1,4 @@
-"""Allow-lists of call parameters, each checked. Nothing else reaches a template or engine."""
+"""Allow-lists of call parameters. Nothing else reaches a template or engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_SETTINGS_BYTES = 4096
 MAX_LOGGED = 256
-"""Most ignored names that are logged: clients may send any number."""
+"""Most ignored names that are logged."""
 LOWEST_TEMPERATURE = 0.01
 """Lower values are treated as greedy: vLLM does not sample at them."""
 
@@ -96,7 +96,7 @@ _SETTING = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
 def _settings(value: Any) -> Any:
-    """Check the chat template's keyword arguments: plain values, free names."""
+    """Check chat template arguments: plain values, free names."""
     for name, each in value.items() if isinstance(value, dict) else ():
         if not _SETTING.fullmatch(name) or name in _FIXED_SETTINGS or name.endswith("_token"):
             raise wrong(f"{shown(name)} cannot be set by a call")
@@ -122,11 +122,11 @@ _NO_SHAPE = frozenset(
     "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
     "max_completion_tokens chat_template_kwargs reasoning_effort".split()
 )
-"""Parameters that are part of the prompt, are separate keys, or change no token."""
+"""Parameters in the prompt, with separate keys, or without effect on tokens."""
 
 
 class CallRequest(BaseModel):
-    """Body of a call on any route. Once read, `temperature` and `top_p` are None for the run's values."""
+    """Body of a call. Once read, `temperature` and `top_p` are None for the run's values."""
 
     model_config = STRICT
     param: ClassVar[str]
@@ -168,8 +168,8 @@ class CallRequest(BaseModel):
         return False
 
     def shape(self) -> bytes:
-        """Return the parameters other than the prompt that shape the answers; empty if none. Calls of
-        different shapes have different seeds.
+        """Return the parameters other than the prompt that shape the answers; empty if none. Different shapes
+        have different seeds.
         """
         said = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
         return to_json(said) if said else b""
@@ -319,7 +319,7 @@ class RequestReader:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Parse the body as an object. Raises ApiError. The parser limits depth and refuses lone surrogates."""
+    """Raises ApiError. The parser limits depth and refuses lone surrogates."""
     try:
         # by default, 16,384 strings of past bodies stay cached, spread over the memory of ended sessions
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")

@@ -1,4 +1,4 @@
-"""Sessions: keys, limits, and calls that wait for a place. Independent of HTTP and engines."""
+"""Sessions: keys, limits, calls. Independent of HTTP and engines."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
 
 MAX_EXPIRED = 10_000
-"""Ended sessions whose end is still explained to late calls."""
+"""Ended sessions with a known reason."""
 USER_SHARE = 16
-"""Multiple of one rollout's limits that a user's key keeps until an outcome is posted. Beyond it, the oldest
-conversations are forgotten.
+"""Multiple of one rollout's limits that a user's key keeps until an outcome is posted; older conversations
+are forgotten.
 """
 USER_ROOM = 4
-"""Multiple of one rollout's max_concurrent_calls for a user's key."""
+"""Multiple of max_concurrent_calls for a user's key."""
 BEGUN_SHARE = 4
 """Calls of a session that are read, per call being sampled."""
 MAX_TIMES = 2**16
-"""Distinct calls of a session whose repeats are counted."""
+"""Distinct calls whose repeats are counted."""
 REFUSALS_PER_CALL = 10
 
 
@@ -64,7 +64,7 @@ class GatewaySession:
     """An attempt of a rollout: its key, its recorded samples, and its calls in flight.
 
     Life: open -> ended, with a reason. The gateway then forgets all but the reason; the owner may still get
-        the rollout, unless the harness failed it (fail_nowait).
+        the rollout, unless fail_nowait ended the session.
     Waits: none; its calls wait in `room` and in the engine, within in_hand(), and its owner in while_open().
         A call that waits for a place holds no lock.
     Invariant: no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
@@ -80,7 +80,7 @@ class GatewaySession:
     attempt: int
     route_key: str
     user_key: str | None = None
-    """The key belongs to a user (`asyncrl serve gateway`), who may open sessions one after another."""
+    """Key of a user (`asyncrl serve gateway`), who may open sessions one after another."""
     shows_special: bool = True
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class GatewaySession:
         self.responses = KeptResponses(USER_SHARE * self.limits.max_calls)
         self.num_counted = 0
         self.opening: Messages | None = None
-        """Messages of the first call; kept only for a user's session."""
+        """Messages of a user session's first call."""
         self.last_span: VersionSpan | None = None
         """End of the newest completion; its engine has the cache."""
         self.ended: str | None = None
@@ -106,14 +106,14 @@ class GatewaySession:
         """Limit that a call hit, if no later call was answered."""
         self._overflow_order, self._overflowed = 0, dict[ChatNode | None, None]()
         self.begun = asyncio.Semaphore(BEGUN_SHARE * self.room.most)
-        """Held from before a call is read until it is answered; bounds the prompts in memory."""
+        """Held until a call is answered; bounds the prompts in memory."""
         self.reading = asyncio.Semaphore(self.room.most)
-        """Held while a call's body is received; bounds the bodies in memory."""
+        """Held while a body is received; bounds the bodies in memory."""
         self.beginning = asyncio.Lock()
         """Held from the search for an equal call until a new one is in `calls`."""
         self.calls: dict[bytes, list[GatewayCall]] = {}
         self._newest: deque[GatewayCall] = deque()
-        """Finished calls that can be requested again, oldest first."""
+        """Finished calls kept for repeats, oldest first."""
         self._times_asked: OrderedDict[bytes, tuple[int, list[int]]] = OrderedDict()
         """Number of equal calls, and their free numbers, by hash."""
         self._scopes: set[asyncio.Timeout] = set()
@@ -124,7 +124,7 @@ class GatewaySession:
         self.num_spent += num_tokens
 
     def end_nowait(self, reason: str) -> None:
-        """End the session: all calls get 410 with `reason`. Idempotent: the first reason stays."""
+        """End all calls with 410 and `reason`. Idempotent: the first reason stays."""
         if self.ended is not None:
             return
         self.ended = reason
@@ -142,7 +142,7 @@ class GatewaySession:
             self.end_nowait(f"the rollout failed: {failure.what}")
 
     def refused_nowait(self) -> None:
-        """Count a refused call; too many end the session, since refusals cost time."""
+        """Refusals cost time, so too many end the session."""
         self.num_refused += 1
         if self.num_refused > REFUSALS_PER_CALL * self.limits.max_calls and not self.is_users:
             if self.overflow is not None:
@@ -153,7 +153,7 @@ class GatewaySession:
             self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
     def count_nowait(self) -> None:
-        """Count a token-count request. Raises ApiError (429) above the limit."""
+        """Raises ApiError (429) above the limit."""
         most = REFUSALS_PER_CALL * self.limits.max_calls
         if self.num_counted >= most and not self.is_users:
             why = f"{most} chats were counted, {REFUSALS_PER_CALL} for each of gateway.max_calls."
@@ -161,13 +161,13 @@ class GatewaySession:
         self.num_counted += 1
 
     def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
-        """Return the call that this one repeats: marked as a retry, or equal and undelivered."""
+        """Return the repeated call: marked as a retry, or equal and undelivered."""
         same = self.calls.get(digest, [])
         abandoned = next((call for call in same if call.is_abandoned), None)
         return same[-1] if abandoned is None and is_retry and same else abandoned
 
     def keep_nowait(self, call: GatewayCall) -> None:
-        """Keep a finished call for repeats until max_calls newer ones exist."""
+        """Keep a finished call for repeats."""
         self._newest.append(call)
         if len(self._newest) > self.limits.max_calls:
             self._drop(self._newest.popleft())
@@ -217,7 +217,7 @@ class GatewaySession:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Forget conversations down to three quarters of a user's limits, if they are exceeded."""
+        """Forget conversations down to three quarters of a user's limits."""
         tokens, limits = self.limits.max_rollout_tokens, self.limits
         most, most_tokens = USER_SHARE * limits.max_calls, math.inf if tokens is None else USER_SHARE * tokens
         if self.capture.num_completions <= most and self.capture.num_branch_tokens <= most_tokens:
@@ -229,8 +229,8 @@ class GatewaySession:
             self._overflowed.pop(node, None)
 
     def check_limits(self, num_choices: int) -> None:
-        """Raise ApiError if the session may not sample this call: 429, or 400 if it never may. A user's
-        session forgets conversations instead.
+        """Raise ApiError if the session may not sample this call: 429, or 400 if it never may. Users'
+        sessions have no such limits except on `num_choices`.
         """
         if num_choices > self.room.most:
             raise invalid(f"n={num_choices} is refused: gateway.max_concurrent_calls={self.room.most}.", "n")
@@ -245,7 +245,6 @@ class GatewaySession:
                 raise used_up(why)
 
     def overflowed_nowait(self, why: str, cut: ChatNode | None = None) -> None:
-        """Note that a limit ended the conversation after `cut`, or any."""
         self.overflow, self._overflow_order = why, self.num_calls
         self._overflowed.pop(cut, None)
         self._overflowed[cut] = None  # the newest is last
@@ -320,15 +319,12 @@ class Expired:
         return self._reasons.get(key, "")
 
     def error(self, key: str) -> ApiError:
-        """Return a 401 for an unknown key, a 410 with the reason for an ended one."""
+        """Return a 401 for an unknown key, a 410 for an ended one."""
         return session_ended(reason) if (reason := self.why(key)) else unknown_key()
 
 
 class Sessions:
-    """All open sessions by key, and the reasons of ended ones.
-
-    Invariant: an ended session is in no table.
-    """
+    """All open sessions by key. Invariant: an ended session is in no table."""
 
     def __init__(self, limits: GatewayConfig) -> None:
         self.limits = limits
@@ -341,7 +337,7 @@ class Sessions:
             session.end_nowait(self._closed)
 
     def find(self, key: str) -> GatewaySession:
-        """Return the open session of this key. Raises ApiError: 401 or 410."""
+        """Raises ApiError: 401 or 410."""
         if (session := self._open.get(key)) is None:
             raise self._expired.error(key)
         return session

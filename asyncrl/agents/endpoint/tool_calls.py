@@ -1,6 +1,4 @@
-"""Tool-call formats: how models write tool calls as text, and their parsers. See tool_formats.py for the
-table.
-"""
+"""Tool-call formats: how models write tool calls as text, and their parsers."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ class ParsedAnswer:
 
 
 class ToolFormat:
-    """Parser of one tool-call format. This base, `none`, parses no calls. One instance serves all answers."""
+    """Parser of one tool-call format; this base, `none`, finds no calls. One instance serves all answers."""
 
     name = "none"
     opens: tuple[str, ...] = ()
@@ -50,16 +48,15 @@ class ToolFormat:
     thinking: tuple[str, str] = ("<think>", "</think>")
     """Text before and after a thought. A call inside a thought does not count."""
     close: str | None = None
-    """Text that ends each call, if any: a single-call answer stops at it."""
+    """Text that ends each call, if any; a single-call answer stops at it."""
     joint: str | None = None
-    """Text between two calls, each written as in around(); None: one call per answer."""
+    """Text between two calls; None: one call per answer."""
     refusal: str = ""
     """Reason to refuse tools; empty if they are accepted."""
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Parse a whole answer, including its prefill. An answer with a malformed call is all text.
-
-        `tools`: their schemas give the types of unquoted arguments.
+        """Parse a whole answer, including its prefill. An answer with a malformed call is all text. `tools`:
+        schemas for the types of unquoted arguments.
         """
         return ParsedAnswer(text)
 
@@ -84,13 +81,13 @@ class ToolFormat:
         return None
 
     def around(self, name: str) -> tuple[str, str] | None:
-        """Return the text before and after a call's arguments, a JSON object; None if the format has no
-        grammar. The first text begins with prefill(None) and prefill(name).
+        """Return the text before and after a call's JSON arguments; None if the format has no grammar. The
+        first begins with prefill(None) and prefill(name).
         """
         return None
 
     def without_tools(self) -> ToolFormat:
-        """Return the format for calls without tools: it parses only thoughts."""
+        """Return the format that parses only thoughts."""
         found = ToolFormat()
         found.thinking = self.thinking
         parts = [mark for mark in self.opens if any(mark in text for text in self.thinking)]
@@ -116,9 +113,7 @@ def hold_marker(text: str, marker: str, start: int) -> int:
 
 
 class MarkedFormat(ToolFormat):
-    """Any number of calls after a marker, with text before and between. A stop string may have cut the end of
-    the last call.
-    """
+    """Calls after a marker, with text before and between. A stop string may have cut the last call's end."""
 
     def __init__(
         self,
@@ -131,8 +126,8 @@ class MarkedFormat(ToolFormat):
         around: tuple[str, str] | None = None,
         thinking: tuple[str, str] = ToolFormat.thinking,
     ) -> None:
-        """`begin`: the marker. `prefills`: for a call of any tool, and of NAME. `marks`: other special tokens
-        of a call. `around`: text between prefill and JSON arguments, and after them.
+        """`prefills`: for a call of any tool, and of NAME. `marks`: other special tokens of a call. `around`:
+        text between prefill and JSON arguments, and after them.
         """
         self.name, self.thinking = name, thinking
         self.opens = tuple(dict.fromkeys([begin, *marks, *thinking]))
@@ -233,7 +228,7 @@ class ResponseTemplateFormat(MarkedFormat):
     """
 
     def __init__(self, template: Any) -> None:
-        """Raises ConfigError if there is none, or if it parses no tool calls."""
+        """Raises ConfigError if it parses no tool calls."""
         way_out = "set gateway.tool_format to auto or to another format."
         try:
             from transformers.utils.chat_parsing import ResponseParser
@@ -280,8 +275,8 @@ class UserFormat(ToolFormat):
     """User-defined `parse(text)`.
 
     Returns the calls of a whole answer, as (name, arguments) with arguments a dict or a JSON text, with or
-    without the content before them; None if there are none. A ValueError marks a malformed call, and the
-    answer stays text. Answers stream in one piece.
+    without the content before them; None if there are none. A ValueError marks a malformed call: the answer
+    stays text. Answers stream in one piece.
     """
 
     def __init__(self, spec: str) -> None:
@@ -336,7 +331,7 @@ def find_tool_format(name: str, template: str, response_template: Any = None) ->
     """Return the format of gateway.tool_format=`name`. Raises ConfigError.
 
     auto: the format that the chat template shows, else the tokenizer's response template, else none.
-    `template` is empty if the model is unknown. `refusal` has the reason to refuse tools.
+    `template` is empty if unknown.
     """
     from asyncrl.agents.endpoint.tool_formats import FORMATS, name_from
 

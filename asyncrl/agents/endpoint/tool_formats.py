@@ -40,9 +40,8 @@ _START, _MESSAGE = "<|start|>assistant", "<|message|>"
 class ChannelFormat(ToolFormat):
     """An answer in messages, each with a head that names its channel: a thought, a call, or the user.
 
-    Content is the user's text without thoughts, since the templates refuse them when sent back. Text from an
-    unreadable message on, or from the first call if a later one is unreadable, becomes content without the
-    marks.
+    Content is the user's text without thoughts, which the templates refuse when sent back. From an unreadable
+    message on, or from the first call if a later one is unreadable, all is content, without the marks.
     """
 
     def __init__(
@@ -360,6 +359,5 @@ _SHOWN = [
 
 
 def name_from(template: str) -> str:
-    """Return the format that the chat template shows to the model; empty if unknown."""
     fits = (name for name, marks in _SHOWN if all(mark in template for mark in marks))
     return next(fits, "")

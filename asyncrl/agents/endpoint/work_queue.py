@@ -16,7 +16,7 @@ WorkerId = tuple[str, str]
 """Worker name, and a random text of its process, since names may repeat."""
 
 MAX_BYTES = 2**22
-"""Most bytes of one answer's items, the last item not counted."""
+"""Most bytes of one answer's items, without the last."""
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
@@ -27,8 +27,8 @@ def outcome_refused(outcomes: Outcomes) -> ApiError:
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """`body`: payload for the worker. `started` is called whenever a worker takes it, `ended` once, with the
-    result. `outcome_key`: key for posting its outcome; None if outcomes are not posted.
+    """A work item. `started` is called whenever a worker takes it, `ended` once, with the result.
+    `outcome_key`: None if outcomes are not posted.
     """
 
     item_id: str
@@ -88,8 +88,8 @@ class WorkItems:
         self.workers.setdefault(worker_id, WorkerRecord()).last_seen_s = now_s
 
     def ask(self, worker_id: WorkerId, number: int, holding: Collection[str]) -> bool:
-        """Begin a worker's request for work; return false for an old request. Requeue items that the worker
-        did not receive.
+        """Begin a request for work; return false for an old one. Requeue items that the worker did not
+        receive.
         """
         worker = self.workers[worker_id]
         if number <= worker.last_number:
@@ -104,7 +104,7 @@ class WorkItems:
         return True
 
     def take(self, worker_id: WorkerId, max_items: int) -> list[QueuedItem]:
-        """Give the worker the first items: at most `max_items`, and no more after MAX_BYTES."""
+        """Give the worker at most `max_items`, and no more after MAX_BYTES."""
         taken: list[QueuedItem] = []
         while self._queue and len(taken) < max_items and sum(len(item.body) for item in taken) < MAX_BYTES:
             _, item = self._queue.popitem(last=False)
@@ -116,13 +116,13 @@ class WorkItems:
         return taken
 
     def lost(self, worker_id: WorkerId, holding: Collection[str]) -> dict[str, str]:
-        """Return the items of `holding` that are not this worker's, with the reason."""
+        """Return the items that are not this worker's, with the reason."""
         held = self.workers[worker_id].held
         return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
 
     def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> str | None:
         """Accept a worker's result; of an outcome, only the parts that `outcomes` allows. Return the reason
-        for a refusal if the item is not this worker's.
+        for a refusal.
         """
         item = self._items.get(item_id)
         if item is None or item.worker != worker_id:
@@ -133,8 +133,8 @@ class WorkItems:
         return None
 
     def find_postable(self, key: str) -> QueuedItem:
-        """Return the item whose outcome is posted with this key; the last post before its end counts. Raises
-        ApiError: 401 for an unknown key, 403 for a session's key, 410 for an ended item.
+        """Return the item whose outcome is posted with this key; the last post counts. Raises ApiError: 401
+        for an unknown key, 403 for a session's key, 410 for an ended item.
         """
         item = self._by_key.get(key)
         if item is None:
@@ -148,7 +148,7 @@ class WorkItems:
             self._end(item, None, why)
 
     def drop_worker(self, worker_id: WorkerId, what: str, *, rule: str, way_out: str) -> int:
-        """Remove a worker and fail its items as data. Return their number."""
+        """Remove a worker and fail its items as data; return their number."""
         worker, why = self.workers.pop(worker_id), f"worker {worker_id[0]} {what}"
         for item in list(worker.held.values()):
             self._end(item, RolloutFailure(f"{item.work.rollout_id}: {why}", rule=rule, way_out=way_out), why)

@@ -1,6 +1,6 @@
-"""HTTP routes that give work items to harness workers and accept their results.
+"""HTTP routes that give work items to harness workers, which long-poll.
 
-Workers long-poll. Each message is a sign of life for all of a worker's items.
+Each message is a sign of life for all of a worker's items.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Handler = Callable[[Request], Awaitable[Message | bytes]]
 ROUNDING_S = 1e-6
 """A timer may fire this much too early."""
 LATE_S = 1.0
-"""Delay of a silence check that means this process was stopped. The check is then repeated, once waiting
-messages are read.
+"""Delay of a silence check that means this process was stopped. The check is repeated once waiting messages
+are read.
 """
 
 _TAKEN_BACK = (
@@ -78,11 +78,10 @@ class RolloutQueue:
         self._last_seen_s = self._clock()
         self._is_closed = False
         self.is_over = False
-        """The run is done: workers that ask for work are dismissed. Set before aclose."""
+        """The run is done: workers are dismissed. Set before aclose."""
         self._num_given = self._num_lost = 0
 
     def gauges(self) -> dict[str, float]:
-        """Return metrics by their names in observe/metrics.py."""
         workers = self._items.workers.values()
         return {
             "harness/queued": self._items.num_queued,
@@ -132,7 +131,7 @@ class RolloutQueue:
         self._takers |= {key: take, sampling_key: None}
 
     async def aclose(self) -> None:
-        """Answer waiting polls without work, and give out no more; results are still accepted. Idempotent."""
+        """Answer waiting polls, and give out no more work; accept results. Idempotent."""
         self._is_closed = True
         self._wake()
         if self._silence is not None:

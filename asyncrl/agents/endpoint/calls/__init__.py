@@ -1,1 +1,1 @@
-"""The call layer: accepted messages, and the life of a call from request to delivery."""
+"""Calls: accepted messages, sampling, delivery."""

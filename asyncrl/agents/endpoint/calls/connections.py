@@ -1,4 +1,4 @@
-"""Client connections to an app that uvicorn serves, and the garbage collection of their process."""
+"""Client connections to an app that uvicorn serves, and garbage collection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.agents.endpoint.answers import ApiError
 
 BACKLOG = 1024
 CLOSE_S = 2.0
-"""Seconds that open requests get to finish when a server closes."""
+"""Seconds for open requests to finish when a server closes."""
 MAX_HEAD = 2**16
 """Most bytes of a request's head, plus one read of the socket."""
 _END = b"Connection: close\r\nContent-Length: "
@@ -30,8 +30,8 @@ _REFUSED += str(len(_BAD_HEAD)).encode() + b"\r\n\r\n" + _BAD_HEAD
 class Connection(HttpToolsProtocol):
     """A client connection, closed if no whole head arrives within timeout_keep_alive seconds.
 
-    At `most` connections, a new one replaces the longest idle one, or gets 503. Handlers read it from
-    request.scope["connection"].
+    At `most` connections, a new one replaces the longest idle one; if none is idle, it gets 503. Handlers
+    read it from request.scope["connection"].
     """
 
     def __init__(self, most: int, idle: dict[Connection, None], **settings: Any) -> None:
@@ -92,17 +92,17 @@ class Connection(HttpToolsProtocol):
             self._idle[self] = None
 
     def _unset_keepalive_if_required(self) -> None:
-        """Keep the timer: uvicorn would stop it at the first byte of a head."""
+        """Keep the timer, which uvicorn would stop at the first byte of a head."""
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP. Do not echo them: they may contain a key."""
+        """Refuse bytes that are not HTTP, without an echo: they may contain a key."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(_REFUSED)
         self.transport.close()
 
 
 class AppServer:
-    """HTTP server for an app on a socket. Life: listen() -> aclose()."""
+    """An app on a socket. Life: listen() -> aclose()."""
 
     def __init__(self, app: ASGIApp, *, most: int, idle_s: float) -> None:
         """`most`: concurrent connections. `idle_s`: see Connection."""
@@ -134,7 +134,7 @@ class AppServer:
         self._server = await loop.create_server(self._make, sock=listening, backlog=BACKLOG)
 
     async def aclose(self) -> None:
-        """Close every connection; busy ones get CLOSE_S to finish. Idempotent."""
+        """Close every connection; busy ones within CLOSE_S. Idempotent."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._state.connections):
@@ -148,11 +148,11 @@ class AppServer:
 
 
 YOUNG = 10_000
-"""New objects that trigger a garbage collection. Python's default of 700 is below a few calls in flight."""
+"""New objects that trigger a garbage collection. Python's 700 is below a few calls in flight."""
 
 
 def collect_less() -> None:
-    """Exclude all present objects from garbage collection, and collect new ones less often.
+    """Collect garbage less often, and exclude all present objects.
 
     Call it after setup: a full collection of a run's 110,000 imported objects blocks all calls for some 80
     ms.

@@ -1,4 +1,4 @@
-"""Calls that wait for a place, are sampled, and are kept for the clients that request their answer."""
+"""Calls that wait for a place, are sampled, and are kept for their clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest
 
 GRACE_S = 1.0
-"""Seconds to keep sampling after the last client left, in case one retries."""
+"""Seconds to keep sampling without clients, in case one retries."""
 CLIENT_GONE = 499
 
 
@@ -39,7 +39,7 @@ class Room:
 
     @asynccontextmanager
     async def places(self, number: int) -> AsyncIterator[None]:
-        """Hold `number` places, at most `most`, inside the block; wait until they are free."""
+        """Wait for `number` places, at most `most`; hold them inside the block."""
         assert number <= self.most, "it would wait for ever"
         async with AsyncExitStack() as held:
             self.num_waiting += 1
@@ -56,8 +56,8 @@ class GatewayCall:
     """A sampling and all clients that wait for its answer.
 
     Life: sampled by the request that made it -> done, with answers or an error -> delivered to connected
-        clients and recorded once. If all clients leave before it is done, and none retries within GRACE_S,
-        the call is cancelled and forgotten.
+        clients and recorded once. Without clients for GRACE_S before it is done, it is cancelled and
+        forgotten.
     Waits: wait_done, and wait_news for a stream; sampling wakes both.
     Invariant: a completion is in the capture if and only if it was written to a connected client. Only
         GatewaySession.deliver_nowait records.
@@ -102,9 +102,7 @@ class GatewayCall:
 
     @contextmanager
     def attended(self, is_there: Callable[[], bool]) -> Iterator[None]:
-        """Register a client, connected while `is_there()`, inside the block; left_nowait() reports its
-        departure.
-        """
+        """Register a client inside the block, connected while `is_there()`."""
         self._clients.append(is_there)
         self.left_nowait()
         try:
@@ -114,7 +112,7 @@ class GatewayCall:
             self.left_nowait()
 
     def left_nowait(self) -> None:
-        """Update after a client came or went: without clients, the call has GRACE_S."""
+        """Start or stop the GRACE_S timer after a client came or went."""
         is_alone = self.is_abandoned and not self.is_done
         if is_alone and self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(GRACE_S, self._grace_is_over)
@@ -140,13 +138,13 @@ class GatewayCall:
         self._news.set()
 
     async def wait_news(self) -> None:
-        """Wait for new text or the end since the last call."""
+        """Wait for new text or the end."""
         await self._news.wait()
         if not self.is_done:
             self._news.clear()
 
     async def wait_done(self) -> None:
-        """Wait until sampling has ended. Raises ApiError if it failed."""
+        """Wait until done. Raises ApiError if sampling failed."""
         await self._done.wait()
         if self.error is not None:
             raise self.error
@@ -157,8 +155,8 @@ def call_keys(
 ) -> tuple[list[int], tuple[bytes, int] | None]:
     """Return (one seed key for each choice, their source).
 
-    They depend on the call's content and the number of equal calls before, never on time. Equal concurrent
-    calls may swap answers; the harness cannot distinguish them.
+    They depend only on the call's content and the number of equal calls before, never on time. Equal
+    concurrent calls may swap answers.
     """
     digest, shape = planned.prompt_hash.digest(), asked.shape() + grammar.encode()
     if shape:

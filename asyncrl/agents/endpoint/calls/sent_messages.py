@@ -1,4 +1,4 @@
-"""Messages and tools of a call: the keys that a chat template gets, each checked. Other keys are ignored."""
+"""Messages and tools of a call: the keys that chat templates get, checked. Other keys are ignored."""
 
 from __future__ import annotations
 
@@ -84,9 +84,8 @@ _NOT_READ = {"function_call": "it is deprecated; use tool_calls", "audio": "this
 
 
 def _tidy(message: Any, info: ValidationInfo) -> Any:
-    """Drop empty keys; report keys that no template gets to the context.
-
-    An answer with only calls gets empty content: some templates (SmolLM2, Phi 3) require it.
+    """Drop empty keys; report keys that no template gets. Add empty content to an answer with only calls:
+    some templates (SmolLM2, Phi 3) require it.
     """
     if not isinstance(message, dict):
         return message

@@ -1,1 +1,1 @@
-"""Request and answer formats of each endpoint. Each call becomes one chat, or one text."""
+"""Request and answer formats of the endpoints."""

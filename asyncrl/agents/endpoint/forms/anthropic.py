@@ -30,12 +30,12 @@ _LEFT_OUT = (
     " user_profile_id workspace_id"
 )
 LEFT_OUT = frozenset(_LEFT_OUT.split())
-"""No effect on sampling: there is no manual caching, and old messages are kept."""
+"""No effect on sampling."""
 _NOT_HERE = "there are no tools or files on this side"
 UNSERVED = {"mcp_servers": _NOT_HERE, "container": _NOT_HERE}
 
 BILLING = "x-anthropic-billing-header:"
-"""Start of a block in Claude Code's system text. It differs in each call, so no chat would continue an
+"""Start of a block in Claude Code's system text that differs in each call, so that no chat would continue an
 earlier one.
 """
 
@@ -234,7 +234,7 @@ class MessagesForm:
 
 
 def _continued(asked: MessagesRequest, kept: KeptResponses) -> StoredResponse | None:
-    """Return the message that this call's thread continues. Raises ApiError: 404."""
+    """Raises ApiError: 404."""
     if asked.thread is None or asked.thread["type"] == "create":
         return None
     if asked.system or asked.tools:

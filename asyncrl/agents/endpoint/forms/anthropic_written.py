@@ -1,4 +1,4 @@
-"""Anthropic's messages answers, and errors and models for both kinds of clients."""
+"""Anthropic's messages answers, and errors and models for all clients."""
 
 from __future__ import annotations
 
@@ -42,15 +42,12 @@ def anthropic_error(error: ApiError) -> bytes:
 
 
 def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
-    """Return the error body in the format of the client that called `path`."""
     is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
     return anthropic_error(error) if is_anthropics else error.body()
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """Return the model, or for None the list, for OpenAI's and Anthropic's clients. Raises ApiError for
-    another name.
-    """
+    """Return the model, or for None the list. Raises ApiError for another name."""
     if name not in (None, model):
         raise ApiError(404, f"There is one model here, {model}.", code="model_not_found", param="model")
     told = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
@@ -64,7 +61,6 @@ class WrittenMessage:
     """A message, or its events: blocks in the order thought, text, tool calls."""
 
     def __init__(self, call: GatewayCall, model: str, thread: StoredResponse | None) -> None:
-        """`thread`: the stored part of the call, without its answer."""
         (self._choice,), self._call, self._model, self._thread = call.choices, call, model, thread
         self._has_begun, self._num_blocks = False, 0
         self._open: str | None = None

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions, and code that all forms share."""
+"""OpenAI's chat completions and completions, and code shared by all forms."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Parameters(Generic[Shape]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Translated:
-    """A body as chat completions. `given`: data of the original that its form needs for the answer."""
+    """A body as chat completions. `given`: data for the answer."""
 
     body: bytes
     given: Any = None
@@ -76,21 +76,21 @@ class Written(Protocol):
         """Report a failure after the first event."""
 
     def keep(self, kept: KeptResponses) -> None:
-        """Keep the delivered answer for later calls of this session."""
+        """Keep the delivered answer for later calls."""
 
 
 class Form(Protocol):
     name: str
     """Prefix of its answers' ids."""
     translates: bool
-    """translated() takes time proportional to the body, and may run in a thread."""
+    """translated() takes long for long bodies, and may run in a thread."""
 
     def is_apart(self, configured: str) -> bool:
-        """Return whether thoughts are cut from the text; `configured` is gateway.thoughts."""
+        """`configured` is gateway.thoughts."""
 
     def translated(self, body: bytes, kept: KeptResponses) -> Translated:
         """Return the call as chat completions. Raises ApiError. Equal messages become equal bytes, so a
-        longer chat begins with a shorter one's bytes. `kept`: the session's stored answers.
+        longer chat begins with a shorter one's bytes.
         """
 
     def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
@@ -100,7 +100,7 @@ class Form(Protocol):
 
 
 class ChatForm:
-    """/v1/chat/completions: reads a body and writes its choices."""
+    """/v1/chat/completions."""
 
     name, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     translates = False
@@ -167,8 +167,6 @@ class TextForm(ChatForm):
 
 
 class WrittenChoices:
-    """An answer of either endpoint, or its events."""
-
     def __init__(self, form: ChatForm, call: GatewayCall, model: str, asked: CallRequest) -> None:
         self._call, self._form, self._first = call, form, form.first
         self._num_shown, self._has_usage = [0] * len(call.choices), asked.include_usage

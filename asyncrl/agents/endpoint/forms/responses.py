@@ -38,7 +38,7 @@ _PASSED = (
 PASSED = frozenset(_PASSED.split())
 """Same meaning as in chat completions."""
 LEFT_OUT = frozenset(["max_tool_calls", "stream_options", "prompt_cache_options", "client_metadata"])
-"""No effect here: `max_tool_calls` counts calls of OpenAI's hosted tools."""
+"""No effect here."""
 UNSERVED = {
     "conversation": "give the items in input, or previous_response_id",
     "prompt": "there are no stored prompts here",
@@ -117,7 +117,7 @@ Item = Annotated[
 
 
 def _tools(tools: Any) -> Any:
-    """Return functions, including namespaced ones, without hosted tools."""
+    """Return functions, without hosted tools."""
     found = []
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else tool

@@ -1,4 +1,4 @@
-"""OpenAI's responses answers, and the responses that a session keeps."""
+"""OpenAI's responses answers, and the responses kept by a session."""
 
 from __future__ import annotations
 
@@ -23,16 +23,13 @@ MAX_BODIES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredResponse:
-    """A delivered response or message, and its predecessor. `messages`: input and answer. `tools`: of the
-    thread.
-    """
+    """A delivered response or message, and its predecessor."""
 
     before: StoredResponse | None
     messages: tuple[bytes, ...]
     tools: Sequence[Mapping[str, Any]] = ()
 
     def chain(self) -> list[bytes]:
-        """Return all messages up to and including its own, without instructions."""
         found, each = [self], self.before
         while each is not None:
             found.append(each)
@@ -46,12 +43,9 @@ def message_to_keep(choice: Answer) -> bytes:
 
 
 class KeptResponses:
-    """A session's responses and threaded messages. Holds each message once, and only the newest bodies, since
-    they repeat tools and instructions.
-    """
+    """A session's responses and threaded messages. Holds each message once, and only the newest bodies."""
 
     def __init__(self, most: int) -> None:
-        """`most`: newest responses kept; users' keys have no call limit."""
         self._most = most
         self._stored: dict[str, StoredResponse] = {}
         self._bodies: dict[str, bytes] = {}
@@ -103,9 +97,7 @@ class KeptResponses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenResponse:
-    """Request data for a response: echoed parameters, predecessor, new messages.
-
-    `spaces`: namespaced tools by their name for the model. `is_sealed`: thoughts are also returned as
+    """`spaces`: namespaced tools by their name for the model. `is_sealed`: thoughts are also returned as
     encrypted_content.
     """
 
@@ -135,7 +127,7 @@ ECHOED: Mapping[str, Any] = {
 }
 """Echoed request parameters, with their defaults."""
 MAX_ECHOED = 2**16
-"""Most JSON bytes of an echoed parameter: they stay in memory, and are written on the event loop."""
+"""Most JSON bytes of an echoed parameter."""
 
 
 class WrittenResponse:

@@ -1,4 +1,4 @@
-"""Thoughts that a model writes before its answer, cut from the text while it streams."""
+"""Thoughts before an answer, cut from the text while it streams."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def num_until(token_ids: Sequence[int], mark: Sequence[int]) -> int | None:
 
 
 def signature_of(thought: str) -> str:
-    """Return the thought's signature, which detects altered thoughts. Not a secret."""
+    """Return a signature that detects altered thoughts. Not a secret."""
     digest = blake2b(thought.encode(), digest_size=24, person=b"asyncrl thought").digest()
     return base64.b64encode(digest).decode()
 
@@ -99,12 +99,11 @@ _SEALED = "asyncrl:"
 
 
 def sealed(thought: str) -> str:
-    """Encode a thought as opaque text for clients that may not read it."""
     return _SEALED + base64.b64encode(thought.encode()).decode()
 
 
 def unsealed(text: str) -> str:
-    """Decode a sealed thought. Raises ValueError if sealed() did not make it."""
+    """Raises ValueError if sealed() did not make it."""
     if not text.startswith(_SEALED):
         raise ValueError("it was not made here")
     return base64.b64decode(text.removeprefix(_SEALED), validate=True).decode()
