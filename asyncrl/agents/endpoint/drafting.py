@@ -3,10 +3,8 @@
 Recorded ids are never encoded again: the template's text of a longer chat is cut at their end.
 
 - extended: the text begins with the completion's prompt and sampled text, verbatim.
-
 - realigned: the messages continue a completion, but the template rewrites the history (strips thoughts,
-reformats calls). A sentinel replaces the answer; the text after it is new.
-
+  reformats calls). A sentinel replaces the answer; the text after it is new.
 - Otherwise, or if a cut would lose a message after the answer, the whole chat is rendered.
 """
 
