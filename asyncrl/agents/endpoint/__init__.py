@@ -1,3 +1,1 @@
-"""The OpenAI-compatible endpoint over an EnginePool, the record of what it sampled, and the work queue.
-Rewards are carried and not read; groups and staleness do not occur.
-"""
+"""An OpenAI-compatible endpoint over an EnginePool, the record of sampled tokens, and the work queue."""

@@ -1,8 +1,6 @@
-"""Answers: sampled tokens -> thought and text as they get final, tool calls, logprobs; and errors. The forms
-write them.
+"""Answers: sampled tokens -> thought, text, tool calls and logprobs; and errors.
 
-A token may hold a part of a character, and a stop string may begin in one token and end in a later one. So
-some text is held back until more tokens have come. Text that was handed out never changes.
+Text is held back while a character or a stop string may be incomplete. Returned text never changes.
 """
 
 from __future__ import annotations
@@ -25,35 +23,31 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import CallRequest
 
 REPLACEMENT = "\ufffd"
-"""What decoding writes for bytes that are not a character, for instance an incomplete one."""
+"""Decoded form of an incomplete or invalid character."""
 
 CONTEXT_TOKENS = 4
-"""Tokens decoded again before new ones. A character that is not whole yet has at most three bytes, and a
-token has one or more; the mark for the space before a word needs one token before it."""
+"""Tokens decoded again before new ones: up to three bytes of a character, and one token for a leading space.
+"""
 
 
 class GatewayTokenizer(ChatRenderer, Protocol):
-    """What the gateway needs of the tokenizer."""
-
     text_ids: frozenset[int]
-    """Tokens that are text: no special ones, and none that the vocabulary does not have."""
     special_ids: frozenset[int]
-    """Special tokens of the vocabulary."""
     byte_ids: frozenset[int]
-    """Tokens that become text only as a whole run of such tokens."""
+    """Byte tokens: they decode only as a whole run."""
 
 
 class AnswerText:
-    """Visible text of an answer, in the pieces in which it gets final.
+    """Visible text of an answer, in final pieces.
 
-    All pieces together are the decoded text, cut before the first stop string: the one that is complete
-    first; if two end together, the longer one. End-of-turn tokens are left out. So are other special tokens,
-    unless `shows_special` is set or `keep_special` names them. A stop string matches where it stops the
-    engine: in the text without special tokens, or at a special token with this name.
+    The joined pieces are the decoded text, cut before the first complete stop string (the longer one if two
+    end together). End-of-turn tokens are omitted, and other special tokens too unless `shows_special` or
+    `keep_special` includes them. Stop strings match as in the engine: without special tokens, or at a special
+    token of this name.
 
-    Life: feed() for each new tokens, finish() once after the last.
-    Invariant: however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
-        at most CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
+    Life: feed() new tokens, then finish() once.
+    Invariant: the joined pieces do not depend on the split into feeds. A token is decoded at most
+        CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
     """
 
     def __init__(
@@ -64,26 +58,25 @@ class AnswerText:
         keep_special: Collection[str] = (),
         shows_special: bool = True,
     ) -> None:
-        """`keep_special`: special tokens that mark tool calls and thoughts. They are always shown."""
+        """`keep_special`: marks of tool calls and thoughts; always shown."""
         self._texts = texts
         self._stop = [text for text in stop if text]
         self._kept, self._stop_ids = self._special(keep_special), self._special(self._stop)
         if shows_special:
             self._kept |= texts.special_ids - texts.end_ids
-        self._held = ""  # the end of the text without marks so far, which may begin a stop string
-        self._marks: list[tuple[int, str]] = []  # in the held text, and where
+        self._held = ""  # end of the text without marks; may begin a stop string
+        self._marks: list[tuple[int, str]] = []  # marks in the held text, by position
         self._context: list[int] = []
-        self._run: list[int] = []  # byte tokens whose run may go on
-        self._has_unsure = False  # the context's text ends in a replacement character that was not handed out
+        self._run: list[int] = []  # byte tokens of an unfinished run
+        self._has_unsure = False  # the context ends in a replacement character not yet returned
         self.stopped_by: str | None = None
-        """The stop string that was found: nothing is shown any more."""
 
     @property
     def is_stopped(self) -> bool:
         return self.stopped_by is not None
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take more tokens; returns the text that got final with them."""
+        """Add tokens; return the new final text."""
         text, run = "", list[int]()
         for token in token_ids:
             if self.is_stopped:
@@ -99,7 +92,6 @@ class AnswerText:
         return text + self._add(run)
 
     def _add(self, token_ids: Sequence[int], mark: str = "") -> str:
-        """`mark`: the name of the last token."""
         if self.is_stopped:
             return ""
         text = self._decode(self._whole_runs([token for token in token_ids if self._is_shown(token)]))
@@ -107,14 +99,13 @@ class AnswerText:
         return self._until_stop(text[:-1] if self._has_unsure else text, mark)
 
     def finish(self) -> str:
-        """No token comes any more: the rest of the text."""
         if self.is_stopped:
             return ""
         text = self._until_stop(self._decode(self._run))
         return text if self.is_stopped else text + self._hand_out(len(self._held))
 
     def _until_stop(self, text: str, mark: str = "") -> str:
-        """Text that can be handed out: no stop string begins in it. `mark`: what it ends with."""
+        """Return the text before any possible stop string. `mark`: text after it."""
         held = self._held = self._held + text.removesuffix(mark)
         if mark:
             self._marks.append((len(held), mark))
@@ -124,7 +115,6 @@ class AnswerText:
         return self._hand_out(end)
 
     def _hand_out(self, end: int) -> str:
-        """The first `end` characters that are held, with the marks between them."""
         text, at = "", 0
         while self._marks and self._marks[0][0] <= end:
             place, mark = self._marks.pop(0)
@@ -134,7 +124,6 @@ class AnswerText:
         return text
 
     def _special(self, names: Iterable[str]) -> set[int]:
-        """The special tokens with these names."""
         return {
             token
             for name in names
@@ -147,9 +136,7 @@ class AnswerText:
         return (token in self._texts.text_ids and token not in self._texts.end_ids) or token in self._kept
 
     def _whole_runs(self, tokens: list[int]) -> list[int]:
-        """What is ready to be decoded: all but the byte tokens at the end, which wait for what comes after
-        them.
-        """
+        """Return the tokens ready to decode: all but trailing byte tokens."""
         end = len(tokens)
         while end > 0 and tokens[end - 1] in self._texts.byte_ids:
             end -= 1
@@ -160,7 +147,6 @@ class AnswerText:
         return ready
 
     def _decode(self, tokens: list[int]) -> str:
-        """Text that these tokens add, beginning with the replacement character that was kept back."""
         if not tokens:
             return REPLACEMENT if self._has_unsure else ""
         known = len(self._texts.decode(self._context, skip_special_tokens=False)) - self._has_unsure
@@ -171,37 +157,32 @@ class AnswerText:
 
 @dataclass(eq=False, repr=False)
 class Answer:
-    """One completion of a call.
+    """A completion of a call.
 
-    Life: feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the rest by
-        take().
-    Invariant: all that take() ever returned, joined, is `content`, and what take_thought() returned is
-        `thought`; nothing of a tool call, or of the marks of a thought, is ever shown as text before it is
-        known not to be one.
+    Life: feed() tokens and take() text, repeatedly -> finish() -> take() the rest.
+    Invariant: take()'s joined results are `content`, take_thought()'s are `thought`. Nothing that may belong
+        to a tool call or a thought mark is shown as text.
     """
 
     index: int
     tokenizer: GatewayTokenizer
     tool_format: ToolFormat
     asked: InitVar[CallRequest]
-    """An answer lives as long as its session: it keeps no more of the request than it needs."""
+    """Released after init: answers live as long as their session."""
     _: KW_ONLY
     prefill: str
-    """Beginning of the answer that was not sampled."""
+    """Unsampled beginning of the answer."""
     name: str
-    """It makes ids of tool calls."""
+    """Prefix of tool call ids."""
     thoughts: ThoughtCutter | None = None
-    """Cuts the thought from the text; None: the text stays as the model wrote it."""
     shows_special: bool = True
-    """`content` contains the text of special tokens that mark no tool call (task.special_tokens)."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
     thought: str = ""
     num_thought_tokens: int = 0
-    """Its closing mark included, where that is made of tokens of its own; else by its share of the text."""
+    """Includes the closing mark; an estimate if it shares tokens with text."""
     stopped_by: str | None = None
-    """The stop text that ended it."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self, asked: CallRequest) -> None:
@@ -222,8 +203,8 @@ class Answer:
 
     @property
     def logprobs(self) -> list[dict[str, Any]] | None:
-        """Of the sampled tokens, if they were asked for. Made once they are read, which takes some 10 us a
-        token, and again after let_go(): they have 20 times the size of what they are made of.
+        """Return the requested logprobs, built on access: some 10 us a token, and 20 times larger than their
+        source.
         """
         if self._told is None and self._has_logprobs and self.finish_reason:
             if self._logged is not None:
@@ -234,17 +215,15 @@ class Answer:
 
     @property
     def num_logprobs(self) -> int:
-        """Entries that `logprobs` will have, the likeliest tokens included; 0 once it was made."""
+        """Entries of `logprobs`, top tokens included; 0 once built."""
         known = self._logged
         return 0 if known is None else len(known.token_ids) + sum(map(len, known.top_logprobs))
 
     def let_go(self) -> None:
-        """It is written, and kept for one that asks again."""
         self._told = None
 
     @property
     def message(self) -> dict[str, Any]:
-        """The assistant message, as the client gets it."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.thought:
             message["reasoning_content"] = self.thought
@@ -253,16 +232,14 @@ class Answer:
         return message
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """Some more tokens were sampled."""
         self.num_tokens += len(token_ids)
         self._add(self._answer.feed(token_ids))
 
     def take_thought(self, start: int) -> str:
-        """Text of the thought that may be shown, from `start` on."""
         return self.thought[start:]
 
     def take(self, start: int) -> str:
-        """Text that may be shown, from `start` on."""
+        """Return text that may be shown, from `start` on."""
         if self.finish_reason:
             return (self.content or "")[start:]
         if not self.prefill:
@@ -271,7 +248,6 @@ class Answer:
         return self._shown[start:]
 
     def finish(self, completion: Completion) -> None:
-        """Everything is sampled: parse it."""
         self.feed(completion.token_ids[self.num_tokens :])
         self._add(self._answer.finish())
         if self.thoughts is not None:
@@ -292,7 +268,6 @@ class Answer:
             self._logged = completion
 
     def take_completion(self) -> Completion:
-        """What was sampled, to be recorded; it is not kept any longer."""
         completion, self._completion = self._completion, None
         self._text, self._shown, self._tools = "", "", ()
         assert completion is not None, "a completion is recorded once, after it is finished"
@@ -325,7 +300,6 @@ class Answer:
         return {**self._token(token, logprob, texts), "top_logprobs": others}
 
     def _token(self, token: int, logprob: float, texts: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """`texts`: those of the tokens that came before."""
         if token not in texts:
             text = self.tokenizer.decode((token,), skip_special_tokens=False)
             as_bytes = None if REPLACEMENT in text else list(text.encode())
@@ -337,9 +311,7 @@ _NO_TOPS = np.empty((0, 2))
 
 
 def _with_tops(completion: Completion) -> Iterable[tuple[int, float, npt.NDArray[np.float64]]]:
-    """Each token, its logprob, and ids and logprobs of the likeliest ones in its place, [k, 2], if the engine
-    has told them.
-    """
+    """Yield each token, its logprob, and (id, logprob) of the top tokens in its place, [k, 2]."""
     told = completion.top_logprobs or [()] * len(completion.token_ids)
     tops = (np.array(each, np.float64) if each else _NO_TOPS for each in told)
     return zip(completion.token_ids, completion.behaviour_logprobs, tops, strict=True)
@@ -348,13 +320,13 @@ def _with_tops(completion: Completion) -> Iterable[tuple[int, float, npt.NDArray
 # ---- errors
 
 NO_RETRY = {"x-should-retry": "false"}
-"""Tells an OpenAI client not to retry."""
+"""Keeps OpenAI clients from retrying."""
 _CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 _LONGEST_SHOWN = 80
 
 
 class ApiError(Exception):
-    """One call is answered with an error; the session and the run go on. body() has OpenAI's form."""
+    """Error answer to one call; the session and the run continue."""
 
     def __init__(
         self,
@@ -376,17 +348,14 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
-    """400: the call cannot be answered."""
     return ApiError(400, message, code=code, param=param)
 
 
 def too_long(message: str, param: str) -> ApiError:
-    """400 as OpenAI says it of a prompt that does not fit."""
     return invalid(message, param, code="context_length_exceeded")
 
 
 def shown(value: object) -> str:
-    """A value of a call, short enough for a message."""
     if isinstance(value, int) and abs(value) >= 10**18:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (dict, list)):

@@ -1,4 +1,4 @@
-"""Turns recorded completions into the branches of a rollout, with the reward of each token."""
+"""Branches of a rollout from recorded completions, with the reward of each token."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ Path = list["ChatNode"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatNode:
-    """One completion. `ids` follow those of its parent: first the A ids that its prompt added, then the N
-    sampled ones.
+    """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
 
-    `name` is the id of its answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from
-    the first sampled token. `order` is (number of the call, choice). `num_path_ids`: length of all_ids();
-    `path_hash`: their new_hash(), as little-endian int32. `chat`: what a later chat may go on from, None of a
-    prompt of ids. Not `is_trained`: sampled from another distribution than the run's, so that its tokens are
-    context. `grammar`: what they were sampled from.
+    `name`: id of the answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the
+    first sampled token. `order`: (number of the call, choice). `num_path_ids`: length of all_ids();
+    `path_hash`: their new_hash(), as little-endian int32. `chat`: None for a prompt of ids. `is_trained`:
+    false if sampled from another distribution than the run's; its tokens are context. `grammar`: constraint
+    on sampling.
     """
 
     name: str
@@ -48,40 +47,35 @@ class ChatNode:
 
     @property
     def num_sampled(self) -> int:
-        """N."""
         return len(self.logprobs)
 
     @property
     def sampled_ids(self) -> npt.NDArray[np.int32]:
-        """The last N ids."""
         return self.ids[self.num_added :]
 
     @property
     def num_trained(self) -> int:
-        """N, or 0."""
         return self.num_sampled if self.is_trained else 0
 
     @property
     def num_messages(self) -> int:
-        """Of its chat, the answer included; 0 of a prompt of ids."""
         return self.chat.num_messages if self.chat else 0
 
     @property
     def text(self) -> tuple[int, bytes] | None:
-        """Length and hash of what all its ids spell, None where the template would write another."""
+        """Length and hash of the text of all ids; None if the template writes another text."""
         return self.chat.text if self.chat else None
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """Sort key of a completion: all of this node but its name, its parent and its engines. The order must
-        depend neither on which call came first nor on which engine sampled it.
+        """Sort key of all fields but name, parent and engines, so that the order depends neither on arrival
+        nor on engine.
         """
         spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
-        ids = self.ids.astype(">i4").tobytes()  # so that bytes are in the order of ids
+        ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
 
     def path(self) -> Path:
-        """From the root to this node."""
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
@@ -89,17 +83,15 @@ class ChatNode:
         return nodes
 
     def all_ids(self) -> npt.NDArray[np.int32]:
-        """Prompt and completion, root to here."""
         return np.concatenate([node.ids for node in self.path()])
 
 
 def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-    """The branches, in the order of their ids; each sampled token has its loss in the first branch that holds
-    it. A completion that is not trained is context where a trained one goes on from it.
+    """Return the branches, ordered by ids.
 
-    The order, and the numbers of units with it, is that of the contents: calls of one harness that run at
-    once arrive in any order. Raises RolloutFailure if nothing was sampled that is trained, or the outcome
-    names the wrong completions.
+    Each sampled token has its loss in the first branch that contains it. Untrained completions are context.
+    Order and unit numbers depend only on contents, since concurrent calls arrive in any order. Raises
+    RolloutFailure if nothing trained was sampled, or if the outcome names wrong completions.
     """
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_trained])
@@ -114,7 +106,6 @@ def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome,
             what, way_out="let it call the model with its session's key, and read the answers."
         )
     owners: dict[ChatNode, int] = {}
-    """The first branch that holds a node."""
     for branch, path in enumerate(paths):
         for node in path:
             owners.setdefault(node, branch)
@@ -128,9 +119,7 @@ def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome,
 
 
 def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
-    """Sort key: the contents from the root on. Of two equal completions, the one that a later call continues
-    comes second.
-    """
+    """Sort nodes by contents from the root on. Of two equal completions, the continued one is second."""
     parents = {node.parent for node in nodes}
     reward = {**outcome.branch_rewards, **outcome.turn_rewards}
     own = {}
@@ -141,9 +130,7 @@ def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _paths(nodes: Sequence[ChatNode]) -> list[Path]:
-    """The paths to the nodes that no other of them continues. Nodes that trained nothing are left out, so no
-    path is a part of another.
-    """
+    """Return the paths to nodes without trained continuations."""
     inner: set[ChatNode] = set()
     for node in nodes:
         inner.update(node.path()[:-1])
@@ -187,7 +174,6 @@ def _trajectory(
 def _credited(
     nodes: Sequence[ChatNode], paths: Sequence[Path], owners: Mapping[ChatNode, int], outcome: Outcome
 ) -> dict[ChatNode, tuple[float, int]]:
-    """(reward, unit) of each node, if rewards were given by turn or by branch."""
     by_turn, by_branch = outcome.turn_rewards, outcome.branch_rewards
     which, rewards = ("turn_rewards", by_turn) if by_turn else ("branch_rewards", by_branch)
     known = sorted(node.name for node in nodes)
@@ -206,7 +192,6 @@ def _credited(
 
 
 def _of_branch(paths: Sequence[Path], rewards: Mapping[str, float]) -> dict[int, float]:
-    """The reward of each branch."""
     found: dict[int, float] = {}
     last = [path[-1].name for path in paths]
     branches_of: dict[str, list[int]] = {}

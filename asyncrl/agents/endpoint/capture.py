@@ -1,4 +1,4 @@
-"""The exact tokens of one session, as a tree of completions. Pure: no HTTP, no engine."""
+"""Exact tokens of one session, as a tree of completions. Pure: no HTTP, no engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
 
 @dataclass(slots=True)
 class GatewayStats:
-    """`calls` were planned so far, by How their prompts were made (the rest were new); `refused` counts
-    errors by status. Tokens are of calls that were sampled to their end. `in_flight` is of now.
+    """Counts so far. `calls` by How (the rest were new); `refused` by status; tokens of calls sampled to the
+    end. `in_flight`: now.
     """
 
     calls: int = 0
@@ -37,8 +37,8 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """A call that may be sent: its prompt is the `num_reused` ids of the parent, then `added`; `prompt_hash`
-    is their new_hash(). `number` counts the session's calls. `draft`: None of a prompt of ids.
+    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`; `prompt_hash`: their
+    new_hash(). `draft`: None for a prompt of ids.
     """
 
     number: int
@@ -51,32 +51,28 @@ class Planned:
 
     @property
     def num_prompt(self) -> int:
-        """Ids of the prompt."""
         return self.num_reused + len(self.added)
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """All of them, int32 [num_prompt], made anew each time it is asked for."""
+        """Return a new int32 [num_prompt] array."""
         before = [] if self.parent is None else [self.parent.all_ids()]
         return np.concatenate([*before, self.added])
 
 
 class Capture:
-    """Records the ids that were sent and sampled, and finds the completion that a new call continues.
+    """Record of sent and sampled ids; finds the completion that a new call continues.
 
-    Life: draft -> plan -> the engine samples -> record once for each choice that the harness got, or never ->
-        ... -> rollout. Any number of calls may be planned before one of them is recorded.
-    Memory: a node holds what its call added and sampled, 4 bytes an id and a logprob; what came before is its
-        parents'.
-    Invariant: a planned prompt that reuses a node's ids begins with exactly what that node's call sent and
-        sampled (plan), so a branch of the rollout is at each sampled token what the engine had before it
-        (make_rollout).
+    Life: draft -> plan -> the engine samples -> record once for each delivered choice, or never -> ... ->
+        rollout. Many calls may be planned before one is recorded.
+    Memory: a node stores only its added and sampled ids, 4 bytes an id and a logprob.
+    Invariant: a planned prompt that reuses a node's ids begins with exactly the ids that the node's call sent
+        and sampled, so each sampled token in a branch has the engine's context.
     """
 
     def __init__(
         self, renderer: ChatRenderer, counts: GatewayStats, thinking: tuple[str, str] = THINKING
     ) -> None:
-        """`thinking`: the texts around a thought in this model's answers."""
         self._renderer, self._counts, self._thinking = renderer, counts, thinking
         self._nodes: dict[str, ChatNode] = {}  # by name
         self._recorded = Recorded()
@@ -85,9 +81,7 @@ class Capture:
         self._has_root = False
         self._gone_on_from: set[ChatNode] = set()
         self.num_branch_tokens = 0
-        """Tokens of all branches that a rollout would have now, were each completion trained: a prefix that
-        branches share counts in each of them.
-        """
+        """Tokens of all current branches if every completion were trained; shared prefixes count in each."""
 
     @property
     def num_completions(self) -> int:
@@ -101,12 +95,11 @@ class Capture:
         prefill: Prefill = no_prefill,
         settings: Mapping[str, Any] | None = None,
     ) -> Draft:
-        """Return the text of a chat, or of its part after a recorded answer. Changes nothing; may run in a
-        thread in parallel with record().
+        """Return the text of a chat, or of its part after a recorded answer. Raises ValueError if the
+        template refuses the chat or omits a message, or if the chat is invalid Unicode or nested too deep.
 
-        `prefill` is text after the generation prompt with which the answer begins; it ends a thought that the
-        prompt has begun. `settings`: the template's variables in this call. Raises ValueError if the template
-        refuses the chat or omits a message, or if the chat is invalid Unicode or nested too deep.
+        May run in a thread in parallel with record(). `prefill`: beginning of the answer; ends an open
+        thought. `settings`: template variables.
         """
         try:
             chain = Chain(messages, tools, self._thinking, self._recorded.settled)
@@ -116,22 +109,20 @@ class Capture:
             raise ValueError("the messages or tools are nested too deep") from None
 
     def plan(self, draft: Draft, ids: Sequence[int]) -> Planned:
-        """The prompt of a drafted chat; `ids` are those of the draft's text."""
         return self._planned(draft.how, np.array(ids, dtype=np.int32), draft.parent, draft)
 
     def plan_ids(self, prompt_ids: Sequence[int]) -> Planned:
-        """A prompt of ids: it goes on from the longest recorded prompt and completion that it begins with."""
+        """Continue the longest recorded prompt and completion that the ids begin with."""
         ids = np.asarray(prompt_ids, dtype=np.int32)
         ends: dict[ChatNode | None, int] = {None: 0}
         for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
             start = ends.get(node.parent)
             if start is not None and np.array_equal(ids[start : start + len(node.ids)], node.ids):
                 ends[node] = start + len(node.ids)
-        parent = max(ends, key=lambda node: ends[node])  # of equal ones the first
+        parent = max(ends, key=lambda node: ends[node])  # the first of equal ones
         return self._planned("extended" if parent else "edited", ids[ends[parent] :], parent, None)
 
     def withdraw(self, planned: Planned) -> None:
-        """It has no answer, and never will."""
         if planned.how == "new":
             self._has_root = False
 
@@ -146,12 +137,9 @@ class Capture:
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
-        """The harness got this answer: `message` is the assistant message as it got it. Not `is_trained`: it
-        is context alone, since it was sampled from another distribution than the run's. `grammar`: that it
-        was sampled from.
-        """
+        """Record a delivered answer. Not `is_trained`: sampled from another distribution, so context only."""
         assert name not in self._nodes, f"{name} is recorded already"
-        if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten meanwhile
+        if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten since planning
             planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
         sampled, draft = np.array(completion.token_ids, dtype=np.int32), planned.draft
         node = ChatNode(
@@ -174,7 +162,7 @@ class Capture:
         self._count_branch(node)
         if draft is not None:
             said = sampled[:-1] if len(sampled) and int(sampled[-1]) in self._renderer.end_ids else sampled
-            # with its special tokens, which may stand around a thought
+            # with its special tokens, which may enclose a thought
             sampled_text = self._renderer.decode(said.tolist(), skip_special_tokens=False)
             other_forms = answer_forms(message, sampled_text, self._thinking)
             self._recorded.add(node, draft.chain, other_forms)
@@ -186,9 +174,7 @@ class Capture:
         return RecordedChat(len(draft.messages) + 1, draft.chain.key_with(message), text)
 
     def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[ChatNode, ...]:
-        """Keep the conversations that were gone on with last, with at most so many completions and tokens in
-        their branches. Returns the completions of the others.
-        """
+        """Keep the most recently continued conversations; return the completions of the others."""
         trees, root_of = dict[ChatNode, list[ChatNode]](), dict[ChatNode, ChatNode]()
         for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
             root_of[node] = node if node.parent is None else root_of[node.parent]
@@ -214,7 +200,7 @@ class Capture:
             self._count_branch(node)
 
     def last_text(self, *, shows_special: bool) -> str:
-        """Return the text of the newest call's completion. Raises RolloutFailure if there is none."""
+        """Raises RolloutFailure if there is no completion."""
         if not self._nodes:
             way_out = "let it call the model with its session's key, or return a reward."
             raise RolloutFailure("the harness ended without one completion or a reward", way_out=way_out)
@@ -222,13 +208,10 @@ class Capture:
         return answer_text(self._renderer, last.sampled_ids.tolist(), shows_special=shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Everything recorded, by branches. Raises RolloutFailure if that is nothing, or the outcome does not
-        fit it.
-        """
+        """Raises RolloutFailure if nothing is recorded, or if the outcome does not fit."""
         return make_rollout(self._nodes.values(), sample_index, outcome, reward)
 
     def _count_branch(self, node: ChatNode) -> None:
-        """A node with sampled tokens makes a branch longer, or is the end of one more."""
         if not node.num_sampled:
             return
         self.num_branch_tokens += node.num_path_ids
@@ -255,7 +238,6 @@ class Capture:
 
 
 def _hash_on(before: blake2b, ids: npt.NDArray[np.int32]) -> blake2b:
-    """Of the ids whose hash is `before`, and then these."""
     found = before.copy()
     found.update(ids.astype("<i4").tobytes())
     return found

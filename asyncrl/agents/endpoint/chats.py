@@ -1,4 +1,4 @@
-"""A chat as text and as a hash: what two chats have in common, message after message."""
+"""Text and hash of a chat, to find the common beginning of two chats."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
 THINKING = ("<think>", "</think>")
-"""The texts around a thought. A template may write the first of them into the prompt."""
+"""Texts around a thought. A template may write the first into the prompt."""
 
 
 def opens_thought(prompt: str, thinking: tuple[str, str]) -> bool:
-    """Whether the prompt ends with a thought that it has begun, so that the answer goes on inside it."""
+    """Return whether the prompt ends inside an open thought."""
     return prompt.rstrip().endswith(thinking[0].rstrip())
 
 
 def close_thought(prompt: str, thinking: tuple[str, str]) -> str:
-    """What ends the thought that the prompt has begun, written as templates write one with nothing in it."""
+    """Return the text that closes the prompt's open thought, as templates write an empty one."""
     if not opens_thought(prompt, thinking):
         return ""
     return f"\n{thinking[1]}\n\n" if prompt.endswith("\n") else thinking[1]
@@ -32,23 +32,21 @@ def close_thought(prompt: str, thinking: tuple[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptText:
-    """The text that ids spell, as its length and hash: a session holds many that begin alike."""
+    """Length and hash of a prompt's text, in place of the text."""
 
     num_chars: int
     hashed: blake2b
 
     @property
     def place(self) -> tuple[int, bytes]:
-        """To be compared."""
         return self.num_chars, self.hashed.digest()
 
     @classmethod
     def of(cls, text: str) -> PromptText:
-        """Return the length and hash of a text. Raises ValueError if it is no valid Unicode."""
+        """Raises ValueError for invalid Unicode."""
         return cls(len(text), new_hash(text.encode()))
 
     def then(self, text: str) -> PromptText:
-        """With this text behind it."""
         hashed = self.hashed.copy()
         hashed.update(text.encode())
         return PromptText(self.num_chars + len(text), hashed)
@@ -56,8 +54,8 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """A chat with its answer, which a later one may begin with: the number of its messages, their key in a
-    Chain, and length and hash of the text that its ids spell, None where the template would write another.
+    """A chat with its answer: number of messages, key in a Chain, and length and hash of the text (None if
+    the template writes another).
     """
 
     num_messages: int
@@ -66,12 +64,14 @@ class RecordedChat:
 
 
 Settle = Callable[[bytes], bytes | None]
-"""The key of a recorded chat as it was given, by any key of it."""
+"""Maps any key of a recorded chat to the key of its delivered form."""
 
 
 class Chain:
-    """The hash of a chat, message after message: equal for two chats if and only if they are the same in
-    canonical form, or have the same recorded answers in different forms (`settle` tells).
+    """Hash of a chat, message by message.
+
+    Equal if and only if the canonical forms are equal, or contain the same recorded answers in different
+    forms (mapped by `settle`).
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Chain:
         self._thinking, self._settle = thinking, settle
         self._state = new_hash(_to_json(tools or None).encode())
         self.answers: list[tuple[int, bytes]] = []
-        """(index of an assistant message, key of the chat up to and with it), in order."""
+        """(index of an assistant message, key of the chat through it), in order."""
         self._add(enumerate(messages))
 
     def _add(self, messages: Iterable[tuple[int, Message]]) -> None:
@@ -100,15 +100,14 @@ class Chain:
             self._state = new_hash(settled or key)
 
     def key_with(self, answer: Message) -> bytes:
-        """Key of this chat with one more message."""
         state = self._state.copy()
         state.update(canonical(answer, self._thinking))
         return state.digest()
 
 
 def answer_forms(message: Message, sampled: str, thinking: tuple[str, str]) -> list[Message]:
-    """The other forms in which a harness may send an answer back: with the stop text that was sampled and not
-    shown, and each of them without its thought.
+    """Return the other forms that a harness may send back: with the hidden stop text, and each without its
+    thought.
     """
     forms = [message]
     if not message.get("tool_calls"):
@@ -124,9 +123,7 @@ def answer_forms(message: Message, sampled: str, thinking: tuple[str, str]) -> l
 
 
 def split_thought(message: Message, thinking: tuple[str, str]) -> tuple[str, str]:
-    """(thought, the rest of the content) of an answer, without the white space around them. The thought is in
-    `reasoning_content`, or in the content, where it may lack its beginning.
-    """
+    """Return (thought, rest of the content), stripped. A thought in the content may lack its opening mark."""
     begin, end = thinking
     content, apart = str(message.get("content") or ""), str(message.get("reasoning_content") or "").strip()
     before, found, after = content.partition(end)
@@ -140,10 +137,10 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def canonical(message: Message, thinking: tuple[str, str] = THINKING) -> bytes:
-    """The message, as requests.py reads one or as an answer was given, as one JSON object. A harness sends
-    its history back as its own library wrote it, so these do not count: fields that are None, the order of
-    keys, the JSON spacing of tool arguments, white space around an assistant's content and thought, and
-    whether that thought is in the content or beside it.
+    """Serialize a message to canonical JSON.
+
+    Harnesses rewrite their history, so these do not count: None fields, key order, JSON spacing of tool
+    arguments, white space around an assistant's content and thought, and the place of the thought.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
@@ -157,26 +154,25 @@ def canonical(message: Message, thinking: tuple[str, str] = THINKING) -> bytes:
 
 
 def _tool_call(call: Mapping[str, Any]) -> list[Any]:
-    """A function call by id, name and arguments, which are text in an answer."""
     arguments = call["function"]["arguments"]
     parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
     return [call["id"], call["function"]["name"], parsed]
 
 
-# ---- an answer's place in the text
+# ---- position of an answer in the text
 
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Replaces an answer in a trial render: letters and digits that no template treats specially and no harness
-can guess.
+"""Replaces an answer in a trial render. Random, so that no template treats it specially and no harness can
+guess it.
 """
 NUMBER = 10**17 + secrets.randbelow(9 * 10**17)
-"""Replaces the arguments of its calls: what comes behind the last one closes the call."""
+"""Replaces arguments in a trial render; the text after the last one closes the call."""
 
 
 def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
-    """The message that replaces an answer, or one with these calls. Those keep their names and ids, and have
-    no content beside them: a template may write it behind them, even behind their results.
+    """Return the placeholder for an answer, or for one with these calls. With calls it has no content, which
+    a template may write after them, or even after their results.
     """
     swapped = []
     for call in calls:
@@ -187,20 +183,20 @@ def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
     return {"role": "assistant", "content": SENTINEL}
 
 
-# ---- what a template leaves out
+# ---- messages that a template omits
 
 
 def left_out(messages: Messages, text: str, thinking: tuple[str, str] = THINKING) -> int | None:
-    """Index of the first message that says something which the text does not; None if all is there.
+    """Return the index of the first message missing from the text, or None.
 
-    Of an answer, its last line is looked for, or the names of its calls: templates leave out thoughts, each
-    its own way, and what stands beside a call. White space, capitals and JSON escapes do not count.
+    Of answers, only the last line or the calls' names must be present: templates omit thoughts, and content
+    next to a call. White space, case and JSON escapes do not count.
     """
     at, squeezed = 0, ""
     for index, message in enumerate(messages):
         for said in filter(None, map(str.strip, _sayings(message, thinking))):
             ways = dict.fromkeys((said, _escaped(said), _escaped(said, ensure_ascii=True)))
-            spans = [(at + NEAR, at), (len(text), at), (len(text), 0)]  # mostly it is the next one
+            spans = [(at + NEAR, at), (len(text), at), (len(text), 0)]  # usually the next one
             places = (text.find(way, start, end + len(way)) for end, start in spans for way in ways)
             found = next((place for place in places if place >= 0), None)
             squeezed = squeezed or (_squeezed(text) if found is None else "")
@@ -211,7 +207,7 @@ def left_out(messages: Messages, text: str, thinking: tuple[str, str] = THINKING
 
 
 NEAR = 2**12
-"""Characters in which a message is looked for at first, so that many of them cost no more than the text."""
+"""Characters of the first search window, so that search time is linear."""
 
 
 def _sayings(message: Message, thinking: tuple[str, str]) -> Sequence[str]:

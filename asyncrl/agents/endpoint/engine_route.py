@@ -1,4 +1,4 @@
-"""One call from its body to its sampled answer: read, render and plan, budget and seed, the engine."""
+"""A call's path from its body to its sampled answer."""
 
 from __future__ import annotations
 
@@ -42,21 +42,19 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 LONG_BODY = 2**14
-"""Bytes from which on a body is read, and its chat rendered, in a thread: 500 of the smallest messages, 10
-ms.
-"""
+"""Bytes of a body that is read and rendered in a thread: 500 minimal messages, 10 ms."""
 LONG_TEXT = 2**14
-"""Characters from which on a text is tokenised in a thread: some 15 ms."""
+"""Characters of a text that is tokenized in a thread: some 15 ms."""
 LONG_LOGPROBS = 2**10
-"""Logprobs of an answer from which on they are made in a thread: some 10 ms."""
+"""Logprobs of an answer that are built in a thread: some 10 ms."""
 NUM_ENCODING = 4
-"""Texts that are tokenised at once. Each of them occupies a core, and memory of many times its length."""
+"""Texts tokenized at once. Each takes a core, and much memory."""
 MAX_CHARACTERS = 64
-"""Most characters of a text for each token of the longest prompt. A longer text is refused untokenised."""
+"""Most characters per token of the longest prompt, checked before tokenization."""
 FAR_TOO_MANY = 4
-"""Times the longest prompt: a longer one is refused before it is known what it goes on from."""
+"""Multiple of the longest prompt, checked before the parent's lookup."""
 NUM_OF_END = 32
-"""Tokens of a prompt whose text tells how it ends."""
+"""Last prompt tokens checked for an open thought."""
 TOO_LONG = too_long("", "").error["code"]
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
@@ -65,7 +63,7 @@ OnBroken = Callable[[RoomError], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A call as it came. `digest`: of what was asked; `is_retry`: its client says that it asks again."""
+    """A received call, with the digest of its request."""
 
     form: Form
     body: bytes
@@ -76,15 +74,14 @@ class Sent:
 
 @dataclass(eq=False, repr=False)
 class EngineRoute:
-    """The SessionHost of one engine: plans its sessions' calls and has them sampled.
+    """SessionHost of one engine: plans its sessions' calls and samples them.
 
-    Life: read() and begin() check and plan a call, sample() asks the engine; then the call holds its answers,
-        or its error.
-    Waits: begin sleeps in a thread, sample in the session's room and in the engine, both within the session's
-        in_hand(). A call that all its clients have left ends there after GRACE_S, wherever it is.
-    Invariant: what reaches the engine is ids, numbers in bounds and stop texts, all checked by RequestReader
-        and begin(). An engine that is broken is given to `on_broken` and answered with 503; one that refuses
-        a request, with 400. A tool-call format of the user's that goes wrong fails the rollout.
+    Life: begin() checks and plans a call, sample() runs it; then the call holds its answers or its error.
+    Waits: begin in a thread, sample in the session's room and the engine, both within in_hand(). A call that
+        all clients have left ends after GRACE_S.
+    Invariant: the engine gets only ids, numbers in bounds and stop texts, all checked by RequestReader and
+        begin(). A broken engine goes to `on_broken` and its calls get 503; a request that it refuses gets
+        400. A failing user tool-call format fails the rollout.
     """
 
     sessions: Sessions
@@ -103,9 +100,7 @@ class EngineRoute:
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
     async def begin(self, session: GatewaySession, sent: Sent) -> tuple[GatewayCall, AnyRequest, bool]:
-        """(the call of this body, its parsed request, whether it is new). A call that is not new was sent
-        before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
-        """
+        """Return (call, parsed request, whether the call is new). Raises ApiError."""
         with _noting_overflow(session):
             asked = await self.in_turn(partial(sent.form.read, self._reader, sent.body), len(sent.body))
         async with session.beginning:
@@ -118,7 +113,7 @@ class EngineRoute:
 
     async def _new_call(self, session: GatewaySession, sent: Sent, asked: AnyRequest) -> GatewayCall:
         session.check_limits(asked.n)
-        session.num_calls += 1  # what is refused from here on was work, too
+        session.num_calls += 1  # later refusals count: they cost work
         tool_format = ToolFormat()
         if isinstance(asked, ChatRequest):
             tool_format = self.tool_format if asked.tools else self.tool_format.without_tools()
@@ -139,7 +134,7 @@ class EngineRoute:
         spans = () if parent is None else parent.version_spans
         sampled = {}
         for index, key in enumerate(keys):
-            # the name may become a part of the next prompt, so it is not made of the call's number
+            # not the call's number: the name may become part of the next prompt
             name = f"call_{key:016x}"
             thoughts = self._thoughts(planned) if sent.form.is_apart(session.limits.thoughts) else None
             answer = Answer(
@@ -171,8 +166,8 @@ class EngineRoute:
         return call
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
-        """Sample the call in its turn; the result is in its choices, or in its error. Only cancellation, and
-        a mistake of our own, are raised.
+        """Sample the call; the result goes to its choices or its error. Raises only on cancellation and
+        internal errors.
         """
         self.counts.in_flight += 1
         try:
@@ -185,7 +180,7 @@ class EngineRoute:
                 raise
         except RequestRefused as refusal:
             call.done_nowait(invalid(f"The engine refused this call: {refusal.why}."))
-        except RolloutFailure as failure:  # of a tool-call format of the user's: it would fail again
+        except RolloutFailure as failure:  # from a user tool-call format: a retry would fail too
             session.fail_nowait(failure)
             call.done_nowait(session_ended(session.ended or ""))
         except RoomError as error:
@@ -196,7 +191,7 @@ class EngineRoute:
             )
         finally:
             if not call.is_done:
-                # not cancelled by the session's end, so a mistake of ours: what it holds is not to be trusted
+                # not cancelled by the session's end, so an internal error: the session's data is not reliable
                 why = f"the gateway made a mistake in {call.name}; its log says which"
                 session.fail_nowait(RolloutFailure(why))
                 call.done_nowait(session_ended(session.ended or ""))
@@ -228,11 +223,11 @@ class EngineRoute:
             await _beside(self._encoding, lambda: choice.logprobs)
 
     async def in_turn(self, function: Callable[[], Value], num_bytes: int) -> Value:
-        """Run what reads a body of so many bytes; where they are many in a thread, in turn with others."""
+        """Run a reader of a body; a long body is read in a thread, one at a time."""
         return await _beside(self._rendering, function) if num_bytes >= LONG_BODY else function()
 
     async def count(self, session: GatewaySession, body: bytes) -> int:
-        """Tokens of the prompt that this chat would be. Raises ApiError."""
+        """Raises ApiError."""
         session.count_nowait()
         asked = await self.in_turn(partial(self._reader.chat, body), len(body))
         prefill = prefill_of(asked, self.tool_format, self.tokenizer)
@@ -244,17 +239,18 @@ class EngineRoute:
         return len(ids) + (draft.parent.num_path_ids if draft.parent is not None else 0)
 
     def _thoughts(self, planned: Planned) -> ThoughtCutter:
-        """Cuts the thought of an answer to this prompt, whose own end may open it."""
         marks = self.tool_format.thinking
         end = self.tokenizer.decode(planned.added[-NUM_OF_END:].tolist(), skip_special_tokens=False)
         return ThoughtCutter(marks, is_open=end.rstrip().endswith(marks[0]))
 
     async def _grammar(self, asked: AnyRequest, planned: Planned, prefill: str) -> str | None:
-        """What the answer may be. Raises ApiError for what cannot be followed."""
+        """Raises ApiError for unsupported constraints."""
         prompt = planned.draft.text if planned.draft else ""
         found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
         if asks_strict_alone(asked) and (found is None or self.rules.constrained == "context"):
-            if not self._has_warned:  # in context, a harness whose tools are all strict would train nothing
+            if (
+                not self._has_warned
+            ):  # in mode `context`, a harness with only strict tools would train nothing
                 self._has_warned = True
                 log.warning("gateway: `strict` of tools is not enforced (%s)", STRICT_NEEDS)
             return None
@@ -276,7 +272,7 @@ class EngineRoute:
             if not ids:
                 raise invalid("prompt has no token.", "prompt")
             return capture.plan_ids(ids)
-        except ValueError as error:  # of the template, or no Unicode
+        except ValueError as error:  # template error or invalid Unicode
             raise invalid(f"{error}.", asked.param) from None
 
     async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
@@ -289,14 +285,14 @@ class EngineRoute:
         return self._few(await _beside(self._encoding, partial(self.tokenizer.encode, text)), asked)
 
     def _few(self, ids: Sequence[int], asked: AnyRequest) -> Sequence[int]:
-        """The ids. Raises ApiError for far too many, before they are compared with recorded ones."""
+        """Raises ApiError for far too many."""
         if len(ids) > FAR_TOO_MANY * (most := self.rules.max_prompt_tokens):
             why = f"This prompt has {len(ids)} tokens; rollout.max_prompt_tokens={most} is the most."
             raise too_long(why, asked.param)
         return ids
 
     def _budget(self, planned: Planned, asked: AnyRequest) -> int:
-        """Most tokens to sample. Raises ApiError if the prompt leaves no room."""
+        """Raises ApiError if the prompt is too long."""
         rules, length = self.rules, planned.num_prompt
         if length > rules.max_prompt_tokens:
             why = f"This prompt has {length} tokens; rollout.max_prompt_tokens={rules.max_prompt_tokens} is "
@@ -312,7 +308,6 @@ def _draft(session: GatewaySession, asked: ChatRequest, prefill: Prefill) -> Dra
 
 @contextmanager
 def _noting_overflow(session: GatewaySession, planned: Planned | None = None) -> Iterator[None]:
-    """A block whose refusal of a conversation as too long is told to the session."""
     try:
         yield
     except ApiError as error:
@@ -322,15 +317,14 @@ def _noting_overflow(session: GatewaySession, planned: Planned | None = None) ->
 
 
 def _give_up(session: GatewaySession, call: GatewayCall, scope: asyncio.Timeout) -> None:
-    """Nobody wants its answer: what was sampled of it is dropped, and it holds no place any more."""
     call.done_nowait(client_gone())
     session.forget_nowait(call)
     scope.reschedule(0.0)
 
 
 async def _beside(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:
-    """Run a long function in a thread and return its result. Reading and rendering go on one at a time, so
-    that the loop keeps half of the interpreter's time; tokenising releases the interpreter.
+    """Run a function in a thread. Reading and rendering run one at a time, so the event loop keeps half of
+    the interpreter's time; tokenizing releases the interpreter.
     """
     async with limit:
         return await asyncio.to_thread(function)

@@ -1,6 +1,4 @@
-"""The gateway: an endpoint in the formats of OpenAI and Anthropic whose sessions record the sampled tokens.
-Its routes check the key, read the call, and write the answer, whole or as a stream.
-"""
+"""Gateway: an endpoint in OpenAI's and Anthropic's formats whose sessions record sampled tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +47,6 @@ SCHEMAS: Mapping[str, type[BaseModel]] = {
     "responses": ResponsesRequest,
     "messages": MessagesRequest,
 }
-"""What /docs shows of the body of each path."""
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -60,15 +57,14 @@ _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/m
 
 
 class Gateway:
-    """The SessionHost of a run's engines, and the HTTP endpoint that clients call with its sessions' keys.
+    """SessionHost of a run's engines, and the HTTP endpoint for its sessions' keys.
 
     Life: made -> bind() takes the port and returns the address -> start() -> aclose() ends every session and
         connection. A request is refused, or finds its session -> its call is sampled, or joins an equal call
         -> answered.
-    Waits: handlers sleep in the client's body, the engine, and the client's reading, all bounded by
-        read_timeout_s or the session.
-    Invariant: no unchecked value of a client reaches an engine, and no call is answered after its session.
-        Each error has the format of its endpoint and is counted by status.
+    Waits: handlers wait for the client and the engine, bounded by read_timeout_s or the session.
+    Invariant: no unchecked client value reaches an engine, and no call is answered after its session ended.
+        Each error has its endpoint's format and is counted by status.
     """
 
     def __init__(
@@ -83,7 +79,7 @@ class Gateway:
         on_broken: OnBroken,
         extra_routes: Sequence[BaseRoute] = (),
     ) -> None:
-        """`on_broken` ends the run. `extra_routes` are served on the same port."""
+        """`on_broken` ends the run."""
         self._config, self._model = config, rules.model_name
         self._sessions, self._refused = Sessions(config), Counter[int]()
         parts = tokenizer, tool_format, rules, seed_of, on_broken
@@ -124,16 +120,14 @@ class Gateway:
     def add_route(
         self, engine: EnginePool, *, temperature: float, seed_of: SeedOf, on_broken: OnBroken
     ) -> EngineRoute:
-        """The host of another engine's sessions, which stats() does not count. A call that asks for another
-        temperature gets this one.
+        """Return the host of another engine's sessions, which stats() excludes. `temperature` overrides that
+        of calls.
         """
         rules = replace(self._route.rules, temperature=temperature, on_sampling_override="use_config")
         return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:
-        """Take the port; returns the address for clients, without /v1. Idempotent. Raises ConfigError if it
-        cannot be had.
-        """
+        """Take the port; return the address for clients, without /v1. Idempotent. Raises ConfigError."""
         host, port = self._config.host, self._config.port or 0
         if self._socket is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -143,7 +137,7 @@ class Gateway:
                 what = f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}"
                 way_out = "give an address of this machine and a free port; gateway.port=none takes any."
                 raise ConfigError(what, way_out=way_out) from error
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # of a client that takes nothing for so long (Linux)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # for clients that stop reading (Linux)
                 slow_ms = max(1, int(self._config.read_timeout_s * 1000))
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, slow_ms)
         if self._config.public_url is not None:
@@ -152,14 +146,13 @@ class Gateway:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> str:
-        """Answer from now on; returns the address for clients."""
         url = self.bind()
         assert self._socket is not None
         await self.listener.listen(self._socket)
         return url
 
     async def aclose(self) -> None:
-        """End every session, answer open requests, close every connection. Idempotent."""
+        """End every session and connection. Idempotent."""
         self._sessions.end_all_nowait("the run has ended")
         await self.listener.aclose()
         if self._socket is not None:
@@ -168,11 +161,9 @@ class Gateway:
         self._socket = None
 
     def stats(self) -> GatewayStats:
-        """Counts so far."""
         return replace(self._route.counts, refused=dict(self._refused))
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
         names = ("calls", "extended", "realigned", "edited", "uncut")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
         return counts | {"gateway/refused": self._refused.total()}
@@ -180,7 +171,7 @@ class Gateway:
     # ---- routes
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer an error in the format of the endpoint. The address is not shown, for it may hold a key."""
+        """Answer an error in the endpoint's format, without the address: it may contain a key."""
         if isinstance(error, Refused):
             return Response(error.body.model_dump_json(), error.status, media_type="application/json")
         if isinstance(error, ClientDisconnect):
@@ -221,7 +212,6 @@ class Gateway:
                 await stream.write(stream.written.failed(error), is_last=True)
 
     async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
-        """Return the call, and whether it is new, and give `stream` its writer. The body is not kept."""
         told = await self._translated(form, session, stream.request)
         digest, is_retry = _asked_as(form, told.body, stream.request)
         sent = Sent(form, told.body, digest, is_retry=is_retry)
@@ -230,7 +220,6 @@ class Gateway:
         return call, is_new
 
     async def _translated(self, form: Form, session: GatewaySession, request: Request) -> Translated:
-        """Return the body as chat completions; a long body is translated in a thread."""
         body = await read_body(request, self._config.max_body_bytes)
         translated_now = partial(form.translated, body, session.responses)
         return await session.route.in_turn(translated_now, len(body) if form.translates else 0)
@@ -238,7 +227,6 @@ class Gateway:
     async def _answer(
         self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
     ) -> None:
-        """Sample a new call, or wait for a known one, and write the answer."""
         written = stream.written
         assert written is not None, "_begin() has made it"
         if is_new:
@@ -250,7 +238,7 @@ class Gateway:
             await call.wait_done()
         else:
             await stream.until(call.wait_done())
-        if session.ended is not None:  # in this very round of the loop: in_hand() has had no turn yet
+        if session.ended is not None:  # just ended: in_hand() has not been cancelled yet
             raise session_ended(session.ended)
         if stream.is_there():
             session.deliver_nowait(call)
@@ -261,14 +249,12 @@ class Gateway:
         await stream.write(body, is_last=True, is_stream=call.is_streamed)
 
     async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
-        """Write new text, until the end or until the client leaves."""
         while not call.is_done and stream.is_there():
             await call.wait_news()
             if not call.is_done and (text := written.news()):
                 await stream.write(text)
 
     async def _count(self, request: Request) -> Response:
-        """Count the tokens of a chat, without sampling or recording it."""
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.reading:
@@ -289,7 +275,7 @@ class Gateway:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the schema for /docs. Routes read bodies after the key, so schemas are added here."""
+    """Add body schemas for /docs: routes read bodies after the key check."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(model, "validation") for model in SCHEMAS.values()]
@@ -304,28 +290,23 @@ def _note_refusal(session: GatewaySession, error: ApiError) -> None:
 
 
 def is_connected(request: Request) -> bool:
-    """Whether the client is connected."""
     return not request.scope["connection"].transport.is_closing()
 
 
 class _Stream(Response):
-    """The answer of a call, whole or as a stream of events. A stream begins with its first event, so that an
-    early error has its own status.
-    """
+    """Answer of a call, whole or as events. An error before the first event has its own status."""
 
     def __init__(self, complete: Callable[[_Stream], Awaitable[None]]) -> None:
         super().__init__()
         self._complete = complete
         self.has_begun = False
         self.written: Written | None = None
-        """What is written to it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self.request = send, Request(scope, receive)
         await self._complete(self)
 
     def is_there(self) -> bool:
-        """Whether the client is connected."""
         return is_connected(self.request)
 
     @contextlib.contextmanager
@@ -339,8 +320,8 @@ class _Stream(Response):
             connection.on_lost.remove(left)
 
     async def until(self, done: Awaitable[None]) -> None:
-        """Wait while the client is connected. Raises ApiError if it leaves: otherwise each
-        retry of a client would hold a place.
+        """Wait while the client is connected. Raises ApiError if it leaves; otherwise each retry would hold a
+        place.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if self.is_there() else 0.0) as scope:
@@ -349,7 +330,7 @@ class _Stream(Response):
         raise client_gone()
 
     async def write(self, events: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
-        """Write events, or a whole body; uvicorn drops them if the client left."""
+        """Write events or a whole body; uvicorn drops them if the client left."""
         if not self.has_begun:
             self.has_begun = True
             length = str(len(events)).encode()
@@ -359,7 +340,6 @@ class _Stream(Response):
 
 
 def shown_key(request: Request) -> str:
-    """The key in the address, the bearer token, or Anthropic's x-api-key; empty if there is none."""
     key = request.path_params.get("key")
     if key is None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -368,17 +348,16 @@ def shown_key(request: Request) -> str:
 
 
 def _asked_as(form: Form, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """Return the digest that identifies a call, and whether its client marks it as a retry."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
         body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
     ).digest()
-    retries = request.headers.get("x-stainless-retry-count", "")  # what OpenAI's clients count retries in
+    retries = request.headers.get("x-stainless-retry-count", "")  # OpenAI clients' retry counter
     return digest, bool(key or retries.strip("0 "))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the whole body. Raises ApiError if it is slow, compressed or too large."""
+    """Raises ApiError if the body is slow, compressed or too large."""
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
     slow_s, body = request.app.state.read_timeout_s, bytearray()

@@ -1,6 +1,4 @@
-"""What a call asks of the form of its answer, as a grammar: `response_format`, a forced `tool_choice`, strict
-tools. The engines sample from what it allows (asyncrl/messages/token_grammars.py).
-"""
+"""Grammars of constrained answers: `response_format`, a forced `tool_choice`, strict tools."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "addition
 
 
 def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> Prefill:
-    """What the answer to this call is begun with, so that it is the tool call that it asks for. Nothing where
-    the model may think first: the grammar forces the call behind the thought. Raises ApiError.
+    """Return the beginning of an answer that forces the requested tool call. Empty if the model may think
+    first: the grammar then forces the call. Raises ApiError.
     """
     if not isinstance(asked, ChatRequest) or not asked.tools:
         return no_prefill
@@ -51,9 +49,7 @@ def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTok
 def grammar_of(
     asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer, *, prefill: str, prompt: str
 ) -> str | None:
-    """The grammar of an answer to this call, None if it may be anything. `prefill`: how the answer begins
-    already; `prompt`: the end of the rendered prompt, which may have begun a thought. Raises ApiError.
-    """
+    """Return the answer's grammar; None if unconstrained. Raises ApiError. `prompt` may open a thought."""
     if not isinstance(asked, ChatRequest):
         return None
     rules, tools = _Rules(tokenizer, tool_format), [tool["function"] for tool in asked.tools]
@@ -80,7 +76,7 @@ def grammar_of(
 
 
 def asks_strict_alone(asked: AnyRequest) -> bool:
-    """It has strict tools, and nothing else asks for a grammar."""
+    """Return whether strict tools are the only reason for a grammar."""
     return (
         isinstance(asked, ChatRequest)
         and (asked.tool_choice, asked.response_format) == ("auto", None)
@@ -89,7 +85,6 @@ def asks_strict_alone(asked: AnyRequest) -> bool:
 
 
 def thinks(tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> bool:
-    """The model has a token that begins a thought, so its answers may begin with one."""
     return len(tokenizer.encode(tool_format.thinking[0])) == 1
 
 
@@ -103,8 +98,6 @@ def _content(rules: _Rules, response_format: Mapping[str, Any] | None) -> str | 
 
 
 class _Rules:
-    """The rules of one grammar. Lark's strings are written as JSON's."""
-
     def __init__(self, tokenizer: GatewayTokenizer, tool_format: ToolFormat) -> None:
         self._tokenizer, self._format = tokenizer, tool_format
         self._rules: list[str] = []
@@ -113,8 +106,8 @@ class _Rules:
         self._marks = [mark for mark in (*tool_format.opens, begin, end) if self._special(mark) is not None]
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        """A value of this schema. Where it need not be exact, what llguidance does not know is left out."""
-        self._num_bytes += len(to_json(schema))  # a tenth of the time of what follows
+        """Drop keywords that llguidance does not support if the value may be inexact."""
+        self._num_bytes += len(to_json(schema))  # takes a tenth of the time of the lines below
         if self._num_bytes > MAX_GRAMMAR_BYTES:
             what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
             raise invalid(f"{what}, which are the most. Make the schema smaller or simpler.")
@@ -126,7 +119,7 @@ class _Rules:
         return self._add("json", f"%json {written}")
 
     def calls(self, tools: Sequence[Mapping[str, Any]], prefill: str, *, is_one: bool) -> str | None:
-        """Calls of these tools, behind the prefill; None: the format has no grammar."""
+        """Return None if the format has no grammar."""
         written = []
         for tool in tools:
             around = self._format.around(tool["name"])
@@ -146,8 +139,8 @@ class _Rules:
         return f"{first} {others}*"
 
     def free(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> str | None:
-        """Any text, until a call begins; the calls of strict tools have valid arguments, the others are
-        objects. None: nothing marks the beginning of a call.
+        """Return any text up to calls with valid arguments for strict tools, objects for others. None if no
+        marker begins a call.
         """
         loose = [tool if tool.get("strict") is True else {**tool, "parameters": ANY_OBJECT} for tool in tools]
         heads = [around[0] for tool in tools if (around := self._format.around(tool["name"])) is not None]
@@ -161,7 +154,6 @@ class _Rules:
         return self.text(f"({begin} {calls})* TEXT", prompt)
 
     def text(self, answer: str, prompt: str, *, has_thought: bool = True) -> str:
-        """The whole grammar of `answer`, behind a thought where there may be one."""
         begin, end = self._format.thinking
         start = f"({answer})"
         if opens_thought(prompt, self._format.thinking):
@@ -171,7 +163,7 @@ class _Rules:
         return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", "SPACE: /[ \\t\\r\\n]*/", *self._rules])
 
     def spelled(self, text: str) -> str:
-        """As Lark, in which special tokens are the tokens themselves."""
+        """Return the text in Lark, with special tokens as tokens."""
         pattern = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return " ".join(
@@ -197,9 +189,9 @@ class _Rules:
 
 
 class GrammarChecks:
-    """Which grammars can be followed; the answers of the last ones are kept, by their hash.
+    """Validity checks of grammars, cached by hash.
 
-    Waits: wait_checked() sleeps while a process checks, one at a time, CHECK_TIMEOUT_S each.
+    Waits: wait_checked() waits for a process that checks one grammar at a time, CHECK_TIMEOUT_S each.
     """
 
     def __init__(self) -> None:
@@ -207,7 +199,7 @@ class GrammarChecks:
         self._checking, self._process = asyncio.Lock(), GrammarProcess()
 
     async def wait_checked(self, text: str, param: str) -> None:
-        """Raise ApiError, of this parameter, for one that cannot be followed."""
+        """Raise ApiError if the grammar is not supported."""
         key = blake2b(text.encode(), digest_size=16).digest()
         async with self._checking:
             if key not in self._known:
@@ -219,7 +211,6 @@ class GrammarChecks:
             raise _refused(why, param)
 
     async def aclose(self) -> None:
-        """End the process, after the check that it is at."""
         await asyncio.to_thread(self._process.close)
 
 

@@ -1,6 +1,4 @@
-"""What a call may ask for: allow-lists of parameters, each checked. Nothing else reaches a template or
-engine.
-"""
+"""Allow-lists of call parameters. Nothing else reaches a template or engine."""
 
 from __future__ import annotations
 
@@ -29,18 +27,16 @@ log = logging.getLogger(__name__)
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_SETTINGS_BYTES = 4096
-"""Most bytes of chat_template_kwargs, as JSON."""
 MAX_LOGGED = 256
-"""Names of what is ignored that are logged: a client may make up any number."""
+"""Most ignored names that are logged."""
 LOWEST_TEMPERATURE = 0.01
-"""A lower one is greedy: vLLM samples from none, and the most likely token is all that is left of it."""
+"""Lower values are treated as greedy: vLLM does not sample at them."""
 
 _IGNORED = (
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction "
     "verbosity"
 )
 IGNORED = frozenset(_IGNORED.split())
-"""Change nothing of what is sampled."""
 
 _CHANGES = "it changes the distribution that is sampled from, and training would not know"
 _TEXT_ONLY = "this model reads and writes text"
@@ -60,12 +56,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "suffix": ((), "this model completes, it does not fill in"),
     "web_search_options": ((), "there is no web search here"),
 }
-"""Parameters, the values of them that mean "off", and why others are refused."""
+"""Parameters, their "off" values, and the reason to refuse other values."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What the run fixes for every call. Lengths in tokens."""
+    """Settings of the run for every call. Lengths in tokens."""
 
     model_name: str
     temperature: float
@@ -73,7 +69,6 @@ class CallRules:
     max_tokens: int
     max_prompt_tokens: int
     max_length: int
-    """Of prompt and completion together, in the engines."""
     vocab_size: int
     on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
     constrained: Literal["context", "exact"] = "exact"
@@ -82,7 +77,7 @@ class CallRules:
 
 
 def _tool_choice(value: Any) -> str:
-    """none, auto, required or function:NAME."""
+    """Return none, auto, required or function:NAME."""
     match value:
         case "none" | "auto" | "required":
             return str(value)
@@ -96,12 +91,12 @@ _FIXED_SETTINGS = frozenset(
     "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask "
     "tokenizer_kwargs raise_exception strftime_now range dict lipsum cycler joiner namespace loop".split()
 )
-"""What the gateway gives to every rendering, or a template relies on."""
+"""Set by the gateway, or used by templates."""
 _SETTING = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
 def _settings(value: Any) -> Any:
-    """Keyword arguments of the chat template: plain values under names that are free."""
+    """Check chat template arguments: plain values, free names."""
     for name, each in value.items() if isinstance(value, dict) else ():
         if not _SETTING.fullmatch(name) or name in _FIXED_SETTINGS or name.endswith("_token"):
             raise wrong(f"{shown(name)} cannot be set by a call")
@@ -127,17 +122,14 @@ _NO_SHAPE = frozenset(
     "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
     "max_completion_tokens chat_template_kwargs reasoning_effort".split()
 )
-"""Parameters that lie in the prompt, are a key of their own, or change no token of the answer."""
+"""Parameters in the prompt, with separate keys, or without effect on tokens."""
 
 
 class CallRequest(BaseModel):
-    """The body of a call, whichever route it came by. Once it is read, `temperature` and `top_p` are None
-    where the run's own hold.
-    """
+    """Body of a call. Once read, `temperature` and `top_p` are None for the run's values."""
 
     model_config = STRICT
     param: ClassVar[str]
-    """The parameter that holds the prompt."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -156,7 +148,6 @@ class CallRequest(BaseModel):
 
     @property
     def num_top_logprobs(self) -> int:
-        """Of each sampled token."""
         return 0
 
     @property
@@ -169,26 +160,26 @@ class CallRequest(BaseModel):
 
     @property
     def is_as_configured(self) -> bool:
-        """It is sampled from the run's own distribution."""
+        """Sampled from the run's own distribution."""
         return self.temperature is None and self.top_p is None
 
     @property
     def has_one_call(self) -> bool:
-        """Its answers may hold one tool call, and no more."""
         return False
 
     def shape(self) -> bytes:
-        """What shapes its answers beside the prompt, as far as the call says it; empty if it says nothing.
-        Calls of other shapes are other calls, with other seeds.
+        """Return the parameters other than the prompt that shape the answers; empty if none. Different shapes
+        have different seeds.
         """
         said = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
         return to_json(said) if said else b""
 
 
 class ChatRequest(CallRequest):
-    """Of /v1/chat/completions. Once it is read, `tool_choice` is none, auto, required or function:NAME,
-    `tools` is empty with none, `max_tokens` is the smaller of the two limits, and `chat_template_kwargs` hold
-    the reasoning_effort of a template that reads it.
+    """/v1/chat/completions.
+
+    Once read, `tool_choice` is none, auto, required or function:NAME, `tools` is empty with none,
+    `max_tokens` is the smaller limit, and `chat_template_kwargs` contain a supported reasoning_effort.
     """
 
     param = "messages"
@@ -218,12 +209,12 @@ class ChatRequest(CallRequest):
 
 
 class TextRequest(CallRequest):
-    """Of /v1/completions."""
+    """/v1/completions."""
 
     param = "prompt"
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16  # without it, as OpenAI has it
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's default
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @property
@@ -232,7 +223,6 @@ class TextRequest(CallRequest):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The prompt as a chat."""
         return [{"role": "user", "content": self.prompt if isinstance(self.prompt, str) else ""}]
 
 
@@ -241,14 +231,14 @@ Call = TypeVar("Call", bound=CallRequest)
 
 
 class RequestReader:
-    """Turns bodies into CallRequests. What is ignored is logged once for each name."""
+    """Parser of bodies into CallRequests. Logs each ignored name once."""
 
     def __init__(self, rules: CallRules) -> None:
         self._rules = rules
         self._logged: set[str] = set()
 
     def chat(self, body: bytes) -> ChatRequest:
-        """A call of /v1/chat/completions. Raises ApiError; for too many messages before any is looked at."""
+        """Raises ApiError; for too many messages before it checks any."""
         given, most = parse_json(body), self._rules.max_prompt_tokens
         messages = given.get("messages")
         if isinstance(messages, list) and len(messages) > most:
@@ -262,7 +252,7 @@ class RequestReader:
             asked.tool_choice = "none"
         if asked.tool_choice not in (("none", "auto", "required", *names) if names else ("none",)):
             raise invalid(f"tool_choice {shown(asked.tool_choice)} is not among the tools.", "tool_choice")
-        asked.tools = [] if asked.tool_choice == "none" else given["tools"]  # as they are, keys in order
+        asked.tools = [] if asked.tool_choice == "none" else given["tools"]  # unchanged, keys in order
         limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
         asked.max_tokens = min(limits, default=None)
         if (effort := asked.reasoning_effort) is not None and self._rules.reads_effort:
@@ -274,14 +264,14 @@ class RequestReader:
         return asked
 
     def text(self, body: bytes) -> TextRequest:
-        """A call of /v1/completions. Raises ApiError."""
+        """Raises ApiError."""
         asked, known = self._checked(parse_json(body), TextRequest), self._rules.vocab_size
         if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) >= known:
             raise invalid(f"prompt holds {shown(largest)}; the model knows ids 0 to {known - 1}.", "prompt")
         return asked
 
     def _checked(self, body: Mapping[str, Any], shape: type[Call]) -> Call:
-        """The parameters that say something, as `shape` has them. Raises ApiError."""
+        """Raises ApiError."""
         given = {}
         for name, value in body.items():
             off, why = REFUSED.get(name, ((), ""))
@@ -301,7 +291,7 @@ class RequestReader:
         return asked
 
     def _settle_sampling(self, asked: CallRequest) -> None:
-        """Temperature and top_p: the call's own, or None where the run's hold. Raises ApiError."""
+        """Set temperature and top_p, or None for the run's values. Raises ApiError."""
         rule = self._rules.on_sampling_override
         if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
             asked.temperature, asked.top_p = 0.0, None  # greedy: the most likely token
@@ -329,9 +319,9 @@ class RequestReader:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The body as an object. The parser bounds its depth and refuses lone surrogates. Raises ApiError."""
+    """Raises ApiError. The parser limits depth and refuses lone surrogates."""
     try:
-        # by default 16,384 strings of past bodies stay in a cache, spread over the memory of ended sessions
+        # by default, 16,384 strings of past bodies stay cached, spread over the memory of ended sessions
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise invalid(f"The body is not JSON: {error}.") from None
@@ -341,18 +331,17 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def refused(error: ValidationError, body: Any) -> ApiError:
-    """The first thing that is wrong, where it stands in `body`, and what stands there."""
     first, param, here = error.errors(include_url=False)[0], "", body
     for number, part in enumerate(first["loc"], 1):
         if isinstance(part, int):
             param += f"[{part}]"
         elif number == len(first["loc"]) or (isinstance(here, dict) and part in here):
             param += f".{part}"
-        else:  # pydantic names the members of unions, too
+        else:  # pydantic also names union members
             continue
         try:
             here = here[part]
-        except (LookupError, TypeError):  # it was made by a validator
+        except (LookupError, TypeError):  # the value was made by a validator
             here = None
     param = param.lstrip(".")[:200]
     if first["type"] == "extra_forbidden":
@@ -362,5 +351,4 @@ def refused(error: ValidationError, body: Any) -> ApiError:
 
 
 def unknown_parameter(param: str, value: object, why: str) -> ApiError:
-    """400: this endpoint does not have the parameter."""
     return invalid(f"{param}={shown(value)} is refused: {why}.", param, code="unknown_parameter")

@@ -1,6 +1,4 @@
-"""Sessions: their keys, their limits, and their calls, which wait their turn. It knows neither HTTP nor
-engines.
-"""
+"""Sessions: keys, limits, calls. Independent of HTTP and engines."""
 
 from __future__ import annotations
 
@@ -31,54 +29,50 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
 
 MAX_EXPIRED = 10_000
-"""Sessions whose end can still be explained to a call that comes too late."""
+"""Ended sessions with a known reason."""
 USER_SHARE = 16
-"""A user's key keeps this many times the completions that one rollout may have, and this many times its
-tokens, until an outcome is posted. With one more, its oldest conversations are forgotten.
+"""Multiple of one rollout's limits that a user's key keeps until an outcome is posted; older conversations
+are forgotten.
 """
 USER_ROOM = 4
-"""A user's key has this many times the max_concurrent_calls of one rollout."""
+"""Multiple of max_concurrent_calls for a user's key."""
 BEGUN_SHARE = 4
-"""Calls of a session that are read, for each that is sampled: the next ones wait unread."""
+"""Calls of a session that are read, per call being sampled."""
 MAX_TIMES = 2**16
-"""Different calls of a session whose equal ones are counted."""
+"""Distinct calls whose repeats are counted."""
 REFUSALS_PER_CALL = 10
-"""Calls of one rollout that may be refused, for each that it may make."""
 
 
 def unknown_key() -> ApiError:
-    """401. The key itself is never shown: answers end up in logs."""
+    """Return a 401 without the key: answers end up in logs."""
     why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
     why += "/s/KEY/v1/...."
     return ApiError(401, why, code="invalid_api_key")
 
 
 def session_ended(reason: str) -> ApiError:
-    """410: the rollout is over, and so is its key."""
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
 
 
 def used_up(why: str) -> ApiError:
-    """429, and waiting does not help."""
+    """Return a 429 that waiting does not reset."""
     return ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
 
 
 @dataclass(eq=False, repr=False)
 class GatewaySession:
-    """One attempt of a rollout: its key, what was sampled under it, and its calls in hand.
+    """An attempt of a rollout: its key, its recorded samples, and its calls in flight.
 
-    Life: open -> ended, with a reason. Then the gateway forgets it but for the reason; its owner may still
-        ask for the rollout, and what was sampled dies with the owner's reference. One that the gateway has
-        ended for what its harness did (fail_nowait) has no rollout.
-    Waits: none; its calls sleep in `room` and in the engine, within in_hand(), and its owner in while_open().
-        A call that waits for room holds no lock.
+    Life: open -> ended, with a reason. The gateway then forgets all but the reason; the owner may still get
+        the rollout, unless fail_nowait ended the session.
+    Waits: none; its calls wait in `room` and in the engine, within in_hand(), and its owner in while_open().
+        A call that waits for a place holds no lock.
     Invariant: no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
-        410. What is in `capture` was given to a client: deliver_nowait alone records.
+        410. All of `capture` was delivered: only deliver_nowait records.
     """
 
     sessions: Sessions
     route: EngineRoute
-    """Where its calls are sampled."""
     rollout_id: str
     _: KW_ONLY
     prompt_id: str
@@ -86,9 +80,8 @@ class GatewaySession:
     attempt: int
     route_key: str
     user_key: str | None = None
-    """The key is a user's (`asyncrl serve gateway`), who may open one session after another."""
+    """Key of a user (`asyncrl serve gateway`), who may open sessions one after another."""
     shows_special: bool = True
-    """Answers contain the text of sampled special tokens."""
 
     def __post_init__(self) -> None:
         self.key, self.is_users = self.user_key or secrets.token_hex(24), self.user_key is not None
@@ -97,49 +90,41 @@ class GatewaySession:
         marks = self.route.tool_format.thinking
         self.capture = Capture(self.route.tokenizer, self.route.counts, marks)
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
-        """Gets what a user's key does not keep any longer."""
+        """Receives conversations that a user's key drops."""
         self.responses = KeptResponses(USER_SHARE * self.limits.max_calls)
         self.num_counted = 0
         self.opening: Messages | None = None
-        """Messages of the first call, kept of a user's session alone."""
+        """Messages of a user session's first call."""
         self.last_span: VersionSpan | None = None
-        """The end of the newest completion: its engine has the conversation in its cache."""
+        """End of the newest completion; its engine has the cache."""
         self.ended: str | None = None
-        """Why it has ended; None while it is open."""
+        """Reason of the end; None while open."""
         self.num_calls = self.num_refused = 0
         self.num_spent = 0
-        """Number of tokens that the engines returned to its calls."""
         self.has_trained = False
-        """An answer was sampled from the run's own distribution."""
         self.overflow: str | None = None
-        """The limit that a call has met, if no call that began later was answered."""
+        """Limit that a call hit, if no later call was answered."""
         self._overflow_order, self._overflowed = 0, dict[ChatNode | None, None]()
         self.begun = asyncio.Semaphore(BEGUN_SHARE * self.room.most)
-        """Held from before a call is read until it is answered; bounds the prompts in memory."""
+        """Held until a call is answered; bounds the prompts in memory."""
         self.reading = asyncio.Semaphore(self.room.most)
-        """Held while a call is being sent; bounds the bodies in memory."""
+        """Held while a body is received; bounds the bodies in memory."""
         self.beginning = asyncio.Lock()
         """Held from the search for an equal call until a new one is in `calls`."""
         self.calls: dict[bytes, list[GatewayCall]] = {}
-        """By what was asked."""
         self._newest: deque[GatewayCall] = deque()
-        """Calls that are done and can be asked again, oldest first."""
+        """Finished calls kept for repeats, oldest first."""
         self._times_asked: OrderedDict[bytes, tuple[int, list[int]]] = OrderedDict()
-        """By the hash of what was asked: how many equal calls there were, and which of their numbers are
-        free again.
-        """
+        """Number of equal calls, and their free numbers, by hash."""
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
         self.sessions.add(self)
 
     def spent_nowait(self, num_tokens: int) -> None:
-        """Count tokens that the engines returned to one of its calls."""
         self.num_spent += num_tokens
 
     def end_nowait(self, reason: str) -> None:
-        """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
-        reason stays.
-        """
+        """End all calls with 410 and `reason`. Idempotent: the first reason stays."""
         if self.ended is not None:
             return
         self.ended = reason
@@ -152,13 +137,12 @@ class GatewaySession:
             scope.reschedule(0.0)
 
     def fail_nowait(self, failure: RolloutFailure) -> None:
-        """End it, and its rollout with it."""
         if self.ended is None:
             self._failure = failure
             self.end_nowait(f"the rollout failed: {failure.what}")
 
     def refused_nowait(self) -> None:
-        """One of its calls was refused. That costs time too, so a harness that goes on is stopped."""
+        """Refusals cost time, so too many end the session."""
         self.num_refused += 1
         if self.num_refused > REFUSALS_PER_CALL * self.limits.max_calls and not self.is_users:
             if self.overflow is not None:
@@ -169,7 +153,7 @@ class GatewaySession:
             self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
     def count_nowait(self) -> None:
-        """One of its chats is counted. Raises ApiError (429) for the one that is too much."""
+        """Raises ApiError (429) above the limit."""
         most = REFUSALS_PER_CALL * self.limits.max_calls
         if self.num_counted >= most and not self.is_users:
             why = f"{most} chats were counted, {REFUSALS_PER_CALL} for each of gateway.max_calls."
@@ -177,22 +161,20 @@ class GatewaySession:
         self.num_counted += 1
 
     def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
-        """The call that this one repeats: the client says so, or it is equal and its answer reached no
-        client.
-        """
+        """Return the repeated call: marked as a retry, or equal and undelivered."""
         same = self.calls.get(digest, [])
         abandoned = next((call for call in same if call.is_abandoned), None)
         return same[-1] if abandoned is None and is_retry and same else abandoned
 
     def keep_nowait(self, call: GatewayCall) -> None:
-        """It is done: it can be asked again, until max_calls others have been."""
+        """Keep a finished call for repeats."""
         self._newest.append(call)
         if len(self._newest) > self.limits.max_calls:
             self._drop(self._newest.popleft())
 
     def forget_nowait(self, call: GatewayCall) -> None:
-        """It has no answer: the next one like it is a call of its own, with the same seed. Idempotent: a call
-        that is given up is forgotten before its sampling has ended, and its number is one other's by then.
+        """Forget a call without an answer: the next equal call gets the same seed. Idempotent: a call that
+        was given up is forgotten before its sampling ends, and its number may be in use again.
         """
         self._drop(call)
         planned, call.undelivered = call.undelivered, None
@@ -211,7 +193,6 @@ class GatewaySession:
             self.calls.pop(call.digest, None)
 
     def number_of(self, digest: bytes) -> int:
-        """The smallest number that no equal call has, as far as it is known."""
         times, free = self._times_asked.pop(digest, (0, []))
         number = heapq.heappop(free) if free else times
         self._times_asked[digest] = max(times, number + 1), free
@@ -220,7 +201,7 @@ class GatewaySession:
         return number
 
     def deliver_nowait(self, call: GatewayCall) -> None:
-        """The answer goes out to a client that is there: from here on it is part of the rollout."""
+        """Record the answers at delivery to a connected client."""
         planned, call.undelivered = call.undelivered, None
         if planned is None:
             return
@@ -236,20 +217,20 @@ class GatewaySession:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Keep to a quarter less than a user's key may hold, if it holds more."""
+        """Forget conversations down to three quarters of a user's limits."""
         tokens, limits = self.limits.max_rollout_tokens, self.limits
         most, most_tokens = USER_SHARE * limits.max_calls, math.inf if tokens is None else USER_SHARE * tokens
         if self.capture.num_completions <= most and self.capture.num_branch_tokens <= most_tokens:
             return
         forgotten = self.capture.forget_oldest(3 * most // 4, 0.75 * most_tokens)
-        with contextlib.suppress(RolloutFailure):  # nothing of it is to be trained
+        with contextlib.suppress(RolloutFailure):  # nothing in it is trained
             self.on_forgotten(self._marked(make_rollout(forgotten, 0, Outcome(), 0.0)))
         for node in forgotten:
             self._overflowed.pop(node, None)
 
     def check_limits(self, num_choices: int) -> None:
-        """Raise ApiError if it may not sample one call more, with so many choices: 429, or 400 if it never
-        may. A user's key may: it forgets instead.
+        """Raise ApiError if the session may not sample this call: 429, or 400 if it never may. Users'
+        sessions have no such limits except on `num_choices`.
         """
         if num_choices > self.room.most:
             raise invalid(f"n={num_choices} is refused: gateway.max_concurrent_calls={self.room.most}.", "n")
@@ -264,30 +245,27 @@ class GatewaySession:
                 raise used_up(why)
 
     def overflowed_nowait(self, why: str, cut: ChatNode | None = None) -> None:
-        """A limit has ended a conversation: that after `cut`, or any of them."""
         self.overflow, self._overflow_order = why, self.num_calls
         self._overflowed.pop(cut, None)
-        self._overflowed[cut] = None  # the newest one is the last
+        self._overflowed[cut] = None  # the newest is last
 
     @property
     def num_completions(self) -> int:
-        """Answers that its harness got."""
         return self.capture.num_completions
 
     def last_text(self) -> str:
-        """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
+        """Raises RolloutFailure if there is none."""
         return self.capture.last_text(shows_special=self.shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Everything that was sampled, by branches. One that a limit has ended is truncated; all are, if it
-        could have ended any. Raises RolloutFailure if there is nothing, or `outcome` names what is not there.
+        """Return all branches; those that a limit may have ended are truncated. Raises RolloutFailure if
+        there are none, or if `outcome` names missing ones.
         """
         if self._failure is not None:
             raise self._failure
         return self._marked(self.capture.rollout(sample_index, outcome, reward))
 
     def _marked(self, rollout: Rollout) -> Rollout:
-        """With what a limit has ended as truncated."""
         ends = [node.all_ids() for node in self._overflowed if node is not None]
         is_any = self.overflow is not None and next(reversed(self._overflowed)) is None
         return tuple(
@@ -298,11 +276,11 @@ class GatewaySession:
         )
 
     def in_hand(self) -> AbstractAsyncContextManager[None]:
-        """A block that is left with ApiError 410 when the session ends."""
+        """Return a block that raises ApiError 410 when the session ends."""
         return self._until_end(session_ended)
 
     def while_open(self) -> AbstractAsyncContextManager[None]:
-        """A block that is left with RolloutFailure when the session ends."""
+        """Return a block that raises RolloutFailure when the session ends."""
 
         def failure(reason: str) -> RolloutFailure:
             return self._failure or RolloutFailure(f"the session of {self.rollout_id} ended: {reason}")
@@ -327,8 +305,6 @@ class GatewaySession:
 
 
 class Expired:
-    """The reasons for which the newest `most` ended, by key."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._reasons: dict[str, str] = {}
@@ -339,19 +315,16 @@ class Expired:
             del self._reasons[next(iter(self._reasons))]
 
     def why(self, key: str) -> str:
-        """Return the reason, or an empty text for an unknown key."""
+        """Return the reason; empty for an unknown key."""
         return self._reasons.get(key, "")
 
     def error(self, key: str) -> ApiError:
-        """401 for a key that was never there, 410 with the reason."""
+        """Return a 401 for an unknown key, a 410 for an ended one."""
         return session_ended(reason) if (reason := self.why(key)) else unknown_key()
 
 
 class Sessions:
-    """All open sessions by key, and why the expired ones ended.
-
-    Invariant: a session that has ended is in no table.
-    """
+    """All open sessions by key. Invariant: an ended session is in no table."""
 
     def __init__(self, limits: GatewayConfig) -> None:
         self.limits = limits
@@ -364,13 +337,13 @@ class Sessions:
             session.end_nowait(self._closed)
 
     def find(self, key: str) -> GatewaySession:
-        """The open session of this key. Raises ApiError: 401 or 410."""
+        """Raises ApiError: 401 or 410."""
         if (session := self._open.get(key)) is None:
             raise self._expired.error(key)
         return session
 
     def end_all_nowait(self, reason: str) -> None:
-        """End every session, those too that are opened later."""
+        """End every session, including those opened later."""
         self._closed = reason
         for session in list(self._open.values()):
             session.end_nowait(reason)

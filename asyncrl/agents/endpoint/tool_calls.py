@@ -1,6 +1,4 @@
-"""Tool-call formats: how a model writes tool calls into its text, and how they are read. The table of model
-families is in tool_formats.py.
-"""
+"""Tool-call formats: how models write tool calls as text, and their parsers."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.user_code import is_for_us, load_function, raised
 
 MAX_TOOLS = 128
-"""Tools that a call may give, and calls that a message may hold."""
+"""Most tools of a call, and most calls in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """`content`: the text outside the calls, None if that is nothing. Without calls it is the whole answer,
-    to the letter; where a format has channels, what they hold for the user.
+    """`content`: text outside the calls, None if empty. Without calls, the whole answer verbatim; for a
+    format with channels, the text for the user.
     """
 
     content: str | None
@@ -42,61 +40,54 @@ class ParsedAnswer:
 
 
 class ToolFormat:
-    """Reads one kind of tool calls; this one, `none`, reads none. One object serves all answers."""
+    """Parser of one tool-call format; this base, `none`, finds no calls. One instance serves all answers."""
 
     name = "none"
-    """As in gateway.tool_format."""
     opens: tuple[str, ...] = ()
-    """Markers of calls and thoughts. Where they are special tokens, AnswerText(keep_special=opens) lets them
-    through.
-    """
+    """Markers of calls and thoughts. If special tokens, AnswerText(keep_special=opens) shows them."""
     thinking: tuple[str, str] = ("<think>", "</think>")
-    """What stands before and after a thought. A call inside a thought does not count."""
+    """Text before and after a thought. A call inside a thought does not count."""
     close: str | None = None
-    """Text that ends each call, where there is one: an answer that may hold one call is sampled up to it."""
+    """Text that ends each call, if any; a single-call answer stops at it."""
     joint: str | None = None
-    """Text between two calls, each written as around() says; None: an answer has one."""
+    """Text between two calls; None: one call per answer."""
     refusal: str = ""
-    """Why a call may give no tools; empty if it may."""
+    """Reason to refuse tools; empty if they are accepted."""
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Calls and content of a whole answer, its prefill included. An answer with a malformed call is text,
-        whole.
-
-        `tools`: their schemas give the types of arguments that are written without quotes.
+        """Parse a whole answer, including its prefill. An answer with a malformed call is all text. `tools`:
+        schemas for the types of unquoted arguments.
         """
         return ParsedAnswer(text)
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        """Where a tool call begins, or may begin once more text has come, with the white space before it;
-        len(text) if nowhere.
+        """Return the start of a tool call, or of a possible one, with the white space before it; len(text) if
+        none.
 
-        What comes before is content whatever follows, and parse(...).content begins with it. `start`: what
-        hold_from said of a beginning of this text, to look at nothing twice.
+        The text before it is final, and a prefix of parse(...).content. `start`: the result for a prefix of
+        this text.
         """
         return len(text)
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        """(what may be shown of text[start:] by now, where to go on once more text has come)."""
+        """Return (text[start:] that may be shown, the next start)."""
         end = self.hold_from(text, start)
         return text[start:end], end
 
     def prefill(self, name: str | None) -> str | None:
-        """Text that the answer is begun with, so that it is a call of this tool, or of any. None: this format
-        cannot. It ends without a space, which is part of the next token.
+        """Return the beginning of an answer that forces a call of this tool, or of any; None if not
+        supported. It ends without a space, which is part of the next token.
         """
         return None
 
     def around(self, name: str) -> tuple[str, str] | None:
-        """What stands before and after the arguments of a call of this tool, a JSON object; it begins with
-        prefill(None) and prefill(name). None: the format is none of which a grammar can be made.
+        """Return the text before and after a call's JSON arguments; None if the format has no grammar. The
+        first begins with prefill(None) and prefill(name).
         """
         return None
 
     def without_tools(self) -> ToolFormat:
-        """What reads the answers of this model to a call that gives no tools: thoughts can be told, and a
-        tool call is text.
-        """
+        """Return the format that parses only thoughts."""
         found = ToolFormat()
         found.thinking = self.thinking
         parts = [mark for mark in self.opens if any(mark in text for text in self.thinking)]
@@ -105,13 +96,13 @@ class ToolFormat:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 def hold_marker(text: str, marker: str, start: int) -> int:
-    """hold_from() for one marker: where it stands, or where a beginning of it ends the text."""
+    """Implement hold_from() for one marker, which may be incomplete at the end of the text."""
     at = text.find(marker, start)
     if at < 0:
         at = max(start, len(text) - overlap(text, marker))
@@ -122,10 +113,7 @@ def hold_marker(text: str, marker: str, start: int) -> int:
 
 
 class MarkedFormat(ToolFormat):
-    """Calls after a marker, any number of them, text before and between.
-
-    What closes the last call may be missing: a stop string may have cut it off.
-    """
+    """Calls after a marker, with text before and between. A stop string may have cut the last call's end."""
 
     def __init__(
         self,
@@ -138,8 +126,8 @@ class MarkedFormat(ToolFormat):
         around: tuple[str, str] | None = None,
         thinking: tuple[str, str] = ToolFormat.thinking,
     ) -> None:
-        """`begin`: the marker. `prefills`: of a call of any tool, and of NAME. `marks`: further special
-        tokens of a call. `around`: what lies between the prefill and arguments in JSON, and after them.
+        """`prefills`: for a call of any tool, and of NAME. `marks`: other special tokens of a call. `around`:
+        text between prefill and JSON arguments, and after them.
         """
         self.name, self.thinking = name, thinking
         self.opens = tuple(dict.fromkeys([begin, *marks, *thinking]))
@@ -166,7 +154,6 @@ class MarkedFormat(ToolFormat):
         return hold_marker(text, self._begin, start)
 
     def prefill(self, name: str | None) -> str:
-        """Up to the name, or to the arguments."""
         return self._prefills[0] if name is None else self._prefills[1].replace("NAME", name)
 
     def around(self, name: str) -> tuple[str, str] | None:
@@ -186,7 +173,7 @@ class HermesFormat(MarkedFormat):
     close, joint = CLOSE, "\n"
 
     def __init__(self, *, writes_lists: bool = False) -> None:
-        """`writes_lists`: the model was taught `<tool_call>[...]</tool_call>` (SmolLM2)."""
+        """`writes_lists`: the model was trained on `<tool_call>[...]</tool_call>` (SmolLM2)."""
         begin, end = (f"{OPEN}[\n", f"}}\n]{CLOSE}") if writes_lists else (f"{OPEN}\n", f"}}\n{CLOSE}")
         prefills = (f'{begin}{{"name":', f'{begin}{{"name": "NAME", "arguments":')
         read = json_calls(rf"{CLOSE}|\Z")
@@ -198,11 +185,11 @@ _BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 
 
 class LlamaFormat(ToolFormat):
-    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {"x": 1}}`, several of them parted by `;`, nothing
+    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {"x": 1}}`; several are separated by `;`, with nothing
     after them.
 
-    Text may come before <|python_tag|> alone: JSON in the middle of a text is text. So is code after
-    <|python_tag|>. "arguments" is what the models write for "parameters" now and then.
+    Text may precede only <|python_tag|>; other JSON within text, and code after <|python_tag|>, is text.
+    Models sometimes write "arguments" for "parameters".
     """
 
     name = "llama"
@@ -224,11 +211,9 @@ class LlamaFormat(ToolFormat):
         return ParsedAnswer(before.rstrip() or None, tuple(calls))
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        """Everything if it begins like a call, else <|python_tag|>."""
         return 0 if text.startswith("{", skip(SPACE, text, 0)) else hold_marker(text, PYTHON_TAG, start)
 
     def prefill(self, name: str | None) -> str:
-        """Up to the name, or to the parameters."""
         return '{"name":' if name is None else f'{{"name": {json.dumps(name)}, "parameters":'
 
     def around(self, name: str) -> tuple[str, str]:
@@ -236,15 +221,14 @@ class LlamaFormat(ToolFormat):
 
 
 class ResponseTemplateFormat(MarkedFormat):
-    """What the `response_template` of a tokenizer reads (transformers 5.15 and later), for models whose calls
-    no format above knows.
+    """A tokenizer's `response_template` (transformers 5.15 and later).
 
-    Content is what comes before the first call. What transformers finds malformed is text; what it leaves out
-    in silence, is left out.
+    Content is the text before the first call. Malformed answers are text; calls that transformers drops
+    silently are dropped.
     """
 
     def __init__(self, template: Any) -> None:
-        """Raises ConfigError if there is none, or if it reads no tool calls."""
+        """Raises ConfigError if it parses no tool calls."""
         way_out = "set gateway.tool_format to auto or to another format."
         try:
             from transformers.utils.chat_parsing import ResponseParser
@@ -288,27 +272,27 @@ USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), 
 
 
 class UserFormat(ToolFormat):
-    """`parse(text)` of the user's: the calls in a whole answer, as (name, arguments) with arguments a dict
-    or a JSON text, alone or after the content beside them; None if it has none.
+    """User-defined `parse(text)`.
 
-    A ValueError (json.loads raises one) says that a call is malformed, and the answer stays text. An answer
-    is streamed in one piece, for only the whole of it tells.
+    Returns the calls of a whole answer, as (name, arguments) with arguments a dict or a JSON text, with or
+    without the content before them; None if there are none. A ValueError marks a malformed call: the answer
+    stays text. Answers stream in one piece.
     """
 
     def __init__(self, spec: str) -> None:
-        """Raises ConfigError if there is no such function, or it does not take one text."""
+        """Raises ConfigError if there is no such function, or if it does not take one text."""
         self.name = spec
         self._function: Callable[[str], Any] = load_function(
             spec, "gateway.tool_format", usage=USAGE, arguments=("",)
         )
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Raises RolloutFailure if the function returns or raises something else."""
+        """Raises RolloutFailure for any other exception or return type."""
         try:
             found = self._function(text) or ()
         except (ValueError, RecursionError):
             return ParsedAnswer(text)
-        except BaseException as error:  # the user's code: its mistake is data, like a reward function's
+        except BaseException as error:  # an error in user code is data, as in a reward function
             if is_for_us(error):
                 raise
             raise self._misused(raised(error)) from error
@@ -334,7 +318,7 @@ class UserFormat(ToolFormat):
         return RolloutFailure(f"gateway.tool_format={self.name} {what}", rule=rule)
 
 
-# ---- which one a model has
+# ---- selection
 
 _SHOWS_TOOLS = re.compile(r"\btools\b")
 NO_TOOLS = (
@@ -344,10 +328,10 @@ NO_TOOLS = (
 
 
 def find_tool_format(name: str, template: str, response_template: Any = None) -> ToolFormat:
-    """The format of gateway.tool_format=`name`; auto: what the chat template shows the model, else what the
-    tokenizer's response template (transformers) reads, else none. Raises ConfigError.
+    """Return the format of gateway.tool_format=`name`. Raises ConfigError.
 
-    `template` is empty where the model is not known. A format that must refuse tools says why in `refusal`.
+    auto: the format that the chat template shows, else the tokenizer's response template, else none.
+    `template` is empty if unknown.
     """
     from asyncrl.agents.endpoint.tool_formats import FORMATS, name_from
 

@@ -1,4 +1,4 @@
-"""The tool-call formats of model families, as data: where calls begin, how each is written, how it ends."""
+"""Tool-call formats of model families, as data: start, syntax and end of calls."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ from asyncrl.agents.tool_markup import (
     tagged,
 )
 
-# ---- formats that write an answer in channels
+# ---- formats with channels
 
 _START, _MESSAGE = "<|start|>assistant", "<|message|>"
 
 
 class ChannelFormat(ToolFormat):
-    """An answer in messages, each with a head that says its channel: a thought, a call, or for the user.
+    """An answer in messages, each with a head that names its channel: a thought, a call, or the user.
 
-    Content is what the messages for the user hold, and no thought: these templates refuse to take one back
-    in it. From a message on that cannot be read, or from the first call if a later one cannot, all is text,
-    without the marks.
+    Content is the user's text without thoughts, which the templates refuse when sent back. From an unreadable
+    message on, or from the first call if a later one is unreadable, all is content, without the marks.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class ChannelFormat(ToolFormat):
         thinking: tuple[str, str],
         has_json: bool = False,
     ) -> None:
-        """`head`: pattern of one, with the group of its channel: `thought` or `call`, none for the user.
-        `read`: the calls of (head, body, tools). `ends`: what may close a message.
+        """`head`: pattern with a group named `thought` or `call`, none for the user. `read`: returns the
+        calls of (head, body, tools). `ends`: possible ends of a message.
         """
         self.name, self.thinking, self._prefills = name, thinking, prefills
         self.opens, self._ends = (*ends, *marks, _START.removesuffix("assistant"), _MESSAGE), ends
@@ -90,7 +89,7 @@ class ChannelFormat(ToolFormat):
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         pieces: list[str] = []
         at, shown = max(text.rfind(_START, 0, start), 0), start
-        with contextlib.suppress(ValueError):  # a head that is not whole yet, or never will be
+        with contextlib.suppress(ValueError):  # an incomplete or invalid head
             while at < len(text):
                 _, channel, body, end, behind = self._message_at(text, at)
                 if channel == "call":
@@ -105,7 +104,7 @@ class ChannelFormat(ToolFormat):
         return "".join(pieces), shown
 
     def _message_at(self, text: str, at: int) -> tuple[str, str | None, int, int, int]:
-        """(head, channel, where the body begins, where it ends, where the next message begins)."""
+        """Return (head, channel, start and end of the body, start of the next message)."""
         at += len(_START) if text.startswith(_START, at) else 0
         body = text.find(_MESSAGE, at)
         head = self._head.fullmatch(text, at, max(body, at))
@@ -120,15 +119,12 @@ class ChannelFormat(ToolFormat):
         return self.show(text, start)[1]
 
     def prefill(self, name: str | None) -> str:
-        """Up to the name, or to the arguments."""
         return self._prefills[0] if name is None else self._prefills[1].replace("NAME", name)
 
     def around(self, name: str) -> tuple[str, str] | None:
-        """Of gpt-oss, which writes arguments in JSON."""
         return (self.prefill(name), "") if self._has_json else None
 
     def without_tools(self) -> ToolFormat:
-        """Channels are read without tools, too; a call is text."""
         found = copy(self)
         found._reads_calls = False
         return found
@@ -138,7 +134,6 @@ _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 
 
 def _harmony(head: str, body: str, tools: Tools) -> list[ToolCall]:
-    """A call goes `to=functions.NAME`; other recipients are tools that nobody has given."""
     recipient = _RECIPIENT.search(head)
     return [make_call(recipient[1] if recipient else None, json.loads(body))]
 
@@ -173,7 +168,6 @@ def _closed(tool_format: ToolFormat, close: str) -> ToolFormat:
 
 
 def _json_lists(name: str, begin: str, end: str) -> Callable[[str], ToolFormat]:
-    """A list of calls, or one below the other."""
     prefills = (f'{begin}[{{"name":', f'{begin}[{{"name": "NAME", "arguments":')
     read = json_calls(rf"{re.escape(end)}|\Z")
     around = (" ", f"}}]{end}")
@@ -202,7 +196,7 @@ def _qwen3_coder(template: str) -> ToolFormat:
 
 
 def _glm(template: str) -> ToolFormat:
-    # what was cut off within a name is no call: a line, or an argument, has ended before the end
+    # a name that was cut off is no call: a line or an argument must have ended before the end
     tail = r"\s*</tool_call>|\n\s*\Z|(?<=</arg_value>)\Z"
     arguments = tagged(_ARGUMENT + r"(?=\s*(?:<arg_key>|</tool_call>|\Z))")
     read = named_calls(r"(?P<name>[^\s<]+)", arguments, tail)
@@ -227,7 +221,7 @@ def _dsml(template: str) -> ToolFormat:
 
 
 def _deepseek(template: str) -> ToolFormat:
-    """V3 and R1: `function`, then the name and a block of JSON; V3.1: the name, then JSON."""
+    """V3 and R1: `function`, then the name and a JSON block; V3.1: the name, then JSON."""
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     opens, sep, close = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     head = rf"{opens}(?:function{sep}(?=[^\s{{]))?(?P<name>[^\s<]+)(?:{sep}|\s*```json)"
@@ -252,8 +246,8 @@ def _kimi(template: str) -> ToolFormat:
 
 
 def _mistral(template: str) -> ToolFormat:
-    """`[TOOL_CALLS] [{"name": ...}, ...]`; since version 11 of its tokenizer `[TOOL_CALLS]NAME[ARGS]{...}`
-    for each call.
+    """`[TOOL_CALLS] [{"name": ...}, ...]`; since tokenizer version 11, `[TOOL_CALLS]NAME[ARGS]{...}` for each
+    call.
     """
     begin = "[TOOL_CALLS]"
     head = r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)"
@@ -285,7 +279,7 @@ def _gemma4(template: str) -> ToolFormat:
 
 
 def _lfm2(template: str) -> ToolFormat:
-    """`[f(x='a', y=1)]`, as in Python. Some templates of LFM 2.5 write texts without escapes."""
+    """`[f(x='a', y=1)]`, as in Python. Some LFM 2.5 templates write texts without escapes."""
     begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
     follows = r"\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z)))"
     is_raw = "format_arg_value" in template and "replace(" not in template
@@ -338,7 +332,7 @@ FORMATS: dict[str, Callable[[str], ToolFormat]] = {
     "toolcall": _json_lists("toolcall", "<TOOLCALL>", "</TOOLCALL>"),
     "tool_calls": _json_lists("tool_calls", "<tool_calls>", "</tool_calls>"),
 }
-"""Made of the chat template's text, empty if it is not known."""
+"""Builders from the chat template's text, empty if unknown."""
 
 _SHOWN = [
     ("gpt_oss", ("<|channel|>", "functions.")),
@@ -361,10 +355,9 @@ _SHOWN = [
     ("llama", ('"parameters"', "<|python_tag|>")),
     ("llama", ('"parameters"', "ipython")),
 ]
-"""What a chat template of each format has. The first that fits counts: some have <tool_call> as well."""
+"""Substrings of chat templates, by format. The first match counts: some also have <tool_call>."""
 
 
 def name_from(template: str) -> str:
-    """The format that the chat template shows to the model; empty if none is known."""
     fits = (name for name, marks in _SHOWN if all(mark in template for mark in marks))
     return next(fits, "")

@@ -1,4 +1,4 @@
-"""Which work items are queued, and which worker holds which. Pure: no HTTP, no clock of its own."""
+"""Queued and held work items, and their workers. Pure: no HTTP, no clock."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Work
 
 WorkerId = tuple[str, str]
-"""The worker's name, and a random text of its process: two processes of one name are two workers."""
+"""Worker name, and a random text of its process, since names may repeat."""
 
 MAX_BYTES = 2**22
-"""Most bytes of the items of one answer, the last item not counted."""
+"""Most bytes of one answer's items, without the last."""
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
-    """403: a session's key sets no reward."""
+    """Return a 403: a session's key sets no reward."""
     why = f"This key samples and sets no reward: generator.outcomes={outcomes} says where rewards come from."
     return ApiError(403, why, code="outcome_refused", headers=NO_RETRY)
 
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """One work item. `body`: what the worker gets. `started` is called whenever a worker takes it, `ended`
-    once, with what came of it. `outcome_key` (None: there is none) is what its outcome is posted with.
+    """A work item. `started` is called whenever a worker takes it, `ended` once, with the result.
+    `outcome_key`: None if outcomes are not posted.
     """
 
     item_id: str
@@ -42,28 +42,25 @@ class QueuedItem:
 
     @property
     def keys(self) -> list[str]:
-        """What harnesses may show."""
         return [key for key in (self.work.key, self.outcome_key) if key is not None]
 
 
 @dataclass(eq=False, slots=True)
 class WorkerRecord:
-    """One worker that gives signs of life."""
-
     last_seen_s: float = 0.0
     slots: int = 0
     last_number: int = -1
-    """Of its requests for work."""
+    """Number of its last request for work."""
     held: dict[str, QueuedItem] = field(default_factory=dict)
 
 
 class WorkItems:
     """Work items between run() and their end.
 
-    Life: add -> queued -> take -> held -> ended, by a result, by silence of its worker, or withdrawn. An item
-        that never reached its worker goes back to the queue's front.
-    Invariant: every item ends once, in _end; a held one is in `held` of one worker, a queued one in none.
-        Rewards come from where `outcomes` says and from nowhere else (_counted).
+    Life: add -> queued -> take -> held -> ended, by a result, by its worker's silence, or withdrawn. An item
+        that never reached its worker returns to the front of the queue.
+    Invariant: every item ends once, in _end; a held item is in `held` of one worker, a queued item in none.
+        Rewards have only the source that `outcomes` names (_counted).
     """
 
     def __init__(self, outcomes: Outcomes) -> None:
@@ -71,32 +68,28 @@ class WorkItems:
         self._items: dict[str, QueuedItem] = {}
         self._by_key: dict[str, QueuedItem] = {}
         self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
-        self._ended = Expired(3 * MAX_EXPIRED)  # by the item, and by its two keys
+        self._ended = Expired(3 * MAX_EXPIRED)  # by item, and by its two keys
         self.workers: dict[WorkerId, WorkerRecord] = {}
 
     @property
     def num_queued(self) -> int:
-        """Items that no worker has."""
         return len(self._queue)
 
     @property
     def num_held(self) -> int:
-        """Items that a worker has."""
         return len(self._items) - len(self._queue)
 
     def add(self, item: QueuedItem) -> None:
-        """Put a new item at the queue's end."""
         self._items[item.item_id] = item
         self._by_key |= dict.fromkeys(item.keys, item)
         self._queue[item.item_id] = item
 
     def seen(self, worker_id: WorkerId, now_s: float) -> None:
-        """A sign of life."""
         self.workers.setdefault(worker_id, WorkerRecord()).last_seen_s = now_s
 
     def ask(self, worker_id: WorkerId, number: int, holding: Collection[str]) -> bool:
-        """A worker begins to ask for work; false if this is an old request. What it was given and does not
-        hold is queued again.
+        """Begin a request for work; return false for an old one. Requeue items that the worker did not
+        receive.
         """
         worker = self.workers[worker_id]
         if number <= worker.last_number:
@@ -111,9 +104,7 @@ class WorkItems:
         return True
 
     def take(self, worker_id: WorkerId, max_items: int) -> list[QueuedItem]:
-        """The first of the queue, for this worker: `max_items` at most, and no more once they have MAX_BYTES.
-        It may ask again at once.
-        """
+        """Give the worker at most `max_items`, and no more after MAX_BYTES."""
         taken: list[QueuedItem] = []
         while self._queue and len(taken) < max_items and sum(len(item.body) for item in taken) < MAX_BYTES:
             _, item = self._queue.popitem(last=False)
@@ -125,13 +116,13 @@ class WorkItems:
         return taken
 
     def lost(self, worker_id: WorkerId, holding: Collection[str]) -> dict[str, str]:
-        """Those of `holding` that are not this worker's, and why."""
+        """Return the items that are not this worker's, with the reason."""
         held = self.workers[worker_id].held
         return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
 
     def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> str | None:
-        """Take a worker's result of an item; of an outcome, only the parts that `outcomes` allows. Returns
-        why it is refused, if the item is not this worker's.
+        """Accept a worker's result; of an outcome, only the parts that `outcomes` allows. Return the reason
+        for a refusal.
         """
         item = self._items.get(item_id)
         if item is None or item.worker != worker_id:
@@ -142,8 +133,8 @@ class WorkItems:
         return None
 
     def find_postable(self, key: str) -> QueuedItem:
-        """The item whose outcome is posted with this key; the last one before its end stands. Raises
-        ApiError: 401 for an unknown key, 403 for a session's, 410 for one that has ended.
+        """Return the item whose outcome is posted with this key; the last post counts. Raises ApiError: 401
+        for an unknown key, 403 for a session's key, 410 for an ended item.
         """
         item = self._by_key.get(key)
         if item is None:
@@ -153,12 +144,11 @@ class WorkItems:
         return item
 
     def withdraw(self, item_id: str, why: str) -> None:
-        """Take the item back; nothing happens if it has ended."""
         if (item := self._items.get(item_id)) is not None:
             self._end(item, None, why)
 
     def drop_worker(self, worker_id: WorkerId, what: str, *, rule: str, way_out: str) -> int:
-        """The worker is gone; what it held fails as data. Returns how much that was."""
+        """Remove a worker and fail its items as data; return their number."""
         worker, why = self.workers.pop(worker_id), f"worker {worker_id[0]} {what}"
         for item in list(worker.held.values()):
             self._end(item, RolloutFailure(f"{item.work.rollout_id}: {why}", rule=rule, way_out=way_out), why)
@@ -178,7 +168,6 @@ class WorkItems:
             item.ended(result)
 
     def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome | RolloutFailure:
-        """Metrics of what was returned and of what was posted; rewards of one of them, or of neither."""
         posted = item.posted
         metrics = {**posted.metrics, **returned.metrics}
         if self.outcomes == "none":

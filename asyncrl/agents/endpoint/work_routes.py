@@ -1,7 +1,6 @@
-"""Hands work items to harness workers over HTTP and takes their results.
+"""HTTP routes that give work items to harness workers, which long-poll.
 
-Workers long-poll. Each message of a worker is a sign of life for all its items; a worker whose event loop is
-blocked sends none.
+Each message is a sign of life for all of a worker's items.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ Handler = Callable[[Request], Awaitable[Message | bytes]]
 ROUNDING_S = 1e-6
 """A timer may fire this much too early."""
 LATE_S = 1.0
-"""A check for silent workers that is later than this finds a process that was stopped (SIGSTOP, sleep). It
-checks again after as long, once the messages that arrived meanwhile are read."""
+"""Delay of a silence check that means this process was stopped. The check is repeated once waiting messages
+are read.
+"""
 
 _TAKEN_BACK = (
     "the rollout was taken back: it ran past rollout.timeout_s, its group was handed back, or the run ends"
@@ -50,22 +50,21 @@ _TAKEN_BACK = (
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RolloutQueue:
-    """The WorkQueue that harness workers empty, on the gateway's own port.
+    """WorkQueue for harness workers, on the gateway's port.
 
     Life: made inside the loop -> routes() mounted -> aclose().
-    Waits: run sleeps until its work has ended: until a result, or until its worker has been silent for
-        lease_timeout_s in which our own loop ran. A poll of /work/take sleeps until there is work,
-        MAX_WAIT_S at most. wait_no_workers sleeps until the last worker has left or is dropped.
+    Waits: run waits for a result, or until its worker has been silent for lease_timeout_s of running event
+        loop. A /work/take poll waits for work, MAX_WAIT_S at most. wait_no_workers waits until the last
+        worker has left or is dropped.
     Invariant: each run() ends once, by its worker's one accepted result or by a RolloutFailure; see
         WorkItems.
     """
 
     worker_key: str
     model: str
-    """Its name for calls."""
     lease_timeout_s: float
     task_seed: Callable[[Work], int]
-    """The seed that a harness is given for its own draws."""
+    """Seed for the harness's own draws."""
     outcomes: Outcomes = "returned"
     give_answer: bool = False
 
@@ -79,11 +78,10 @@ class RolloutQueue:
         self._last_seen_s = self._clock()
         self._is_closed = False
         self.is_over = False
-        """The run is done: workers that ask for work are sent away. Set before aclose."""
+        """The run is done: workers are dismissed. Set before aclose."""
         self._num_given = self._num_lost = 0
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/metrics.py."""
         workers = self._items.workers.values()
         return {
             "harness/queued": self._items.num_queued,
@@ -100,14 +98,14 @@ class RolloutQueue:
         return f"harnesses ({queued} wait for a worker, {held} run on {workers} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Let a worker run it. `started` is called again if the item never reached the first worker."""
+        """Run the work on a worker. `started` is called again if the item never reached the first worker."""
         item_id = f"{self._run_id}-{next(self._numbers)}"
         outcome_key = secrets.token_hex(24) if self.outcomes == "posted" else None
         body = self._body(item_id, work, outcome_key)
         done: asyncio.Future[Outcome | RolloutFailure] = asyncio.get_running_loop().create_future()
 
         def ended(result: Outcome | RolloutFailure) -> None:
-            if not done.done():  # else run() was cancelled in this very round of the loop
+            if not done.done():  # run() was just cancelled otherwise
                 done.set_result(result)
 
         self._items.add(QueuedItem(item_id, work, body, started, ended, outcome_key))
@@ -122,35 +120,31 @@ class RolloutQueue:
         return result
 
     def worker_gone_nowait(self, name: str, why: str) -> None:
-        """The process of the worker of this name has ended: what it held fails now."""
         for worker_id in list(self._items.workers):
             if worker_id[0] == name:
                 self._drop(worker_id, f"is gone: {why}", way_out="read that worker's log.")
 
     def on_outcome(self, key: str, take: Callable[[Outcome], None], *, sampling_key: str) -> None:
-        """Outcomes that are posted with this key belong to no work item: `take` has them. It may raise
-        RolloutFailure, answered with 400. `sampling_key`: that of the calls, which posts nothing.
+        """Pass outcomes posted with this key to `take`; its RolloutFailure becomes a 400. `sampling_key` may
+        not post.
         """
         self._takers |= {key: take, sampling_key: None}
 
     async def aclose(self) -> None:
-        """Answer the polls that wait, with nothing, and give out nothing any more; results are taken.
-        Idempotent.
-        """
+        """Answer waiting polls, and give out no more work; accept results. Idempotent."""
         self._is_closed = True
         self._wake()
         if self._silence is not None:
             self._silence.cancel()
 
     async def wait_no_workers(self) -> None:
-        """Wait until `harness/workers` is 0. After aclose no worker is dropped for its silence."""
+        """Wait until `harness/workers` is 0. After aclose, silent workers are not dropped."""
         while self._items.workers:
             await self._changed.wait()
 
     # ---- routes
 
     def routes(self) -> list[APIRoute]:
-        """What the gateway mounts."""
         handlers: dict[str, Handler] = {"take": self._take, "alive": self._alive, "result": self._result}
         paths = {f"/work/{name}": self._for_workers(handler) for name, handler in handlers.items()}
         paths |= {"/v1/outcome": self._outcome, "/s/{key}/v1/outcome": self._outcome}
@@ -171,7 +165,7 @@ class RolloutQueue:
 
     async def _take(self, request: Request) -> bytes:
         message, worker_id = await self._heard(request, wire.TakeRequest)
-        if self._is_closed and not self.is_over:  # an empty answer would have it ask again at once
+        if self._is_closed and not self.is_over:  # after an empty answer it would ask again at once
             raise Refused(503, "the run ends", way_out="wait until it is started again.")
         self._items.workers[worker_id].slots = message.slots
         is_new = self._items.ask(worker_id, message.number, message.holding)
@@ -185,13 +179,11 @@ class RolloutQueue:
     async def _wait_items(
         self, request: Request, message: wire.TakeRequest, worker_id: WorkerId
     ) -> list[QueuedItem]:
-        """Work as soon as there is any; nothing after the time limit, or if this worker has asked again or
-        has left.
-        """
+        """Return none after the time limit, or if the worker asked again or left."""
         worker = self._items.workers[worker_id]
         wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
         until_s = asyncio.get_running_loop().time() + wait_s
-        self._wake()  # what was lost on its way is queued again; an older poll of this worker ends
+        self._wake()  # items lost in transit were queued again; an older poll of this worker ends
         while True:
             is_known = self._items.workers.get(worker_id) is worker and worker.last_number == message.number
             if self._is_closed or not is_connected(request) or not is_known:
@@ -222,7 +214,7 @@ class RolloutQueue:
         return wire.Accepted()
 
     async def _outcome(self, request: Request) -> Response:
-        """Raises ApiError, for a harness asks. The key comes first: no body is read without one."""
+        """Raises ApiError, since a harness posts. Check the key before reading the body."""
         key = shown_key(request)
         take = self._takers.get(key)
         if take is None and key in self._takers:
@@ -234,7 +226,7 @@ class RolloutQueue:
             if take is not None:
                 take(outcome)
             else:
-                self._items.find_postable(key).posted = outcome  # it may have ended meanwhile
+                self._items.find_postable(key).posted = outcome  # the item may have ended since
         except (Refused, RolloutFailure) as why:
             raise invalid(f"The outcome is refused: {why}") from None
         return Response(wire.Accepted().model_dump_json(), media_type="application/json")
@@ -251,7 +243,6 @@ class RolloutQueue:
         return message, worker_id
 
     def _check_silence(self, due_s: float = math.inf, *, was_late: bool = False) -> None:
-        """Drop workers that are silent for too long, and schedule the next check."""
         now_s, workers = self._clock(), self._items.workers
         if now_s - due_s > LATE_S and not was_late:
             again = partial(self._check_silence, now_s + LATE_S, was_late=True)
@@ -294,7 +285,7 @@ class RolloutQueue:
                 timeout_s=work.timeout_s,
             )
             return item.model_dump_json().encode()
-        except (ValueError, TypeError, RecursionError) as error:  # pydantic's own are ValueErrors
+        except (ValueError, TypeError, RecursionError) as error:  # pydantic's errors are ValueErrors
             what = f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}"
             raise PromptUnusable(what, rule="its `answer` and `info` travel as JSON") from error
 
@@ -304,7 +295,7 @@ class RolloutQueue:
 
 
 async def _read(request: Request, parse: Callable[[bytes], Read], max_bytes: int) -> Read:
-    """The body. Raises Refused: 413 if it is too large, 422 with the first wrong field."""
+    """Raises Refused: 413 if it is too large, 422 with the first wrong field."""
     try:
         return parse(await read_body(request, max_bytes))
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""Connections of clients to an app that uvicorn serves, and how often their process collects garbage."""
+"""Client connections to an app that uvicorn serves, and garbage collection."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from asyncrl.agents.endpoint.answers import ApiError
 
 BACKLOG = 1024
 CLOSE_S = 2.0
-"""Seconds that open requests have to end when a server closes."""
+"""Seconds for open requests to finish when a server closes."""
 MAX_HEAD = 2**16
-"""Most bytes of the head of a request, plus one read of the socket."""
+"""Most bytes of a request's head, plus one read of the socket."""
 _END = b"Connection: close\r\nContent-Length: "
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\n" + _END + b"0\r\n\r\n"
 _BAD_HEAD = ApiError(400, "The head of this request is malformed or too long.").body()
@@ -28,14 +28,14 @@ _REFUSED += str(len(_BAD_HEAD)).encode() + b"\r\n\r\n" + _BAD_HEAD
 
 
 class Connection(HttpToolsProtocol):
-    """A connection of a client. It is closed if no whole head arrives within timeout_keep_alive seconds. At
-    `most` connections, a new one replaces the one idle longest; if none is idle, it gets 503.
+    """A client connection, closed if no whole head arrives within timeout_keep_alive seconds.
 
-    A handler finds it in request.scope["connection"].
+    At `most` connections, a new one replaces the longest idle one; if none is idle, it gets 503. Handlers
+    read it from request.scope["connection"].
     """
 
     def __init__(self, most: int, idle: dict[Connection, None], **settings: Any) -> None:
-        """`idle`: shared by all connections, the one idle longest first."""
+        """`idle`: shared by all connections, longest idle first."""
         super().__init__(**settings)
         self._most, self._idle = most, idle
         self._num_head: int | None = None
@@ -58,7 +58,6 @@ class Connection(HttpToolsProtocol):
         )
 
     def forget(self) -> None:
-        """Take no place any longer, before the transport is closed."""
         self._idle.pop(self, None)
         self.connections.discard(self)
 
@@ -89,24 +88,24 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.timeout_keep_alive_task is not None:  # no request waits behind this one
+        if self.timeout_keep_alive_task is not None:  # no request is queued behind this one
             self._idle[self] = None
 
     def _unset_keepalive_if_required(self) -> None:
-        """Keep the clock, for uvicorn would stop it at the first byte of a head."""
+        """Keep the timer, which uvicorn would stop at the first byte of a head."""
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP, and do not repeat them: they may hold a key."""
+        """Refuse bytes that are not HTTP, without an echo: they may contain a key."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(_REFUSED)
         self.transport.close()
 
 
 class AppServer:
-    """Serve an app on a socket. Life: listen() -> aclose()."""
+    """An app on a socket. Life: listen() -> aclose()."""
 
     def __init__(self, app: ASGIApp, *, most: int, idle_s: float) -> None:
-        """`most`: connections at once. `idle_s`: see Connection."""
+        """`most`: concurrent connections. `idle_s`: see Connection."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -126,18 +125,16 @@ class AppServer:
 
     @property
     def connections(self) -> Collection[object]:
-        """The open connections."""
         return self._state.connections
 
     async def listen(self, listening: socket.socket) -> None:
-        """Answer from now on."""
         loop = asyncio.get_running_loop()
-        # uvicorn writes head and body apart; without it the body waits for the client's delayed ACK
+        # uvicorn sends head and body separately; without this the body waits for the client's delayed ACK
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server = await loop.create_server(self._make, sock=listening, backlog=BACKLOG)
 
     async def aclose(self) -> None:
-        """Close every connection, busy ones after their answer or CLOSE_S. Idempotent."""
+        """Close every connection; busy ones within CLOSE_S. Idempotent."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._state.connections):
@@ -151,15 +148,14 @@ class AppServer:
 
 
 YOUNG = 10_000
-"""New objects that start a garbage collection; Python's own 700 is less than a few calls in flight have."""
+"""New objects that trigger a garbage collection. Python's 700 is below a few calls in flight."""
 
 
 def collect_less() -> None:
-    """Exclude all present objects from garbage collection, and collect new ones less often. Call it when all
-    is imported and built.
+    """Collect garbage less often, and exclude all present objects.
 
-    A full collection stops all calls for some 80 ms with what the imports of a run leave (110,000 objects).
-    Almost nothing here is in a cycle.
+    Call it after setup: a full collection of a run's 110,000 imported objects blocks all calls for some 80
+    ms.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Calls that wait their turn, are sampled, and are kept for the clients that want their answer."""
+"""Calls that wait for a place, are sampled, and are kept for their clients."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest
 
 GRACE_S = 1.0
-"""Seconds that a call whose clients are all gone is sampled on, in case one asks again."""
+"""Seconds to keep sampling without clients, in case one retries."""
 CLIENT_GONE = 499
-"""Status of an answer that nobody is there to read."""
 
 
 def client_gone() -> ApiError:
-    """499, which nobody reads."""
     return ApiError(CLIENT_GONE, "The client has gone.")
 
 
 class Room:
-    """The answers of one session that are sampled at once: `most` places, one for each answer of a call.
+    """Concurrency limit of one session: `most` answers sampled at once.
 
-    Waits: calls enter in the order in which they came. The first in the line takes places as they become
-        free, so calls with few answers never pass one with many.
+    Waits: calls enter in arrival order; small calls never overtake large ones.
     Invariant: at most `most` places are held. A cancelled call holds none.
     """
 
@@ -42,7 +39,7 @@ class Room:
 
     @asynccontextmanager
     async def places(self, number: int) -> AsyncIterator[None]:
-        """A block that holds `number` places, at most `most`; entering it sleeps until they are free."""
+        """Wait for `number` places, at most `most`; hold them inside the block."""
         assert number <= self.most, "it would wait for ever"
         async with AsyncExitStack() as held:
             self.num_waiting += 1
@@ -56,51 +53,47 @@ class Room:
 
 
 class GatewayCall:
-    """One sampling, and all clients that want its answer.
+    """A sampling and all clients that wait for its answer.
 
-    Life: sampled by the request that made it -> done, with answers or an error -> delivered, to the clients
-        that are there by then. What was sampled is kept until it is delivered, and recorded then, once. A
-        call that is left by all its clients before it is done, and not asked again within GRACE_S, is given
-        up: cancelled and forgotten, as if it had never been asked.
-    Waits: wait_done, and wait_news for a stream; both are woken by the sampling.
-    Invariant: a completion is in the capture if and only if it was written to a client that was there:
-        GatewaySession.deliver_nowait alone records.
+    Life: sampled by the request that made it -> done, with answers or an error -> delivered to connected
+        clients and recorded once. Without clients for GRACE_S before it is done, it is cancelled and
+        forgotten.
+    Waits: wait_done, and wait_news for a stream; sampling wakes both.
+    Invariant: a completion is in the capture if and only if it was written to a connected client. Only
+        GatewaySession.deliver_nowait records.
     """
 
     def __init__(
         self, form: Form, digest: bytes, planned: Planned, sampled: Mapping[Answer, SamplingRequest]
     ) -> None:
-        """`digest`: of what was asked, by which it is known when it is asked again."""
+        """`digest`: of the request; identifies retries."""
         self.form, self.digest, self.created_s = form, digest, int(time.time())
         self.is_streamed = False
         self.is_trained = True
-        """It is sampled from the run's own distribution."""
         self.grammar = next((one.grammar for one in sampled.values()), None)
         self.order = 0
-        """Its number among the calls of its session, those included that were refused."""
+        """Number among the session's calls, refused ones included."""
         self.time_asked: tuple[bytes, int] | None = None
-        """What its seed was made of: the hash of its content, and how many equal calls came before."""
+        """Seed source: hash of the content, and number of equal calls before."""
         self.choices = tuple(sampled)
         self.requests: tuple[SamplingRequest, ...] = tuple(sampled.values())
-        """What is asked of the engine, until it is done."""
+        """Engine requests; empty once done."""
         self.num_prompt_tokens = planned.num_prompt
         self.name = f"{form.name}-{planned.number}"
         self.error: ApiError | None = None
         self.undelivered: Planned | None = planned
         self.give_up: Callable[[], None] = lambda: None
-        """Called once no client has been there for GRACE_S."""
+        """Called after GRACE_S without a client."""
         self._clients: list[Callable[[], bool]] = []
         self._grace: asyncio.TimerHandle | None = None
         self._news, self._done = asyncio.Event(), asyncio.Event()
 
     @property
     def is_done(self) -> bool:
-        """Sampling has ended, well or not."""
         return self._done.is_set()
 
     @property
     def is_abandoned(self) -> bool:
-        """No client got the answer, and none is there to get it."""
         return self.undelivered is not None and not any(is_there() for is_there in self._clients)
 
     @property
@@ -109,9 +102,7 @@ class GatewayCall:
 
     @contextmanager
     def attended(self, is_there: Callable[[], bool]) -> Iterator[None]:
-        """A client waits for the answer, and is connected while `is_there()`; left_nowait() says when it is
-        not any more.
-        """
+        """Register a client inside the block, connected while `is_there()`."""
         self._clients.append(is_there)
         self.left_nowait()
         try:
@@ -121,7 +112,7 @@ class GatewayCall:
             self.left_nowait()
 
     def left_nowait(self) -> None:
-        """A client came or went: a call that is left alone has GRACE_S from now on."""
+        """Start or stop the GRACE_S timer after a client came or went."""
         is_alone = self.is_abandoned and not self.is_done
         if is_alone and self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(GRACE_S, self._grace_is_over)
@@ -135,26 +126,25 @@ class GatewayCall:
             self.give_up()
 
     def done_nowait(self, error: ApiError | None = None) -> None:
-        """Sampling has ended. Idempotent: the first end stays."""
+        """Mark the sampling as ended. Idempotent: the first end stays."""
         if not self.is_done:
-            self.error, self.requests = error, ()  # a call is kept as long as its session
+            self.error, self.requests = error, ()  # the session keeps its calls
             self._done.set()
             self._news.set()
             self.left_nowait()
 
     def feed(self, index: int, token_ids: Sequence[int]) -> None:
-        """Some more tokens of a choice were sampled."""
         self.choices[index].feed(token_ids)
         self._news.set()
 
     async def wait_news(self) -> None:
-        """Return once there is more text, or the end, since this was asked last."""
+        """Wait for new text or the end."""
         await self._news.wait()
         if not self.is_done:
             self._news.clear()
 
     async def wait_done(self) -> None:
-        """Return once sampling has ended. Raises ApiError if it failed."""
+        """Wait until done. Raises ApiError if sampling failed."""
         await self._done.wait()
         if self.error is not None:
             raise self.error
@@ -163,10 +153,10 @@ class GatewayCall:
 def call_keys(
     number_of: Callable[[bytes], int], planned: Planned, asked: AnyRequest, grammar: str
 ) -> tuple[list[int], tuple[bytes, int] | None]:
-    """(one key for each choice, of which its seed is made; what they are made of). They depend on the content
-    of the call and on how many equal calls came before, never on the time.
+    """Return (one seed key for each choice, their source).
 
-    Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
+    They depend only on the call's content and the number of equal calls before, never on time. Equal
+    concurrent calls may swap answers.
     """
     digest, shape = planned.prompt_hash.digest(), asked.shape() + grammar.encode()
     if shape:

@@ -1,6 +1,4 @@
-"""Messages and tools, as a call sends them: the keys that a chat template gets, each checked. What else a
-message has is ignored, as other servers do.
-"""
+"""Messages and tools of a call: the keys that chat templates get, checked. Other keys are ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ def wrong(why: str) -> PydanticCustomError:
 
 
 def _joined(content: Any) -> Any:
-    """Text, or the text of a list of text parts."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -31,7 +28,6 @@ def _joined(content: Any) -> Any:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Arguments as an object, which is how templates read them."""
     try:
         return from_json(arguments, allow_inf_nan=False, cache_strings="keys")
     except (ValueError, TypeError) as error:
@@ -81,15 +77,15 @@ class _ToolResult(_Message):
 _READ = frozenset(
     "role content name tool_call_id tool_calls reasoning_content reasoning reasoning_details".split()
 )
-"""Keys of a message that templates get, and those that reasoning_content is made of."""
+"""Message keys that templates get, and the sources of reasoning_content."""
 _EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls", "reasoning_content")
-"""Keys that clients write into an answer that they send back, where they say nothing."""
+"""Keys that clients send back without a value."""
 _NOT_READ = {"function_call": "it is deprecated; use tool_calls", "audio": "this model reads text"}
 
 
 def _tidy(message: Any, info: ValidationInfo) -> Any:
-    """Without keys that say nothing; keys that no template gets are told to the context. An answer of calls
-    alone has empty content: some templates (SmolLM2, Phi 3) take no message without it.
+    """Drop empty keys; report keys that no template gets. Add empty content to an answer with only calls:
+    some templates (SmolLM2, Phi 3) require it.
     """
     if not isinstance(message, dict):
         return message
@@ -109,7 +105,6 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
-    """What other servers call reasoning_content, if it is text."""
     if isinstance(thought := message.get("reasoning"), str):
         return thought
     details = message.get("reasoning_details")
@@ -138,7 +133,7 @@ class GivenTool(TypedDict):
     function: _Described
 
 
-# ---- the form of an answer
+# ---- response format
 
 
 class _JsonSchema(TypedDict):

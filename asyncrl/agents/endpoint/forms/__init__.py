@@ -1,1 +1,1 @@
-"""Forms: each endpoint's own way to ask and to answer. Each call becomes one chat, or one text."""
+"""Request and answer formats of the endpoints."""

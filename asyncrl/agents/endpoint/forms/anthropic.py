@@ -1,4 +1,4 @@
-"""Anthropic's messages: what is asked, as a chat."""
+"""Anthropic's messages requests, translated to a chat."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
 
 PASSED = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "chat_template_kwargs")
-"""As chat completions has them."""
+"""Same meaning as in chat completions."""
 _LEFT_OUT = (
     "metadata service_tier inference_geo speed cache_control context_management diagnostics betas"
     " user_profile_id workspace_id"
 )
 LEFT_OUT = frozenset(_LEFT_OUT.split())
-"""Change nothing of what is sampled here: nothing is cached by hand, and no old message is cleared."""
+"""No effect on sampling."""
 _NOT_HERE = "there are no tools or files on this side"
 UNSERVED = {"mcp_servers": _NOT_HERE, "container": _NOT_HERE}
 
 BILLING = "x-anthropic-billing-header:"
-"""Claude Code begins its system text with a block of this, which is another one in each call: the model need
-not see it, and the chat would begin anew each time.
+"""Start of a block in Claude Code's system text that differs in each call, so that no chat would continue an
+earlier one.
 """
 
 
 def _blocks(content: Any) -> Any:
-    """A text, or a list of blocks, as a list of blocks."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -154,8 +153,6 @@ class _OutputConfig(TypedDict):
 
 
 class MessagesRequest(BaseModel):
-    """What is translated of a body of /v1/messages."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
     messages: Annotated[
@@ -180,7 +177,7 @@ PARAMETERS = Parameters(MessagesRequest, PASSED, LEFT_OUT, UNSERVED)
 
 
 class MessagesForm:
-    """/v1/messages, and what /v1/messages/count_tokens counts. Thoughts are always blocks of their own."""
+    """/v1/messages and /v1/messages/count_tokens. Thoughts are always separate blocks."""
 
     name, translates = "msg", True
 
@@ -237,7 +234,7 @@ class MessagesForm:
 
 
 def _continued(asked: MessagesRequest, kept: KeptResponses) -> StoredResponse | None:
-    """The message that the thread of this call continues. Raises ApiError: 404 if it is not kept."""
+    """Raises ApiError: 404."""
     if asked.thread is None or asked.thread["type"] == "create":
         return None
     if asked.system or asked.tools:
@@ -252,7 +249,6 @@ def _text(blocks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _user_messages(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Results are messages of their own, in order with the texts between them."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if block["type"] == "tool_result":
@@ -268,7 +264,7 @@ def _user_messages(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _answer(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """An answer that is sent back. Raises ApiError for a thought that was changed."""
+    """Raises ApiError for an altered thought."""
     thoughts: list[str] = []
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for number, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Anthropic's messages: what is answered, and what is said to clients of both kinds: errors, models."""
+"""Anthropic's messages answers, and errors and models for all clients."""
 
 from __future__ import annotations
 
@@ -30,28 +30,24 @@ ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""Anthropic's types of errors, by status; the rest are invalid requests."""
+"""Anthropic's error types by status; all others are invalid requests."""
 
 
 def anthropic_error(error: ApiError) -> bytes:
-    """Its body, as Anthropic's clients read it."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error")
     told: dict[str, Any] = {"type": kind, "message": error.error["message"]}
-    if error.error["code"] == NOT_KEPT:  # the client begins a new thread
+    if error.error["code"] == NOT_KEPT:  # the client starts a new thread
         told["details"] = {"error_code": "thread_not_found"}
     return to_json({"type": "error", "error": told, "request_id": None}, inf_nan_mode="null")
 
 
 def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
-    """In the form of the client that called `path`."""
     is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
     return anthropic_error(error) if is_anthropics else error.body()
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """The one model, or for None the list of it, as both OpenAI's clients and Anthropic's read it. Raises
-    ApiError for another name.
-    """
+    """Return the model, or for None the list. Raises ApiError for another name."""
     if name not in (None, model):
         raise ApiError(404, f"There is one model here, {model}.", code="model_not_found", param="model")
     told = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
@@ -62,14 +58,13 @@ def model_body(model: str, name: str | None) -> dict[str, Any]:
 
 
 class WrittenMessage:
-    """A message, or its events: blocks one after the other, the thought, the text, then the tool calls."""
+    """A message, or its events: blocks in the order thought, text, tool calls."""
 
     def __init__(self, call: GatewayCall, model: str, thread: StoredResponse | None) -> None:
-        """`thread`: what is kept of the call, without its answer."""
         (self._choice,), self._call, self._model, self._thread = call.choices, call, model, thread
         self._has_begun, self._num_blocks = False, 0
         self._open: str | None = None
-        """The kind of the block that is being told."""
+        """Kind of the open block."""
         self._num_told = {"thinking": 0, "text": 0}
 
     def whole(self) -> bytes:
@@ -122,7 +117,6 @@ class WrittenMessage:
         return _event("message_start", {"message": message}) + _event("ping", {})
 
     def _begun(self, kind: str, empty: dict[str, Any]) -> bytes:
-        """A block of this kind is open."""
         if self._open == kind:
             return b""
         ended, self._open = self._ended(), kind
@@ -136,7 +130,6 @@ class WrittenMessage:
         return _event("content_block_delta", told)
 
     def _ended(self) -> bytes:
-        """No block is open."""
         if self._open is None:
             return b""
         events = b""

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions; and what all forms have in common."""
+"""OpenAI's chat completions and completions, and code shared by all forms."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ Shape = TypeVar("Shape", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Parameters(Generic[Shape]):
-    """The parameters of an endpoint that is translated: `passed` ones mean the same in a chat, those of
-    `shape` are translated, `left_out` ones change nothing. All others are refused; `unserved` has reasons.
+    """Parameters of a translated endpoint.
+
+    `passed` mean the same in a chat, `shape` is translated, `left_out` has no effect, all others are refused.
+    `unserved` has the reasons.
     """
 
     shape: type[Shape]
@@ -34,7 +36,7 @@ class Parameters(Generic[Shape]):
     unserved: Mapping[str, str]
 
     def sort(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], Shape]:
-        """(what is passed as it is, what is to be translated). Raises ApiError."""
+        """Return (passed parameters, parameters to translate). Raises ApiError."""
         passed, rest = {}, {}
         for name, value in given.items():
             if value is None or name in self.left_out:
@@ -53,63 +55,56 @@ class Parameters(Generic[Shape]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Translated:
-    """A body in terms of chat completions. `given`: what its form needs of the original, to write the
-    answer.
-    """
+    """A body as chat completions. `given`: data for the answer."""
 
     body: bytes
     given: Any = None
 
 
 class Written(Protocol):
-    """What is sent of one call: whole() at its end; or events, news() whenever there is some and end(), or
-    failed().
-    """
+    """The output of one call: whole(), or events from news(), end() and failed()."""
 
     def whole(self) -> bytes: ...
 
     def news(self) -> bytes:
-        """What may be shown by now and was not yet; maybe nothing."""
+        """Return new text that may be shown; possibly nothing."""
 
     def end(self) -> bytes:
-        """The last text, and what comes after it."""
+        """Return the last text and the closing events."""
 
     def failed(self, error: ApiError) -> bytes:
-        """The call failed after its first event."""
+        """Report a failure after the first event."""
 
     def keep(self, kept: KeptResponses) -> None:
-        """The answer goes out: keep what later calls of this session may ask for."""
+        """Keep the delivered answer for later calls."""
 
 
 class Form(Protocol):
-    """How one endpoint asks and answers."""
-
     name: str
-    """What the ids of its answers begin with."""
+    """Prefix of its answers' ids."""
     translates: bool
-    """translated() costs time by the length of a body, and may run in a thread."""
+    """translated() takes long for long bodies, and may run in a thread."""
 
     def is_apart(self, configured: str) -> bool:
-        """Whether thoughts are cut from the text; `configured` is gateway.thoughts."""
+        """`configured` is gateway.thoughts."""
 
     def translated(self, body: bytes, kept: KeptResponses) -> Translated:
-        """The call as one of chat completions. Equal messages become equal bytes, so that a longer chat
-        begins with those of a shorter one. `kept`: what answers of the session have kept. Raises ApiError.
+        """Return the call as chat completions. Raises ApiError. Equal messages become equal bytes, so a
+        longer chat begins with a shorter one's bytes.
         """
 
     def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
-        """A translated body. Raises ApiError."""
+        """Read a translated body. Raises ApiError."""
 
     def written(self, call: GatewayCall, model: str, asked: CallRequest, given: Any) -> Written: ...
 
 
 class ChatForm:
-    """/v1/chat/completions: how a body is read, and what a choice is in its answers."""
+    """/v1/chat/completions."""
 
     name, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     translates = False
     first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-    """The first event of a choice: who speaks."""
 
     def is_apart(self, configured: str) -> bool:
         return configured == "apart"
@@ -124,14 +119,13 @@ class ChatForm:
         return WrittenChoices(self, call, model, asked)
 
     def choice(self, choice: Answer) -> dict[str, Any]:
-        """All of a choice."""
         return {"message": choice.message, "logprobs": self._logprobs(choice)}
 
     def piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
 
     def end(self, choice: Answer) -> list[dict[str, Any]]:
-        """After the last text: tool calls, logprobs (the engines report them with the last token)."""
+        """Return the events after the last text: tool calls, logprobs."""
         calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
         parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
         if choice.logprobs is not None:
@@ -143,8 +137,6 @@ class ChatForm:
 
 
 class TextForm(ChatForm):
-    """/v1/completions."""
-
     name, whole_object, event_object = "cmpl", "text_completion", "text_completion"
     first = None
 
@@ -164,7 +156,6 @@ class TextForm(ChatForm):
         return [{"text": "", "logprobs": self._logprobs(choice)}]
 
     def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
-        """Lists beside each other."""
         if choice.logprobs is None:
             return None
         tokens = [each["token"] for each in choice.logprobs]
@@ -176,8 +167,6 @@ class TextForm(ChatForm):
 
 
 class WrittenChoices:
-    """An answer of either, or its events."""
-
     def __init__(self, form: ChatForm, call: GatewayCall, model: str, asked: CallRequest) -> None:
         self._call, self._form, self._first = call, form, form.first
         self._num_shown, self._has_usage = [0] * len(call.choices), asked.include_usage
@@ -217,7 +206,7 @@ class WrittenChoices:
         return b"data: " + error.body() + b"\n\n"
 
     def keep(self, kept: KeptResponses) -> None:
-        """Nothing: a chat is sent whole each time."""
+        """Keep nothing: clients send each chat whole."""
 
     def _begin(self) -> bytes:
         first, self._first = self._first, None
@@ -233,6 +222,5 @@ class WrittenChoices:
         return b"data: " + to_json(event, inf_nan_mode="null") + b"\n\n"
 
     def _usage(self) -> dict[str, int]:
-        """Tokens; those of the prompt once, as OpenAI counts them."""
         prompt, completion = self._call.num_prompt_tokens, self._call.num_completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,4 +1,4 @@
-"""OpenAI's responses: what is asked, as a chat."""
+"""OpenAI's responses requests, translated to a chat."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _PASSED = (
     " safety_identifier prompt_cache_key prompt_cache_retention"
 )
 PASSED = frozenset(_PASSED.split())
-"""As chat completions has them."""
+"""Same meaning as in chat completions."""
 LEFT_OUT = frozenset(["max_tool_calls", "stream_options", "prompt_cache_options", "client_metadata"])
-"""Change nothing here: `max_tool_calls` counts calls of OpenAI's own tools."""
+"""No effect here."""
 UNSERVED = {
     "conversation": "give the items in input, or previous_response_id",
     "prompt": "there are no stored prompts here",
@@ -48,11 +48,10 @@ UNSERVED = {
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 _TEXTS = ("input_text", "output_text", "text")
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
-"""Beginnings of the types of tools that OpenAI's own servers run."""
+"""Type prefixes of tools that OpenAI's servers run."""
 
 
 def _parts(content: Any) -> Any:
-    """A text, or the text of a list of parts."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -66,7 +65,6 @@ Parts = Annotated[str, BeforeValidator(_parts)]
 
 
 def _item(item: Any) -> Any:
-    """With its type, which a message need not have."""
     if not isinstance(item, dict):
         return item
     kind = item.get("type") or ("message" if "role" in item else None)
@@ -119,7 +117,7 @@ Item = Annotated[
 
 
 def _tools(tools: Any) -> Any:
-    """Functions, those within a namespace on their own, without what OpenAI's servers run."""
+    """Return functions, without hosted tools."""
     found = []
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else tool
@@ -136,7 +134,6 @@ def _tools(tools: Any) -> Any:
 
 @cache
 def _log_hosted(kind: str) -> None:
-    """Log it once."""
     log.warning("gateway: calls give a tool of type %s, which OpenAI's servers run: it is left out", kind)
 
 
@@ -170,8 +167,6 @@ class _Reasoning(TypedDict):
 
 
 class ResponsesRequest(BaseModel):
-    """What is translated of a body of /v1/responses, or read by the form itself."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
     input: Annotated[
@@ -198,8 +193,8 @@ PARAMETERS = Parameters(ResponsesRequest, PASSED, LEFT_OUT, UNSERVED)
 
 
 class ResponsesForm:
-    """/v1/responses. Thoughts are always items of their own. A session keeps its responses, so that the next
-    one may name the one that it goes on from.
+    """/v1/responses. Thoughts are always separate items. A session keeps its responses for
+    previous_response_id.
     """
 
     name, translates = "resp", True
@@ -236,7 +231,7 @@ class ResponsesForm:
 
 
 def _translate(chat: dict[str, Any], asked: ResponsesRequest) -> None:
-    """Everything but the messages, into `chat`. Raises ApiError."""
+    """Raises ApiError."""
     if asked.tools:
         chat["tools"] = [_function(tool) for tool in asked.tools]
     if asked.tool_choice is not None:
@@ -261,7 +256,7 @@ def _translate(chat: dict[str, Any], asked: ResponsesRequest) -> None:
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Items in a row that one answer may hold - a thought, a text, calls, in this order - are one message."""
+    """Merge items that fit in one answer (a thought, a text, calls, in this order) into one message."""
     answer: dict[str, Any] = {}
     for number, item in enumerate(items):
         is_text, kind = item.get("role") == "assistant", item["type"]
@@ -297,7 +292,7 @@ def _add(answer: dict[str, Any], item: Mapping[str, Any], where: str) -> None:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """Of a reasoning item that is sent back. Raises ApiError for a sealed one that was not sealed here."""
+    """Raises ApiError for content not sealed here."""
     text = "".join(part["text"] for part in item.get("content") or ())
     if not text and (hidden := item.get("encrypted_content")):
         try:
@@ -309,7 +304,6 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
 
 
 def _full_name(function: Mapping[str, Any]) -> str:
-    """What the model calls it: one in a namespace has both names."""
     space, name = function.get("namespace"), str(function["name"])
     return f"{space.rstrip('_')}__{name}" if space else name
 

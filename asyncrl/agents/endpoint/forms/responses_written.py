@@ -1,4 +1,4 @@
-"""OpenAI's responses: what is answered, and what a session keeps of it."""
+"""OpenAI's responses answers, and the responses kept by a session."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ if TYPE_CHECKING:
 
 NOT_KEPT = "previous_response_not_found"
 MAX_BODIES = 16
-"""Responses of a session that can be read again."""
+"""Most responses of a session that can be read again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredResponse:
-    """A response or message that was given, and the one it continues. `messages`: of its input, and its
-    answer, as the chat has them. `tools`: of the thread.
-    """
+    """A delivered response or message, and its predecessor."""
 
     before: StoredResponse | None
     messages: tuple[bytes, ...]
     tools: Sequence[Mapping[str, Any]] = ()
 
     def chain(self) -> list[bytes]:
-        """All messages up to its own, without instructions."""
         found, each = [self], self.before
         while each is not None:
             found.append(each)
@@ -41,33 +38,28 @@ class StoredResponse:
 
 
 def message_to_keep(choice: Answer) -> bytes:
-    """The answer as a message of a later chat."""
     message = {name: value for name, value in choice.message.items() if name != "refusal"}
     return to_json(message | {"content": message["content"] or ""})
 
 
 class KeptResponses:
-    """The responses of a session, and its messages that have a thread. It holds each message of a chat once;
-    the bodies, which repeat tools and instructions, of the newest responses alone.
-    """
+    """A session's responses and threaded messages. Holds each message once, and only the newest bodies."""
 
     def __init__(self, most: int) -> None:
-        """`most`: the newest of them; a rollout has fewer calls, a user's key may have any number."""
         self._most = most
         self._stored: dict[str, StoredResponse] = {}
         self._bodies: dict[str, bytes] = {}
 
     def add(self, name: str, stored: StoredResponse, body: bytes | None = None) -> None:
-        """`body`: what GET answers with."""
         self._stored[name] = stored
         if body is not None:
             self._bodies[name] = body
         for kept, most in ((self._stored, self._most), (self._bodies, MAX_BODIES)):
             if len(kept) > most:
-                del kept[next(iter(kept))]  # the oldest
+                del kept[next(iter(kept))]  # oldest
 
     def get(self, name: str, param: str | None = None) -> StoredResponse:
-        """The response that `param` of a call names. Raises ApiError: 404."""
+        """Return the response that `param` names. Raises ApiError: 404."""
         if name not in self._stored:
             why = (
                 f"{shown(name)} is not kept: it had store=false or no thread, or is not of this session, or "
@@ -77,7 +69,7 @@ class KeptResponses:
         return self._stored[name]
 
     def resolved(self, item: Any, param: str) -> Any:
-        """The item, or the one that it refers to. Raises ApiError: 404."""
+        """Return the item, or the item that it references. Raises ApiError: 404."""
         if not isinstance(item, dict) or item.get("type") != "item_reference":
             return item
         kind, _, of = str(item.get("id")).partition("_")
@@ -96,7 +88,7 @@ class KeptResponses:
         raise ApiError(404, f"{param}: there is no item {shown(item.get('id'))}.", param=param)
 
     def body(self, name: str) -> bytes:
-        """As it was given. Raises ApiError: 404."""
+        """Return the body for GET. Raises ApiError: 404."""
         if name not in self._bodies:
             self.get(name)
             raise ApiError(404, f"Response {shown(name)} is not among the newest {MAX_BODIES}.")
@@ -105,9 +97,8 @@ class KeptResponses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenResponse:
-    """What a call has asked for: what its response echoes, the one it goes on from, its new messages.
-    `spaces`: tools in a namespace, by what the model calls them. `is_sealed`: thoughts shall come in
-    encrypted_content, too.
+    """`spaces`: namespaced tools by their name for the model. `is_sealed`: thoughts are also returned as
+    encrypted_content.
     """
 
     echoed: Mapping[str, Any]
@@ -134,15 +125,13 @@ ECHOED: Mapping[str, Any] = {
     "top_p": None,
     "truncation": "disabled",
 }
-"""What a response says of its own call, and what it says where the call said nothing."""
+"""Echoed request parameters, with their defaults."""
 MAX_ECHOED = 2**16
-"""Bytes of one of them, as JSON, that are said again: they are kept while the call waits, and written beside
-all other calls.
-"""
+"""Most JSON bytes of an echoed parameter."""
 
 
 class WrittenResponse:
-    """A response, or its events: items one after the other, the thought, the text, then the tool calls."""
+    """A response, or its events: items in the order thought, text, tool calls."""
 
     def __init__(self, call: GatewayCall, model: str, asked: CallRequest, given: GivenResponse) -> None:
         (self._choice,), self._call, self._given = call.choices, call, given
@@ -150,9 +139,9 @@ class WrittenResponse:
         head = {"id": call.name, "object": "response", "created_at": call.created_s, "model": model}
         self._head = head | {"background": False, "error": None, "incomplete_details": None} | echo
         self._number = 0
-        """Of the next event."""
+        """Number of the next event."""
         self._open: str | None = None
-        """The kind of the item that is being told."""
+        """Kind of the open item."""
         self._num_items = 0
         self._num_told = {"reasoning": 0, "message": 0}
 
@@ -189,7 +178,7 @@ class WrittenResponse:
         return events + self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, error: ApiError) -> bytes:
-        """`error` is for clients that look for it alone, as OpenAI's own do."""
+        """Report a failure. The `error` event is for OpenAI's clients, which read only it."""
         told = error.error
         return self._event(
             "error", code=told["code"], message=told["message"], param=told["param"], error=told
@@ -225,7 +214,6 @@ class WrittenResponse:
         }
 
     def _item(self, kind: str) -> dict[str, Any]:
-        """The thought or the text, as far as it is told; all of it at the end."""
         choice = self._choice
         is_over = bool(choice.finish_reason)
         if kind == "reasoning":
@@ -245,7 +233,6 @@ class WrittenResponse:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _id(self, kind: str) -> str:
-        """KeptResponses.resolved() finds the item by it."""
         return {"reasoning": "rs_", "message": "msg_"}[kind] + self._call.name
 
     def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +252,6 @@ class WrittenResponse:
         return created + self._event("response.in_progress", response=response)
 
     def _item_begun(self, kind: str) -> bytes:
-        """An item of this kind is open, and its part."""
         if self._open == kind:
             return b""
         ended, self._open = self._item_ended(), kind
@@ -276,7 +262,6 @@ class WrittenResponse:
         return ended + added + self._of_part("content_part.added", part=part)
 
     def _item_ended(self) -> bytes:
-        """No item is open."""
         kind = self._open
         if kind is None:
             return b""
@@ -307,5 +292,4 @@ _TEXT_OF = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 def _not_done(item: Mapping[str, Any], **empty: Any) -> dict[str, Any]:
-    """An item as it is before any of it has come."""
     return {**item, "status": "in_progress", **empty}

@@ -1,4 +1,4 @@
-"""Thoughts: what a model writes before its answer, cut from the text while that comes."""
+"""Thoughts before an answer, cut from the text while it streams."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from typing import Literal
 from asyncrl.agents.endpoint.tool_calls import overlap
 
 Marks = tuple[str, str]
-"""The texts that open and close a thought."""
+"""Opening and closing text of a thought."""
 
 
 class ThoughtCutter:
-    """Parts the thought that an answer begins with from the text after it, in the pieces in which they get
-    final.
+    """Splitter of an answer's leading thought from the text after it, in final pieces.
 
-    The marks go, and so does white space around the thought. One that is never closed is all there is: the
-    text is empty. Marks elsewhere are text: what does not begin with the opening mark has no thought, unless
-    the prompt itself ends with that mark (`is_open`).
+    Drops marks and white space around the thought. An unclosed thought takes the whole answer. Without an
+    opening mark at its beginning, or at the end of the prompt (`is_open`), an answer is all text.
 
-    Life: feed() for each piece of text, finish() once after the last.
-    Invariant: however the text is cut into feeds, the pieces add up to the same; nothing is handed out that
-        may still be a part of a mark.
+    Life: feed() for each piece of text, then finish() once.
+    Invariant: the joined pieces do not depend on the split into feeds. No possible part of a mark is
+        returned.
     """
 
     def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
@@ -34,11 +32,10 @@ class ThoughtCutter:
 
     @property
     def is_closed(self) -> bool:
-        """The answer had a thought, and its end has come."""
         return self._has_thought and self._state in ("between", "behind")
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Take more text; returns what got final with it: (of the thought, of the text behind it)."""
+        """Add text; return the final new pieces (thought, text after it)."""
         if self._state == "behind":
             return "", text
         self._held += text
@@ -54,7 +51,6 @@ class ThoughtCutter:
         return thought, shown
 
     def finish(self) -> tuple[str, str]:
-        """No text comes any more: the rest of both."""
         rest, self._held = self._held, ""
         if self._state == "inside" or (self._state == "before" and self._is_open):
             return self._of_thought(rest.rstrip()), ""
@@ -85,7 +81,7 @@ class ThoughtCutter:
 
 
 def num_until(token_ids: Sequence[int], mark: Sequence[int]) -> int | None:
-    """Tokens until the first `mark` has ended; None if it is not there."""
+    """Count tokens up to and including the first `mark`; None if absent."""
     first, length = tuple(mark[:1]), len(mark)
     for at, token in enumerate(token_ids):
         if first == (token,) and tuple(token_ids[at : at + length]) == tuple(mark):
@@ -94,7 +90,7 @@ def num_until(token_ids: Sequence[int], mark: Sequence[int]) -> int | None:
 
 
 def signature_of(thought: str) -> str:
-    """What a thought is signed with, so that one that comes back changed is known. It is no secret."""
+    """Return a signature that detects altered thoughts. Not a secret."""
     digest = blake2b(thought.encode(), digest_size=24, person=b"asyncrl thought").digest()
     return base64.b64encode(digest).decode()
 
@@ -103,12 +99,11 @@ _SEALED = "asyncrl:"
 
 
 def sealed(thought: str) -> str:
-    """A thought as the text that clients keep for one that they may not read."""
     return _SEALED + base64.b64encode(thought.encode()).decode()
 
 
 def unsealed(text: str) -> str:
-    """The thought in it. Raises ValueError if sealed() has not made it."""
+    """Raises ValueError if sealed() did not make it."""
     if not text.startswith(_SEALED):
         raise ValueError("it was not made here")
     return base64.b64decode(text.removeprefix(_SEALED), validate=True).decode()
