@@ -58,17 +58,17 @@ OnHandedBack = Callable[[GroupId, Group | None, str], None]
 class Buffer:
     """Groups between admission and training.
 
-    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or handed back through
-        `on_handed_back`, and the place is free.
-    Waits: producers sleep in wait_open, woken when a version is served, look_ahead grows, or a group fails,
-        is filtered or handed back; the trainer sleeps in wait_batch, woken by the finish_nowait that
-        completes a batch. Both may be cancelled: a group or batch is handed over in one step without a sleep,
-        so none is lost. After the last batch wait_open sleeps until cancelled.
+    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned through
+        `on_handed_back`, which frees the place.
+    Waits: producers sleep in wait_open until a version is served, look_ahead grows, or a group fails, is
+        filtered or returned; the trainer sleeps in wait_batch until finish_nowait completes a batch. Both may
+        be cancelled: a group or batch is delivered in one step without a sleep, so none is lost. After the
+        last batch wait_open sleeps until cancelled.
     Invariant: no token with a loss weight in a taken batch is older than max_staleness.
         StalenessRule.take_nowait guarantees it (`mask`: it guarantees the batch's min_version and mask_older,
-        which the trainer honours).
-    Cost: O(log n) an event. A waiter of wait_open is woken at each opening, so let few wait: one loop that
-        starts groups.
+        which the trainer honors).
+    Cost: O(log n) an event. Each opening wakes all waiters of wait_open, so use few: one loop that starts
+        groups.
     """
 
     name = "buffer"
@@ -230,7 +230,7 @@ class Buffer:
             self._hand_back(group_id)
         return Batch(choice.version, groups, min_version, mask_older=self.rule.overdue.masks)
 
-    # ---- what is asked
+    # ---- queries
 
     @property
     def next_group_id(self) -> int:

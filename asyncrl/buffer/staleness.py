@@ -60,16 +60,16 @@ POLICIES: dict[OnOverdue, OverduePolicy] = {
 class StalenessRule:
     """Decides which groups may start, which form the next batch, and which are too old.
 
-    Life:       admitted -> running -> ready -> consumed; or failed or handed back, and the place is free.
+    Life:       admitted -> running -> ready -> consumed; or failed or returned, which frees the place.
     Deadline:   last batch that may take a group whole: its start version (later: its oldest token's) +
                 max_staleness.
     Invariants: (1) admitted = consumed + running + ready <= min((served + look_ahead + 1) * num_groups, all
                     of the run) at each admission.
-                (2) `wait`: sorted by deadline, item j of what is in flight has its turn in batch next_batch +
-                    j // num_groups, and that is no later than its deadline. admit_nowait cannot break it,
-                    because of (1) and look_ahead <= max_staleness; take_nowait keeps it by looking at
-                    everything that stays behind. So nothing is ever late, and when all that runs has
-                    finished the next batch can be taken.
+                (2) `wait`: sorted by deadline, item j in flight has its turn in batch next_batch +
+                    j // num_groups, no later than its deadline. admit_nowait cannot break it, because of
+                    (1) and look_ahead <= max_staleness; take_nowait keeps it by looking at all remaining
+                    groups. So nothing is ever late, and the next batch can be taken once all running groups
+                    have finished.
                 (3) no group in flight has its last use (OverduePolicy) before next_batch.
     Cost:       O(log n) an event and O(max_staleness) a decision: deadlines are counted, not looked through.
     """
@@ -94,7 +94,7 @@ class StalenessRule:
         self._useless_after: dict[int, set[GroupId]] = {}  # last batch that can use them -> groups
         self._last_use: dict[GroupId, int] = {}  # the same by group
 
-    # ---- what is asked
+    # ---- queries
 
     @property
     def num_running(self) -> int:
@@ -201,10 +201,9 @@ class StalenessRule:
         return Ticket(group_id, start_version=self.served)
 
     def sampled_nowait(self, group_id: GroupId) -> None:
-        """Mark a running group as fully sampled; it waits only for its rewards.
-
-        No token is newer than version next_batch. With `mask`, a group is dropped by the batch for which even
-        that version is too old: waiting for rewards of tokens without a weight would cost a place.
+        """Mark a running group as fully sampled; it waits only for its rewards. No token is newer than
+        version next_batch. With `mask`, the first batch that is too late even for that version drops the
+        group: rewards of tokens without a weight are not worth a place.
         """
         newest_deadline = self.next_batch + self.max_staleness
         self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], newest_deadline))

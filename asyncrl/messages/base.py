@@ -87,15 +87,14 @@ def find_fatal(log: str) -> ErrorBody | None:
     return None
 
 
-# Messages about weights that lie in memory which trainer and engine share: what it is, and where each tensor
-# begins in it.
+# Messages about weights in memory shared by trainer and engine: its handles, and the start of each tensor.
 
 
 class MemoryHandle(Message):
-    """Handle with which another process opens a piece of memory.
+    """Handle that opens a block of memory in another process.
 
     `kind` file: `name` is the path of a file in shared memory, to be mapped. cuda: `name` is the
-    CUipcMemHandle of an allocation on the shared device, 64 bytes in base64. A handle stays valid over all
+    CUipcMemHandle of an allocation on the shared device, 64 bytes in base64. A handle stays valid across
     writes to its memory. `device`: the UUID of a CUDA device, equal in every process; "" for a file.
     """
 
@@ -117,8 +116,8 @@ class PlacedTensor(Message):
 
 
 class ChunkMemory(Message):
-    """The tensors of a chunk, in memory that is written over by the next chunk: all of them lie alike behind
-    each handle, of which there is one on each device.
+    """The tensors of a chunk, in memory that the next chunk overwrites. There is one handle per device, and
+    all handles have the same layout.
     """
 
     handles: list[MemoryHandle] = Field(min_length=1)
@@ -164,14 +163,14 @@ class BroadcastResponse(Message):
 
 
 class SentChunk(Message):
-    """One buffer, and the tensors that lie in it."""
+    """A buffer and its tensors."""
 
     num_bytes: int = Field(ge=1)
     tensors: list[PlacedTensor]
 
 
 class SentWeights(Message):
-    """What comes through the group, told in it before the first buffer."""
+    """Contents of the following broadcast, sent through the group before the first buffer."""
 
     version: int
     chunks: list[SentChunk]
@@ -190,9 +189,9 @@ class FileRequest(Message):
 
 
 class ScoreRequest(Message):
-    """POST /score: the logprob of each of these token ids, from number `start` on, after all before it.
+    """POST /score: the logprob of each of these token ids, from number `start` on, given all ids before it.
 
-    `temperature` is that at which they were sampled: logprobs are those of logits / temperature.
+    `temperature`: the sampling temperature; logprobs are of logits / temperature.
     """
 
     token_ids: list[int] = Field(min_length=2)

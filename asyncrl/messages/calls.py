@@ -40,10 +40,10 @@ class GenerateRequest:
     """Sample up to `max_tokens` after `prompt_ids`, int [P].
 
     The last `num_resumed` ids of the prompt were sampled by an earlier segment of the same logical request:
-    they count for stop strings that lie over the joint, and nothing else. The draw of each token depends on
-    (`seed`, its absolute position, counted from the first prompt id) alone. `max_tokens` >= 1; `temperature`
-    >= 0; 0 < `top_p` <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS. `grammar` (see
-    token_grammars.py) is of what is sampled, the resumed ids included.
+    they count only for stop strings that span the joint. The draw of each token depends only on (`seed`, its
+    absolute position, counted from the first prompt id). `max_tokens` >= 1; `temperature` >= 0; 0 < `top_p`
+    <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS. `grammar` (see token_grammars.py)
+    covers the sampled text, including the resumed ids.
     """
 
     request_id: str
@@ -78,9 +78,9 @@ class GenerateResponse(Message):
     """`finish_reason` abort: the partial answer of a request that a publish, a sleep or an abort ended early.
 
     `logprobs`: float32 values in nats, of the distribution that was sampled from (temperature and top_p
-    applied; temperature 0 is greedy, with the logprobs of temperature 1), which is that of the allowed tokens
-    alone under a grammar. Spans cover every token once, in order. `top_logprobs`: one entry a token if they
-    were asked for, or nothing.
+    applied; temperature 0 is greedy, with the logprobs of temperature 1), restricted to the allowed tokens
+    under a grammar. Spans cover every token once, in order. `top_logprobs`: one entry per token if requested,
+    or empty.
     """
 
     request_id: str
@@ -123,13 +123,13 @@ class ChunkBody(WeightsBody):
 
 
 class PrepareRequest(WeightsBody):
-    """Read the safetensors file `path` into staging beside the serving weights; with a `seat`, and no path,
-    receive there what the trainer sends, a whole set of weights.
+    """Read the safetensors file `path` into staging during serving; with a `seat`, and no path, receive a
+    whole set of weights from the trainer there.
 
     `kind` weights: a whole set of them. lora: adapters for the weights that the server started with, as
-    `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer that has one,
-    and the scalar `scale`; staged is base + scale * B A, computed in float32. `digest` is that of the tensors
-    in the file, in either case.
+    `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each adapted layer, and
+    the scalar `scale`; staged is base + scale * B A, computed in float32. `digest` covers the tensors in the
+    file, in either case.
     """
 
     path: str
@@ -138,9 +138,7 @@ class PrepareRequest(WeightsBody):
 
 
 class PrepareResponse(Message):
-    """`digest` of the tensors as they were read into staging, computed by the server, not copied from the
-    request.
-    """
+    """`digest` of the tensors read into staging, computed by the server, not copied from the request."""
 
     version: int
     digest: str
@@ -192,7 +190,7 @@ class LoadChunkRequest(ChunkBody):
 
 
 class LoadChunkResponse(Message):
-    """`digest` of the tensors as they were loaded, computed by the server."""
+    """`digest` of the loaded tensors, computed by the server."""
 
     version: int
     index: int
@@ -217,7 +215,7 @@ class EngineHealth(Message):
     """Prompt tokens that were computed, not copied from the KV cache, so far."""
     asleep: list[EnginePart] = []
     graphs: str = ""
-    """Whether decode steps go through CUDA graphs: on, or off and why; empty where there are none."""
+    """Use of CUDA graphs for decode steps: on, or off and why; empty if the engine has none."""
 
 
 # The trainer worker.
@@ -233,10 +231,10 @@ class OffloadRequest(Message):
 
 class Canary(Message):
     """Logprobs of a fixed short text, computed by the trainer with the weights that it exports. An engine
-    that has loaded them must compute the same.
+    with these weights must compute the same.
 
-    `logprobs` are those of token_ids[1:], each after all ids before it, and `next_logprob` is that of the
-    most likely id after the last one: float32 values in nats at temperature 1.
+    `logprobs`: of token_ids[1:], each given all ids before it. `next_logprob`: of the most likely id after
+    the last one. float32 values in nats at temperature 1.
     """
 
     token_ids: list[int] = Field(min_length=2)
@@ -274,9 +272,9 @@ class TrainerHealth(Message):
 
 
 class TrainResponse(Message):
-    """One optimizer step was taken: the new version and its metrics by full name (`policy/loss`, ...).
+    """Result of an optimizer step: the new version and its metrics by full name (`policy/loss`, ...).
 
-    `not_finite`: metrics that a skipped step has left without a number. `rollout_gaps`: (group_id,
+    `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`: (group_id,
     sample_index, mean of |engine - trainer| in nats over its fresh tokens) of each rollout that has some.
     `rollout_advantages`: (group_id, sample_index, mean advantage of its sampled tokens) of each rollout.
     """
@@ -289,11 +287,11 @@ class TrainResponse(Message):
 
 
 class ExportResponse(WeightsBody):
-    """A set of weights in staging: all of them, or the adapters alone (see PrepareRequest).
+    """A set of weights in staging: all of them, or only the adapters (see PrepareRequest).
 
-    `path` is a safetensors file that every engine server of this machine can read. `canary` is what the
-    trainer says of a short text with these weights, if it was asked to. `is_held`: the trainer holds them to
-    send them itself (/broadcast); `path` may be '' then.
+    `path` is a safetensors file that every engine server of this machine can read. `canary`: the trainer's
+    logprobs of a short text with these weights, if requested. `is_held`: the trainer holds them to send them
+    itself (/broadcast); `path` may be '' then.
     """
 
     path: str
@@ -303,8 +301,8 @@ class ExportResponse(WeightsBody):
 
 
 class SaveRequest(Message):
-    """Write the current weights and tokenizer as a Hugging Face folder; not `merged`: the adapters alone, as
-    a peft folder.
+    """Write the current weights and tokenizer as a Hugging Face folder; not `merged`: only the adapters, as a
+    peft folder.
     """
 
     path: str
@@ -312,9 +310,9 @@ class SaveRequest(Message):
 
 
 class StateRequest(Message):
-    """Save what is needed to go on into the new folder `path` (/begin_save_state answers once training may go
-    on, /wait_save_state once it is written), or go on from there (/load_state). Of a folder to load, the
-    client has compared every file with the checkpoint's manifest.
+    """Save the training state into the new folder `path` (/begin_save_state answers once training may
+    continue, /wait_save_state once the folder is written), or load it (/load_state). Before a load the client
+    has compared every file with the checkpoint's manifest.
     """
 
     path: str
@@ -324,10 +322,10 @@ class StateRequest(Message):
 
 
 class TrajectoryHeader(Message):
-    """One trajectory of a batch: branch `branch` of a rollout. Its tokens are [start, end) of the packed
+    """A trajectory of a batch: branch `branch` of a rollout. Its tokens are [start, end) of the packed
     arrays.
 
-    `reward` is the rollout's. Where its branches have `credits`, those stand in for it in the advantage.
+    `reward` is the rollout's. If its branches have `credits`, they replace it in the advantage.
     """
 
     group_index: int
@@ -344,7 +342,7 @@ class TrajectoryHeader(Message):
 
 
 class BatchHeader(Message):
-    """What /train carries beside the arrays. Tokens older than `min_version` get no loss, or the batch is
+    """Fields of /train other than the arrays. Tokens older than `min_version` get no loss, or the batch is
     refused. `grammars`: different ones.
     """
 
@@ -359,9 +357,9 @@ class BatchArrays(BaseModel):
     """Arrays of a batch, trajectories one after the other: N tokens in all, one entry each.
 
     token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
-    where a token was not sampled; engines int16 [N], the number of the engine server that sampled it, -1
-    where that is not known; teacher_logprobs float32 [N] in nats, None without a teacher; routing uint16 [N,
-    E], None without router replay: see Trajectory.
+    for a token that was not sampled; engines int16 [N], the number of the engine server that sampled the
+    token, -1 if unknown; teacher_logprobs float32 [N] in nats, None without a teacher; routing uint16 [N, E],
+    None without router replay: see Trajectory.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)

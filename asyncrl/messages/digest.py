@@ -1,14 +1,14 @@
-"""The digest of a set of weights, the same wherever it is computed: here by numpy, where tensors are by torch
-(asyncrl/weights/tensor_files.py). It proves that names, dtypes, shapes and bytes are those that were sent,
-against any fault and not against an attacker.
+"""Compute the digest of a set of weights: here with numpy, for tensors with torch
+(asyncrl/weights/tensor_files.py), with equal results. It proves that names, dtypes, shapes and bytes arrived
+unchanged, against faults but not against an attacker.
 
-The bytes of a tensor are cut into blocks of 2048, the last one filled up with zeros. Of each block 8 sums are
-taken, sum(byte * key), with bytes and keys as signed integers, exact; sha256 runs over all sums, after name,
-dtype and shape. Two different blocks have the same 8 sums under at most one in 127**8 = 2**55 choices of keys
-(if byte j differs and all other keys are given, one value of its key at most makes a sum equal): a linear
-hash, as in Carter and Wegman, Universal classes of hash functions (1979). Keys are fixed, and no fault knows
-them. |sum| <= 2048 * 128 * 63 < 2**24, so float32 has it exactly as well, in whatever order it is added: on a
-device it is one matrix product, by whatever unit computes that.
+The bytes of a tensor are cut into blocks of 2048, the last one padded with zeros. Each block gives 8 sums,
+sum(byte * key), with bytes and keys as signed integers, exact; sha256 runs over all sums, after name, dtype
+and shape. Two different blocks have the same 8 sums under at most one in 127**8 = 2**55 choices of keys (if
+byte j differs and all other keys are given, at most one value of its key makes a sum equal): a linear hash,
+as in Carter and Wegman, Universal classes of hash functions (1979). Keys are fixed and independent of faults.
+|sum| <= 2048 * 128 * 63 < 2**24, so float32 is exact in any order of addition: on a device it is one matrix
+product, on any unit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tensor_digest(name: str, dtype: str, shape: tuple[int, ...], data: memoryvie
 
 
 def joint_digest(tensor_digests: Iterable[bytes]) -> str:
-    """Digest of a set of weights from those of its tensors, in any order."""
+    """Return the digest of a set of weights from the digests of its tensors, in any order."""
     return hashlib.sha256(b"".join(sorted(tensor_digests))).hexdigest()[:32]
 
 

@@ -1,9 +1,9 @@
-"""What goes over the link between a controller and an engine server of ours: many requests, segments and
+"""Encode frames on the link between a controller and an embedded engine server: many requests, segments and
 results at once, their tokens and logprobs as arrays.
 
-A frame is its kind and the number of items of each of its arrays, as uint64, and after them these arrays, in
-the order and with the dtypes of LAYOUTS, little-endian, without gaps: its length is given by its head.
-Requests have numbers, which the client gives, unique on its link.
+A frame is its kind and the number of items of each of its arrays, as uint64, then these arrays, in the order
+and with the dtypes of LAYOUTS, little-endian, without gaps: its head gives its length. The client numbers its
+requests, uniquely on its link.
 
     client to server   submit, resume, abort
     server to client   sampled, refused

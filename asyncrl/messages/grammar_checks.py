@@ -31,10 +31,12 @@ _ENVIRONMENT = ("PATH", "PWD", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 class GrammarProcess:
-    """Life: the first check starts the process; one that crashes or takes too long ends it, and the next
-        starts another. It ends with this object, or with the process that has it.
-    Waits: why_not() blocks, CHECK_TIMEOUT_S at most, and START_TIMEOUT_S where it starts one; in several
-        threads, one after the other.
+    """A process that checks grammars.
+
+    Life: the first check starts the process. A crash or a timeout ends it, and the next check starts another.
+        It ends with this object, or with the process that owns it.
+    Waits: why_not() blocks for at most CHECK_TIMEOUT_S, plus START_TIMEOUT_S if it starts a process; calls
+        from several threads run one after the other.
     """
 
     def __init__(self) -> None:
@@ -103,7 +105,7 @@ def _ended(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what was not written
+        with contextlib.suppress(OSError):  # unwritten input
             if pipe is not None:
                 pipe.close()
 

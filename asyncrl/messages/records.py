@@ -171,20 +171,18 @@ class Credit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The token record of one branch of a finished rollout; all arrays have one entry a token, prompt
+    """The token record of one branch of a finished rollout; all arrays have one entry per token, prompt
     included.
 
-    token_ids int32 [T]; loss_mask bool [T], true on tokens sampled in this branch and on no other;
-    behaviour_logprobs float32 [T] in nats, 0 where loss_mask is false; version_spans cover exactly the tokens
-    with loss_mask, in order. A rollout of one conversation has one branch; one whose harness edited its
-    history has more, and each sampled token is in the loss_mask of exactly one of them. `reward` is the
-    rollout's. `credits`, if there are any, say which tokens answer for which reward, cover every token with
-    loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
-    `grammars`: where tokens with loss_mask were sampled from what a grammar allows.
-    teacher_logprobs float32 [T] in nats: those of a teacher for the same tokens, 0 where loss_mask is false;
-    None where no teacher was asked. routing uint16 [T, E]: for each router of the model, in order, the
-    experts that read the token, NO_EXPERT where that is not known, as of the last token; None without router
-    replay.
+    token_ids int32 [T]; loss_mask bool [T], true only on tokens sampled in this branch; behaviour_logprobs
+    float32 [T] in nats, 0 without loss_mask; version_spans cover exactly the tokens with loss_mask, in order.
+    A rollout of one conversation has one branch; a harness that edits its history makes more, and each
+    sampled token is in the loss_mask of exactly one branch. `reward` is the rollout's. `credits`, if any,
+    assign a reward to each token with loss_mask, cover it once, and replace `reward` in the advantage;
+    without them all branches are one sample. `grammars`: spans of loss_mask tokens that were sampled under a
+    grammar. teacher_logprobs float32 [T] in nats: a teacher's for the same tokens, 0 without loss_mask; None
+    without a teacher. routing uint16 [T, E]: for each router of the model, in order, the experts that read
+    the token, NO_EXPERT if unknown, as for the last token; None without router replay.
     """
 
     sample_index: int
@@ -223,8 +221,8 @@ class Outcome:
 
     `reward` None: the task's reward function scores the text of the last completion. `turn_rewards` and
     `branch_rewards` map completion ids (chatcmpl-0, ...) to rewards: each completion, or each branch named by
-    any completion found only in it, is a separate sample of the advantage, and all must be named. Give one of
-    the two; `reward` None is then their mean. Validated in messages and in the results of harnesses.
+    any completion found only in it, is a separate sample of the advantage, and all must be named. Give only
+    one; `reward` None is then their mean. Validated in messages and in the results of harnesses.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")

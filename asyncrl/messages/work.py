@@ -144,7 +144,7 @@ class WorkerHealth(Message):
     num_abandoned: int = 0
 
 
-# Interfaces of the gateway and the tokenizer, which lie on one floor with each other.
+# Interfaces of the gateway and the tokenizer, which are on the same floor.
 
 
 class RolloutSession(Protocol):

@@ -271,7 +271,7 @@ def tasks_text(metrics: Mapping[str, float]) -> str:
 
 
 def is_of_task(name: str) -> bool:
-    """Whether the metric is the mean reward of one of several tasks."""
+    """Return whether the metric is the mean reward of a single task in a run of several."""
     return name.startswith("reward/mean/")
 
 
@@ -288,7 +288,7 @@ def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
 PATIENCE_S = 1.0
 """Seconds to wait, once, for a slow reader."""
 _PIECE = 1000
-"""Characters at a time: at most 4 KB, which a pipe that has any room takes whole (pipe(7), PIPE_BUF)."""
+"""Characters per write: at most 4 KB, so that a writable pipe takes them whole (pipe(7), PIPE_BUF)."""
 
 logger = logging.getLogger(__name__)
 

@@ -352,7 +352,7 @@ def _sampled(branch: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Draw `rows` as a table; `columns`: title -> field. Text is left-aligned, numbers right-aligned."""
+    """Draw `rows` as a table; `columns`: title -> field. Text is aligned left, numbers right."""
     table = Table(box=None, padding=(0, 1))
     for title, name in columns.items():
         is_text = any(isinstance(row[name], str) for row in rows)

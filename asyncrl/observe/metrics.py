@@ -1,7 +1,6 @@
-"""Every number of a run, declared once: its name, kind, unit and meaning; and what is measured of a batch.
-
-Each part counts its own in `gauges()`. metrics.jsonl, status.json and the watchdog are views of all of them
-together; docs/metrics.md is written from GAUGES.
+"""Declare every number of a run once: its name, kind, unit and meaning; and measure batches. Each part counts
+its own in `gauges()`. metrics.jsonl, status.json and the watchdog are views of all of them; docs/metrics.md
+is written from GAUGES.
 """
 
 from __future__ import annotations
@@ -199,7 +198,7 @@ GAUGES: Mapping[str, Gauge] = {
 
 @lru_cache(maxsize=4096)
 def gauge_of(name: str) -> Gauge | None:
-    """The declaration of a name; one that ends in * is of all that begin like it."""
+    """Return the declaration of a name; a declared NAME* covers all names with that prefix."""
     parts = (name[:end] for end in range(len(name), 0, -1))
     return GAUGES.get(name) or next((GAUGES[f"{part}*"] for part in parts if f"{part}*" in GAUGES), None)
 
@@ -213,9 +212,9 @@ def is_total(name: str) -> bool:
 class Totals:
     """Counters of the whole run by metric name; they outlive the processes that count them.
 
-    Life: begins at 0, or where starts_from says; then add() gets what each source has counted since it began.
-    Invariant: a total never falls. A source that says less than before began anew: all that it says was
-        counted since.
+    Life: begins at 0, or at the totals of starts_from; then add() gets each source's count since its start.
+    Invariant: a total never falls. A source that reports less than before was restarted: its whole count is
+        new.
     """
 
     def __init__(self) -> None:
@@ -223,7 +222,7 @@ class Totals:
         self._seen: dict[tuple[str, str], float] = {}
 
     def starts_from(self, totals: Mapping[str, float]) -> None:
-        """What was counted before, by other processes; a total that is higher stays."""
+        """Start from the counts of earlier processes; a higher total stays."""
         for name, value in totals.items():
             self._totals[name] = max(value, self._totals.get(name, value))
 
@@ -298,15 +297,15 @@ def _has_stray(rollout: Rollout, special: SpecialTokens) -> bool:
 
 
 def _is_unfinished(rollout: Rollout, special: SpecialTokens) -> bool:
-    """Whether its last branch is truncated. An answer that a stop text ended is not; nor is an answer that
-    ended before its agent met a limit.
+    """Return whether the last branch is truncated. An answer ended by a stop text is not; nor is an answer
+    that ended before its agent met a limit.
     """
     last = rollout[-1]
     return last.is_truncated and int(last.token_ids[-1]) not in special.end_ids
 
 
 def _metrics_of_one(name: str, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Of one of several tasks."""
+    """Return the metrics of a single task in a run of several."""
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [rollout[0].reward for rollout in rollouts]
     return {
@@ -319,7 +318,9 @@ def _metrics_of_one(name: str, groups: Sequence[Sequence[Rollout]]) -> dict[str,
 
 
 def _task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What generators and tasks say of their rollouts; it is the same at each branch."""
+    """Return the means of the metrics reported by generators and tasks; all branches of a rollout share
+    them.
+    """
     names = dict.fromkeys(name for rollout in rollouts for name in rollout[0].metrics)
     return {
         f"task/{name}": fmean(rollout[0].metrics[name] for rollout in rollouts if name in rollout[0].metrics)

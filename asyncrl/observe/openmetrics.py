@@ -45,7 +45,7 @@ UNITS: Mapping[str, tuple[str, str]] = {
 
 def family_of(name: str) -> tuple[str, dict[str, str], Gauge] | None:
     """Return family, labels and declaration of a metric: asyncrl_perf_step_seconds of perf/step_s. The rest
-    of a name declared as NAME/* is a label. Return None for an undeclared name.
+    of a name declared as NAME/* is a label. Return None if the name is undeclared.
     """
     labels = dict[str, str]()
     if (of_several := re.fullmatch("eval/([^/]+)/(.+)", name)) and f"eval/{of_several[2]}" in GAUGES:

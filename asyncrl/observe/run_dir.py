@@ -71,7 +71,7 @@ def _lines(path: Path, *, from_end: bool) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> Any:
-    """Parse JSON, None for anything else."""
+    """Parse JSON; return None if it is invalid."""
     try:
         return from_json(line, allow_inf_nan=False, cache_strings="keys")  # three times as fast as json
     except ValueError:
@@ -125,7 +125,7 @@ def tell(problems: list[str], problem: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, and no bool."""
+    """Return whether a value is a finite number, and no bool."""
     return type(value) in (int, float) and -1e300 < value < 1e300
 
 

@@ -24,7 +24,7 @@ NUM_REWARDS = 10
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run. `reward`: mean of the last steps; `age_s`: seconds since the run last wrote."""
+    """A run. `reward`: mean of the last steps; `age_s`: seconds since the run last wrote."""
 
     run_dir: str
     state: State

@@ -52,7 +52,7 @@ class Steps:
         return [*self._columns]
 
     def column(self, name: str) -> array[float]:
-        """Return one number a step, NaN where it has none."""
+        """Return one number per step, NaN if it is missing."""
         return self._columns.get(name, array("d", [math.nan]) * len(self))
 
     def values(self, name: str, part: slice = slice(None)) -> list[float]:

@@ -19,10 +19,10 @@ Table = dict[str, list[Any]]
 
 
 class RunRecord:
-    """What a run directory tells, live or afterwards. Each table is read when it is first asked for and then
-    kept; read_run() again sees what came since.
+    """Contents of a run directory, live or ended. Each table is read on first access and then kept; call
+    read_run() again to see later data.
 
-    `problems`: sentences about what could not be read so far.
+    `problems`: sentences about unreadable data.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -50,17 +50,17 @@ class RunRecord:
 
     @cached_property
     def evaluations(self) -> Table:
-        """One row an evaluation: policy_version, time_s, eval/*."""
+        """Table with one row per evaluation: policy_version, time_s, eval/*."""
         return table_of(read_evaluations(self.run_dir, self.problems))
 
     @cached_property
     def samples(self) -> list[ShownRollout]:
-        """What was taken down of rollouts, as text (samples.jsonl); `pandas.DataFrame(record.samples)`."""
+        """Recorded rollouts, as text (samples.jsonl); `pandas.DataFrame(record.samples)`."""
         return read_samples(self.run_dir, self.problems)
 
     @cached_property
     def trained(self) -> Table:
-        """One row for each trajectory that was trained on, from the trainer's own record: step, group_id,
+        """Table with one row per trained trajectory, from the trainer's own record: step, group_id,
         prompt_id, sample_index, branch, reward, num_tokens, num_loss_tokens, tokens_sha, staleness (None
         without a token in the loss) and spans ([start, end, version] of the tokens in the loss).
         """

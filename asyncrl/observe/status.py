@@ -1,6 +1,5 @@
-"""Reads a run directory, live or ended, for `asyncrl status`. Starts and changes nothing.
-
-A run that says "running" while no process holds its lock has crashed; only its own machine can tell.
+"""Read a run directory, live or ended, for `asyncrl status`, without any change to it. A run in state
+"running" whose lock no process holds has crashed; only its own machine can see that.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
 
 
 def _is_held(path: Path) -> bool | None:
-    """Whether a process holds the lock, on any machine over NFS; None if unknown."""
+    """Return whether a process holds the lock, on any machine over NFS; None if unknown."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -18,7 +18,7 @@ from asyncrl.observe.run_dir import TIMELINE_FILE, append_lines, is_number, pars
 from asyncrl.spans import TimedSpan
 
 MAX_BYTES = 2 * 2**20
-"""Of the file. A step takes some 300 to 600 bytes, a second of a slow step 50 and 20 an engine."""
+"""Limit of the file. A step takes some 300 to 600 bytes, a second of a slow step 50 and 20 an engine."""
 SLOTS_PERIOD_S = 0.1
 """Least seconds between two lines of slots."""
 LARGEST_STEP_S = 1.0

@@ -19,7 +19,7 @@ log = logging.getLogger("asyncrl.watchdog")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One line: `who` waits in the function `where` for `what` since `seconds`, and `waker` ends it."""
+    """A line: `who` waits in the function `where` for `what` since `seconds`, and `waker` ends it."""
 
     who: str
     where: str
@@ -33,7 +33,7 @@ class Wait:
 
 
 def waits_now() -> tuple[Wait, ...]:
-    """What the tasks of the running loop wait for, oldest first; those that wait alike are one line."""
+    """Return the waits of the running loop's tasks, oldest first; equal waits share a line."""
     now_s = asyncio.get_running_loop().time()
     return tuple(
         Wait(
@@ -62,10 +62,10 @@ class ChildState:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What a run says of itself at one moment.
+    """State of a run at one moment.
 
     `marks`: counters; a change of any of them is progress. `oldest`: (rollout, seconds since its start),
-    oldest first. `is_starting`: a process is being started again, which has limits of its own.
+    oldest first. `is_starting`: a process is restarting; its start has its own limits.
     """
 
     marks: Mapping[str, float]
@@ -94,7 +94,7 @@ class StuckClock:
         return self._factor == 1
 
     def look(self, marks: Mapping[str, float], now_s: float) -> None:
-        """Take in the counters as they are now."""
+        """Update the counters."""
         if dict(marks) != self._marks:
             self._marks = dict(marks)
             self.reset(now_s)
@@ -112,7 +112,7 @@ class StuckClock:
         return now_s - self._moved_s
 
     def take_due(self, now_s: float) -> bool:
-        """Whether a report is due; if so the next one is due after twice as many seconds without a change."""
+        """Return whether a report is due, and then double the time without a change until the next."""
         if now_s < self.due_s:
             return False
         while now_s >= self.due_s:
@@ -121,16 +121,16 @@ class StuckClock:
 
 
 class Watchdog:
-    """Observes a run, and reports once nothing has moved for watchdog_s.
+    """Watches a run and reports once nothing has moved for watchdog_s.
 
-    Life: made with how to ask the run -> run() beside everything else, until cancelled.
-    Waits: run sleeps until the moment at which a report would be due, no shorter. Progress is noticed by
-        look(), which the status calls each second: a report comes a second late at most.
-    Acts: the report goes to `tell`, to the log together with all stacks, and to `note`; then on_stuck: warn
-        again after twice as long, restart the engines and count from there, or end the run with a RoomError
-        that names who is stuck.
+    Life: made with `report` -> run() in parallel with the run, until cancelled.
+    Waits: run sleeps until a report would be due, no shorter. look() notices progress; the status calls it
+        each second, so a report is at most a second late.
+    Acts: the report goes to the `tell` callback, to the log with all stacks, and to `note`; then on_stuck:
+        warn again after twice as long, restart the engines and count from there, or end the run with a
+        RoomError that names who is stuck.
 
-    The loop itself may be blocked: then a timer of faulthandler's own writes all threads into `log_path`.
+    The loop itself may be blocked: then faulthandler's timer writes all threads into `log_path`.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     async def _stuck(self) -> None:
-        """Ask the processes, tell, act."""
+        """Ask the processes, report, act."""
         children, waits = await self._ask_children(), self.look()
         if self._clock.is_moving:  # meanwhile
             return

@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def moves(self) -> bool:
-        """Whether each side frees its memory for the other's turn."""
+        """Return whether each side frees its memory for the other."""
         return self.mode == "colocated" and not self.stays
 
     def rank_node(self, rank: int) -> int:
@@ -114,7 +114,7 @@ class Placement:
 
     @property
     def is_on_cuda(self) -> bool:
-        """Whether the trainer is on CUDA devices."""
+        """Return whether the trainer is on CUDA devices."""
         return self.trainer[0] != "cpu"
 
 

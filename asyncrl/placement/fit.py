@@ -157,7 +157,7 @@ def find_python(rollout: RolloutConfig) -> Path:
 
 
 def find_version(rollout: RolloutConfig) -> dict[str, str]:
-    """Return the engine's package with its version in the Python that has it. Raises ConfigError."""
+    """Return the engine's package with its version in the engine's Python. Raises ConfigError."""
     package = rollout.facts.package or ""
     return {package: version_in(find_python(rollout), package) or ""}
 

@@ -2,8 +2,8 @@
 
 The fork server is the standard library's. It starts before the controller imports its own modules, so both
 import at the same time, and a forked child saves about 4 CPU seconds. The preloaded modules start no thread,
-open no device and run no torch operator, so a child equals one of `python -m`. Secrets go through the child's
-standard input and stay out of both environments.
+open no device and run no torch operator, so a child equals a `python -m` process. Secrets go through the
+child's standard input and stay out of both environments.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def serving() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Child:
-    """What the fork server runs in a new process, in place of a multiprocessing.Process."""
+    """Main of a forked process, in place of a multiprocessing.Process."""
 
     module: str
     arguments: tuple[str, ...]
@@ -231,7 +231,7 @@ class Child:
 
     def _take_over(self, parent_sentinel: int) -> None:
         os.setsid()
-        gc.freeze()  # collections leave the memory alone that the children share
+        gc.freeze()  # collections do not touch the memory that the children share
         gc.enable()
         server: Any = forkserver._forkserver
         tracker: Any = resource_tracker._resource_tracker

@@ -1,7 +1,6 @@
-"""What a machine has: CUDA devices, cores, memory. No torch is imported, nothing is loaded.
+"""Find the CUDA devices, cores and memory of a machine, without torch and without loading anything.
 
-CUDA devices are numbered among those that CUDA_VISIBLE_DEVICES leaves, in the order of the bus, which is that
-of nvidia-smi.
+CUDA devices are numbered among the ones in CUDA_VISIBLE_DEVICES, in bus order, as in nvidia-smi.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Of /proc/cpuinfo, where a CPU multiplies in bfloat16; the last one is ARM's."""
+"""Flags in /proc/cpuinfo of a CPU that multiplies in bfloat16; the last one is ARM's."""
 CPUINFO = Path("/proc/cpuinfo")
 UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """One device. `name`: how CUDA_VISIBLE_DEVICES of a child process calls it. `free_bytes` and
-    `total_bytes`: None where nvidia-smi does not say.
+    """A device. `name`: its name in CUDA_VISIBLE_DEVICES of a child process. `free_bytes` and `total_bytes`:
+    None if nvidia-smi does not report them.
     """
 
     name: str
@@ -41,9 +40,9 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`cores` and `memory`, bytes that are available: of the host, or what its container leaves to the run.
-    `has_bfloat16`: whether its CPU has instructions for it. `is_here`: it is this one; of one that is
-    described, nothing else is known.
+    """A machine. `cores` and `memory` (bytes): available on the host, or within its container.
+    `has_bfloat16`: the CPU has instructions for it. `is_here`: this machine; nothing else is known of a
+    described machine.
     """
 
     cuda: tuple[CudaDevice, ...]
@@ -54,7 +53,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """What is here now."""
+    """Return this machine's state now."""
     return Machine(find_cuda_devices(), num_cores(), available_memory(), cpu_has_bfloat16())
 
 
@@ -80,14 +79,14 @@ def described_machine(devices: str | None, cores: int | None, memory: str | None
 
 
 def _bytes_of(text: str) -> int | None:
-    """Of 80GB, 79.6GiB or 2TB; None for what is no size."""
+    """Return the bytes of 80GB, 79.6GiB or 2TB; None if the text is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?)B", text)
     size = 0 if match is None else int(float(match[1]) * UNITS[match[2]])
     return size or None
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
+    """Return whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
     if not CPUINFO.is_file():
         return False
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -96,7 +95,7 @@ def cpu_has_bfloat16() -> bool:
 
 
 def why_no_compiler(*, for_cuda: bool) -> str:
-    """What torch.compile lacks here, "" where it lacks nothing."""
+    """Return the missing requirement of torch.compile on this machine, "" if there is none."""
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
         return "there is no C compiler, which torch.compile needs"
     if not for_cuda:
@@ -112,7 +111,7 @@ def why_no_compiler(*, for_cuda: bool) -> str:
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:
-    """The devices that torch can use here: none beside a torch that was built without CUDA."""
+    """Return the devices that torch can use on this machine: none if torch was built without CUDA."""
     if not torch_has_cuda():
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
@@ -137,7 +136,7 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
 
 @functools.cache
 def ask_nvidia_smi() -> str:
-    """What nvidia-smi says, '' where there is none or it fails. Asked once a process."""
+    """Return the output of nvidia-smi, '' if it is missing or fails. Asked once per process."""
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

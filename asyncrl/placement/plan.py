@@ -56,7 +56,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process of the run, or its host memory. `side`: whose turn it works in; host and eval: any.
+    """A process of the run, or its host memory. `side`: the side whose turn it works in; host and eval: any.
     `device`: with its node's name if there are several.
     """
 

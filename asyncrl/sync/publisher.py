@@ -31,31 +31,31 @@ async def in_this_file(manifest: ExportResponse) -> ExportResponse:
 
 
 class Publisher:
-    """Pushes the newest weights to all engines, one push after the other.
+    """Pushes the newest weights to all engines, one push at a time.
 
-    Life: beside generation, run(): idle -> a new version: exporting (begun between two steps) -> pushing
-        (prepare on all live engines, then commit on all, at once or in turn) -> announced by on_served, then
-        by on_published -> idle. In turns, called by a handover: push() -> all live engines have the version,
-        in chunks -> announce(). An engine is live, or down from down_nowait until bring_up has given its new
-        process the announced weights (in turns: until up_nowait, before the next push).
+    Life: during generation, run(): idle -> a new version: exporting (begun between two steps) -> pushing
+        (prepare on all live engines, then commit on all, at once or one by one) -> announced by on_served,
+        then by on_published -> idle. Time-shared, called by a handover: push() -> all live engines have the
+        version, in chunks -> announce(). An engine is live, or down from down_nowait until bring_up has sent
+        the announced weights to its new process (time-shared: until up_nowait, before the next push).
     Waits: run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at most
-        timeout_s; the train loop sleeps in wait_exported_or_busy, woken once an export is begun. bring_up,
-        leave and pushes sleep in `_turn` for each other, so that no returning engine misses a version in
-        between. push sleeps in a Push.
-    Invariant: on_served(v) is called only after every live engine has said that it serves v, with the digest
-        that the trainer sent: Push guarantees it. With none live nothing holds an older version: the version
-        is announced, and an engine that returns gets it first. Versions are announced in order; beside
-        generation the trainer never waits for a push.
+        timeout_s. The train loop sleeps in wait_exported_or_busy until an export begins. bring_up, leave and
+        pushes exclude each other with `_turn`, so no returning engine misses a version. push sleeps in a
+        Push.
+    Invariant: on_served(v) is called only after every live engine has confirmed that it serves v, with the
+        digest that the trainer sent (guaranteed by Push). With no live engine the version is announced at
+        once, and a returning engine gets it first. Versions are announced in order. During generation the
+        trainer never waits for a push.
 
-    The trainer keeps its newest two exports, and makes one only after the last one is announced (run does one
-    thing at a time): the announced one, which bring_up pushes, is always among them. One that is lost on its
-    way, with the trainer's node, is exported anew, once for each start of the trainer. If it keeps one
-    (`is_one_kept`), it makes none while an engine is brought up with it. `is_rolling`: engines swap one after
-    the other; on_served tells the oldest version. Without `on_lost` an engine that is lost ends the run. The
-    file of an export is there until on_published returns. In turns there is none: `on_file` gets one of the
-    versions that is_file_wanted. On several nodes `locate` brings weights to an engine's node, and `here` a
-    file that is wanted to the controller's. `wait_released` returns once the engines may get new weights: an
-    evaluation may need those that they serve. Until then the trainer continues, as during a push.
+    The trainer keeps its two newest exports and makes one only after the last one is announced, so it always
+    has the announced export for bring_up. An export lost in transit with the trainer's node is repeated, once
+    per start of the trainer. If the trainer keeps only one (`is_one_kept`), it makes none during a bring_up.
+    `is_rolling`: engines swap one after the other, and on_served gets the oldest version. Without `on_lost` a
+    lost engine ends the run. The file of an export exists until on_published returns. Time-shared runs have
+    no such file: `on_file` gets one for the versions of is_file_wanted. On several nodes `locate` fetches
+    weights to an engine's node, and `here` fetches a wanted file to the controller's. `wait_released` returns
+    once the engines may get new weights, because an evaluation may need their current ones; the trainer
+    continues during this wait, as during a push.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Publisher:
         export_s = clock() - start
         note_span("weight sync", "export", start, clock(), manifest.version)
         self.num_skipped += manifest.version - before - 1
-        self._exported_version = manifest.version  # above what was begun if the trainer was started again
+        self._exported_version = manifest.version  # above the begun version if the trainer was restarted
         if not self._is_one_kept:
             await turn.enter_async_context(self._turn)
         live, served = self._live, self.version
@@ -253,7 +253,7 @@ class Publisher:
     async def _limited(self, newest: int, call: Callable[[], Awaitable[T]]) -> T:
         """Run a part of an export, and repeat it if a restart of the trainer interrupted it."""
         while True:
-            await self._trainer.wait_up()  # one that is started again may train for long on what is journaled
+            await self._trainer.wait_up()  # a restarted trainer may train for long on journaled batches
             num_restarts = self._trainer.num_restarts
             try:
                 async with within(self._timeout_s, lambda: self._late(newest)):

@@ -1,6 +1,4 @@
-"""One push of one version to all engines, in two phases: bring the weights and compare digests, then
-commit.
-"""
+"""Push one version to all engines in two phases: load the weights and compare digests, then commit."""
 
 from __future__ import annotations
 
@@ -74,22 +72,22 @@ class PushReport:
 
 
 class Push:
-    """One version on its way to the engines in `live`: whole, as one export beside generation, or chunk by
+    """A push of one version to the engines in `live`: whole, as one export during generation, or chunk by
     chunk, into weights that are awake and empty.
 
     Life: made, with the version that all engines serve -> whole() or chunks(), once. `on_lost` is called with
-        an engine that is lost on the way; `live` holds the others. Without `on_lost` it is an error like any
-        other.
-    Waits: for all engines at once, at most timeout_s a phase; `is_rolling`: in commit for one after the
-        other. For a chunk without a limit: a handover, which has one, goes on around it.
+        each engine lost during the push; `live` holds the others. Without `on_lost` the loss is an error like
+        any other.
+    Waits: for all engines at once, at most timeout_s per phase; `is_rolling`: in commit for one after the
+        other. Chunks have no limit here; the surrounding handover has one.
     Invariant: both return only if every engine in `live` serves the version with the digest that the trainer
-        sent. No engine swaps before each has the right bytes, but where the trainer sends them to all at once
-        (nccl): what fails while a whole export is prepared leaves all on the old version. A chunk is asked
-        for only when every engine has loaded the one before; after an error in a push of chunks no engine can
-        serve, until the next push.
+        sent. Except with nccl, where the trainer sends to all at once, no engine swaps before every engine
+        has the right bytes, so a failure while a whole export is prepared leaves all on the old version. A
+        chunk is requested only after every engine has loaded the previous one. After an error in a push of
+        chunks no engine can serve until the next push.
 
-    `is_down` is asked right before an engine's commit: one that went down while others had theirs may be
-    another process by then, with nothing staged, and is brought up by a push of its own.
+    `is_down` is checked right before an engine's commit: an engine that went down during the commits of
+    others may be a new process with nothing staged, and gets its own push.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class Push:
         start = clock()
 
         async def prepare(target: EngineClient) -> str:
-            if manifest.is_held:  # the trainer sends them; a file is for evaluation alone
+            if manifest.is_held:  # the trainer sends them; a file is only for evaluation
                 return await target.prepare(manifest)
             return await target.prepare(await self._locate(target.name, manifest))
 
@@ -184,7 +182,7 @@ class Push:
         pause_s = max((report.pause_s for report in reports.values()), default=0.0)
         num_interrupted = sum(report.num_interrupted for report in reports.values())
         paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
-        told = paused if pause_s else ""  # in turns nothing is decoded meanwhile
+        told = paused if pause_s else ""  # time-shared engines decode nothing during a push
         note_span("weight sync", "commit", start, clock(), self.version, told)
         return PushReport(export_s, prepare_s, clock() - start, pause_s, num_interrupted)
 
@@ -205,7 +203,7 @@ class Push:
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise
-                self._on_lost(lost)  # right here: what it leads to must not wait for the other engines
+                self._on_lost(lost)  # here: the reaction must not wait for the other engines
                 self.live = tuple(one for one in self.live if one is not target)
 
         outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)

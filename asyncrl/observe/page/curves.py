@@ -32,5 +32,5 @@ def _curve(values: Numbers, size: int) -> Curve:
 
 
 def _short(values: Numbers) -> list[float | None]:
-    """Round to six digits; None for no value."""
+    """Round to six digits; return None without a value."""
     return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]

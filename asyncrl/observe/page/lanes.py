@@ -82,8 +82,8 @@ def timeline_view(
 
 
 def spans_of(rows: Sequence[Row], problems: list[str]) -> list[Row]:
-    """Return the spans of known kinds. The first start has its own lane, as it is no restart; the time
-    without any process before a later start becomes a span.
+    """Return the spans of known kinds. The first start is no restart and has its own lane; the time without
+    any process before a later start becomes a span.
     """
     found, is_started = list[Row](), False
     for row in rows:

@@ -21,7 +21,7 @@ _PLACES = re.compile(r"/\*(STYLE|SCRIPT|DATA)\*/")
 
 
 def make_page(run_dirs: Sequence[str | Path], *, is_live: bool = False) -> Page:
-    """Return the data of the page. Raises ConfigError for what is no run directory."""
+    """Return the data of the page. Raises ConfigError if the folder is no run directory."""
     return page_of([view_run(run_dir) for run_dir in run_dirs], is_live=is_live)
 
 

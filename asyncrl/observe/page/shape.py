@@ -10,7 +10,7 @@ from asyncrl.observe.samples import ShownRollout
 
 
 class Curve(TypedDict):
-    """One metric: one entry for each bucket of neighboring steps, null without a value. `low` and `high` are
+    """A metric: one entry for each bucket of neighboring steps, null without a value. `low` and `high` are
     the extremes of a bucket; absent if each bucket is one step.
     """
 
@@ -55,7 +55,7 @@ class Failure(TypedDict):
 
 
 class Setting(TypedDict):
-    """One key of the config as text; `default` is null for a required key."""
+    """A key of the config as text; `default` is null for a required key."""
 
     key: str
     value: str
@@ -91,10 +91,9 @@ class ShownVerdict(TypedDict):
 
 
 class RunView(TypedDict):
-    """One run. `window`: points of a curve for the recent steps of the verdict. `step` and
-    `time_s`: the x values of the curves; `evaluations`: policy_version, time_s and metrics of each.
-    `step_times`: parts of perf/step_s. `gauges`: unit and
-    meaning of each metric.
+    """A run. `window`: points of a curve for the recent steps of the verdict. `step` and `time_s`: the x
+    values of the curves; `evaluations`: policy_version, time_s and metrics of each. `step_times`: parts of
+    perf/step_s. `gauges`: unit and meaning of each metric.
     """
 
     name: str

@@ -109,7 +109,7 @@ def make_watch_app(live: LivePage, key: str | None) -> web.Application:
 
 
 def is_local(host: str) -> bool:
-    """Whether HOST or HOST:PORT is a name or an address of the loopback interface."""
+    """Return whether HOST or HOST:PORT is a name or an address of the loopback interface."""
     try:
         name = urlsplit(f"//{host}" if host.count(":") < 2 or "[" in host else f"//[{host}]").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback

@@ -26,8 +26,10 @@ so the command then exits at once.
 
 
 class Background:
-    """Life: made -> start() starts the thread, which makes the trackers -> tell() -> tell("close", state) ->
-    wait_closed(). Only `callbacks` are called at once, and may raise.
+    """Calls trackers in a thread.
+
+    Life: made -> start() starts the thread, which makes the trackers -> tell() -> tell("close", state) ->
+        wait_closed(). Only `callbacks` are called at once, and may raise.
     """
 
     def __init__(

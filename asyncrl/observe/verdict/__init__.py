@@ -1,1 +1,1 @@
-"""How a run went: did it learn, is it healthy, how fast was it."""
+"""Judge a run: did it learn, is it healthy, how fast was it."""

@@ -1,5 +1,5 @@
-"""How a run went, from its step metrics: whether it learned, whether it is healthy, and how fast it was; and
-the plot of its reward. Imports no torch.
+"""Judge a run from its step metrics: whether it learned, whether it is healthy, and how fast it was; and plot
+its reward. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _BAR = 30
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a run went, in the order in which people ask. Each text is whole sentences.
+    """Judgment of a run, most important first. Each text is whole sentences.
 
-    `headline`: did it learn? Of a run that did not, with the likeliest reasons. `learning`: further sentences
-    on that. `health`: a sentence for each thing that is wrong, empty for a healthy run. `speed`: what set the
-    pace, which setting would change it, and any losses; of a short run only that it is too short.
+    `headline`: did it learn? If not, with the likeliest reasons. `learning`: further sentences on that.
+    `health`: a sentence for each problem, empty for a healthy run. `speed`: the bottleneck, the setting that
+    would change it, and any losses; for a short run only that it is too short.
 
     `reward_first`: mean of the first 5 steps (below 10 steps: of the first half); `reward_last`: mean of the
     recent steps, run_numbers.recent; `reward_noise`: its standard error; `trend`: of the reward at the end.

@@ -1,4 +1,4 @@
-"""Whether a run learns, and whether it is healthy: sentences from its step metrics. Imports no torch."""
+"""Judge from step metrics whether a run learns and is healthy. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Reward:
 
     @property
     def has_risen(self) -> bool:
-        """Whether the reward rose by more than its noise, and stayed there."""
+        """Return whether the reward rose by more than its noise, and stayed there."""
         return self.last - self.first > self.margin and not self.was_lost
 
     @property
     def was_lost(self) -> bool:
-        """Whether the reward had risen, and more than half of the rise is gone."""
+        """Return whether the reward had risen, and more than half of the rise is gone."""
         return self.best - self.first > 2 * self.margin and self.last < (self.best + self.first) / 2
 
 

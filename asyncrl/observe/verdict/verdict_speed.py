@@ -1,5 +1,5 @@
-"""How fast a run is, which setting would change that, and its losses: sentences from its step metrics.
-Imports no torch.
+"""Judge from step metrics the speed of a run, the setting that would change it, and its losses. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BUSY_WAIT_SHARE, BALANCED_WAIT_SHARE = 0.10, 0.25
 _FULL, _IDLE = 0.9, 0.5
 """Shares of slots from which on they count as full, and below which as idle."""
 _MUCH_OTHER = 0.25
-"""Share of the controller's own work from which the advice names it beside a slower part."""
+"""Share of the controller's own work from which the advice names it in addition to a slower part."""
 
 
 def is_short(steps: Steps) -> bool:
-    """Whether the run is too short to judge its speed."""
+    """Return whether the run is too short to judge its speed."""
     return len(steps) < MIN_STEPS or steps.total("perf/step_s") < MIN_TRAINING_S
 
 

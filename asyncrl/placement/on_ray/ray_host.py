@@ -158,8 +158,8 @@ def other_versions(name: str, versions: Mapping[str, str], own: Mapping[str, str
 class Host:
     """Starts, watches and ends the processes of a run on its node.
 
-    Life: ready() -> start(), any number -> ends reported by updates (`news`) -> forget(). Ray may reorder
-        calls of an async actor: a start after its own end() has no effect.
+    Life: ready() -> start(), any number -> ends reported by `news` updates -> forget(). Ray may reorder calls
+        of an async actor: a start after its own end() has no effect.
     Waits: `news` sleeps at most as long as its caller allows.
     """
 
