@@ -20,7 +20,6 @@ HEAD = """\
 
 Each step is a line of `metrics.jsonl`, and each metric a scalar in [trackers](monitoring.md). Each evaluation
 is a line of `eval.jsonl`. A name ending in `*` covers all names with that beginning.
-[Algorithms](algorithms.md#what-the-metrics-mean) explains how to read them.
 """
 
 
