@@ -276,14 +276,12 @@ class TrainResponse(Message):
 
     `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`: (group_id,
     sample_index, mean of |engine - trainer| in nats over its fresh tokens) of each rollout that has some.
-    `rollout_advantages`: (group_id, sample_index, mean advantage of its sampled tokens) of each rollout.
     """
 
     policy_version: int
     metrics: dict[str, float]
     not_finite: list[str] = []
     rollout_gaps: list[tuple[int, int, float]] = []
-    rollout_advantages: list[tuple[int, int, float]] = []
 
 
 class ExportResponse(WeightsBody):

@@ -42,7 +42,6 @@ from asyncrl.trainer.step_report import (
     GAP_ADVICE,
     GAP_WARNING,
     StepMeter,
-    advantages_of_rollouts,
     append_line,
     gap_fault,
     gap_metrics,
@@ -121,7 +120,6 @@ class Learner:
         self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
-        self.rollout_advantages: list[tuple[int, int, float]] = []
         self._schedule_ahead = 0
         """Steps of the current settings so far minus steps taken; nonzero after a resume with changed
         settings.
@@ -202,7 +200,6 @@ class Learner:
             with self._adapters.off():
                 batch.reference_N, _ = self._forward(self.policy, header, arrays, has_loss)
         batch.advantage_N = self._objective.advantages(batch)
-        self.rollout_advantages = advantages_of_rollouts(header, arrays, batch.advantage_N)
         return batch
 
     @torch.no_grad()

@@ -178,7 +178,6 @@ class TrainerService:
                 metrics=finite,
                 not_finite=lost,
                 rollout_gaps=self.step.rollout_gaps,
-                rollout_advantages=self.step.rollout_advantages,
             )
 
         return await self.run(work)

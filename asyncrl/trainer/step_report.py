@@ -191,19 +191,6 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArr
     return [Gap(engine, len(part), float(part.mean()), float(part.max())) for engine, part in parts]
 
 
-def advantages_of_rollouts(
-    header: BatchHeader, arrays: BatchArrays, advantage_N: Float32M
-) -> list[tuple[int, int, float]]:
-    """Return (group_id, sample_index, mean advantage of its sampled tokens) of each rollout with some."""
-    found = dict[tuple[int, int], list[Float32M]]()
-    for entry in header.trajectories:
-        part = slice(entry.start, entry.end)
-        parts = found.setdefault((entry.group_id, entry.sample_index), [])
-        parts.append(advantage_N[part][arrays.loss_mask[part]])
-    rollouts = ((key, np.concatenate(parts)) for key, parts in found.items())
-    return [(*key, float(advantage_M.mean())) for key, advantage_M in rollouts if len(advantage_M)]
-
-
 def gaps_of_rollouts(
     header: BatchHeader, arrays: BatchArrays, is_fresh_N: BoolN, current_N: Float32M
 ) -> list[tuple[int, int, float]]:
