@@ -171,7 +171,7 @@ class Capture:
         text = None
         if draft.asked is not None:
             text = draft.asked.then(self._renderer.decode(token_ids, skip_special_tokens=False)).place
-        return RecordedChat(len(draft.messages) + 1, draft.chain.key_with(message), text)
+        return RecordedChat(draft.num_messages + 1, draft.chain.key_with(message), text)
 
     def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[ChatNode, ...]:
         """Keep the most recently continued conversations; return the completions of the others."""

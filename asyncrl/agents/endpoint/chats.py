@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -81,19 +81,16 @@ class Chain:
         thinking: tuple[str, str] = THINKING,
         settle: Settle = lambda key: None,
     ) -> None:
-        self._thinking, self._settle = thinking, settle
+        self._thinking = thinking
         self._state = new_hash(_to_json(tools or None).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an assistant message, key of the chat through it), in order."""
-        self._add(enumerate(messages))
-
-    def _add(self, messages: Iterable[tuple[int, Message]]) -> None:
-        for index, message in messages:
+        for index, message in enumerate(messages):
             if message.get("role") != "assistant":
-                self._state.update(canonical(message, self._thinking))
+                self._state.update(canonical(message, thinking))
                 continue
             key = self.key_with({**message, "name": None})  # no recorded answer has a name
-            settled = self._settle(key)
+            settled = settle(key)
             if settled is None and "name" in message:
                 key = self.key_with(message)
             self.answers.append((index, key))

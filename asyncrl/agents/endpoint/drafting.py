@@ -58,7 +58,7 @@ class Draft:
     parent: ChatNode | None
     chain: Chain
     asked: PromptText | None
-    messages: Messages
+    num_messages: int
     prefill: str
 
 
@@ -78,7 +78,7 @@ class Chat:
     def draft(self, text: str, how: How, parent: ChatNode | None, *, prompt: str, is_whole: bool) -> Draft:
         """`prompt`: at least the end of the template's text. `is_whole`: it is the text of the prompt ids."""
         asked = PromptText.of(prompt + self.begin(prompt)) if is_whole else None
-        return Draft(text, how, parent, self.chain, asked, self.messages, self.prefill(prompt))
+        return Draft(text, how, parent, self.chain, asked, len(self.messages), self.prefill(prompt))
 
 
 class Recorded:
