@@ -14,10 +14,10 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
 from asyncrl.job.life import SIGNALS, Interrupts, new_run_dir
 from asyncrl.job.resume import as_resume_mode
+from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
 from asyncrl.observe.trackers.callbacks import Callbacks
-from asyncrl.placement.fork_server import serving
 
 
 def run(

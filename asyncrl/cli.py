@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from asyncrl import __version__
+from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
 from asyncrl.cli_of_runs import (
     COMMANDS,
     Argument,
@@ -28,7 +29,6 @@ from asyncrl.cli_of_runs import (
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
 from asyncrl.config.load import find_key, name_of_config
-from asyncrl.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
 
 app = typer.Typer(
     name="asyncrl",
@@ -111,7 +111,7 @@ def run(
     of the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. Start a killed or
     interrupted run again with its --run-dir to resume it.
     """
-    from asyncrl.placement.fork_server import serving
+    from asyncrl.launch.fork_server import serving
 
     loaded = load_config(config, overrides or [])
     with serving():  # it imports for children while this process imports the rest
@@ -147,8 +147,8 @@ def check(
     devices, threads, memory. For this machine, or for described machines.
     """
     from asyncrl.job.check import check_lines
-    from asyncrl.placement.launchers import opened
-    from asyncrl.placement.nodes import described_nodes
+    from asyncrl.launch.launchers import opened
+    from asyncrl.launch.nodes import described_nodes
 
     nodes = described_nodes(devices or [], cores or [], memory or [])
     settings = load_config(config, overrides or [])
@@ -255,7 +255,7 @@ def serve_gateway(
     The printed key never expires: POST /v1/outcome with a reward ends one rollout and begins the next. With
     --rollouts: exit code 1 if all of them fail.
     """
-    from asyncrl.placement.fork_server import serving
+    from asyncrl.launch.fork_server import serving
 
     loaded, name = load_config(config, overrides or []), name_of_config(config)
     with serving():
@@ -270,7 +270,7 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
     """Serve one engine with the initial weights by its own protocol (asyncrl/messages; vLLM's routes for a
     vLLM), until Ctrl-C.
     """
-    from asyncrl.placement.fork_server import serving
+    from asyncrl.launch.fork_server import serving
 
     loaded = load_config(config, overrides or [])
     with serving():

@@ -31,12 +31,12 @@ from buffer_workload import Lognormal, SimulatedMachine, SimulationResult
 from count_rule import CountRule
 from report import options, reported
 
+from asyncrl.base.errors import WouldWait
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.config.generation import OnOverdue
-from asyncrl.errors import WouldWait
 from asyncrl.messages.records import Group, GroupId, Prompt, Trajectory, VersionSpan
 
 MAX_STALENESS, NUM_GROUPS = 8, 16

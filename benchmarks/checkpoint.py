@@ -35,8 +35,8 @@ from report import options, reported
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
+from asyncrl.launch.processes import HUGE_PAGES
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.placement.processes import HUGE_PAGES
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 

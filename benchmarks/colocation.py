@@ -44,6 +44,7 @@ from offload import copy_costs, make_model
 from report import RESULTS, options, reported
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.config import RunConfig, SupervisionConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job import start as startup
@@ -51,10 +52,9 @@ from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.launch.devices import place
+from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
-from asyncrl.placement.devices import place
-from asyncrl.placement.machine import find_cuda_devices
-from asyncrl.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
 from asyncrl.sync.push import PushReport
 from asyncrl.trainer.trainer_client import TrainerClient

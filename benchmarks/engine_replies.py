@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse
 from asyncrl.messages.frames import Asked, Sampled, joined
-from asyncrl.serving import Refused
 
 
 class Reply(Future[GenerateResponse]):

@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.http import Caller
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.errors import ConfigError
-from asyncrl.http import Caller
+from asyncrl.launch.fit import find_python, import_folder
+from asyncrl.launch.processes import ChildProcess
 from asyncrl.messages.calls import EngineHealth
-from asyncrl.placement.fit import find_python, import_folder
-from asyncrl.placement.processes import ChildProcess
 
 START_S = 600.0
 

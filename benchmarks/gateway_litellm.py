@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from asyncrl.placement.processes import bind_socket
+from asyncrl.launch.processes import bind_socket
 
 HOME = Path.home() / ".cache" / "asyncrl-bench" / "litellm"
 PACKAGE = "litellm[proxy]"

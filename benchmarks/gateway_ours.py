@@ -25,16 +25,16 @@ from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.base.errors import RoomError
+from asyncrl.base.http import Caller
+from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.serving import child_arguments, die_with_parent, secret_of
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import RoomError
-from asyncrl.http import Caller
-from asyncrl.messages.base import SECRET_ENV
 from asyncrl.messages.records import Outcome
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.serving import child_arguments, die_with_parent, secret_of
 
 MAX_TOKENS, MAX_PROMPT_TOKENS, SLOTS = 256, 3072, 4096
 

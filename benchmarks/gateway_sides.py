@@ -18,9 +18,9 @@ from gateway_litellm import MODEL
 from gateway_load import Chat, Wire, request_bytes
 from pydantic_core import from_json, to_json
 
-from asyncrl.http import Caller
+from asyncrl.base.http import Caller
+from asyncrl.launch.processes import ChildProcess, bind_socket
 from asyncrl.messages.calls import EngineHealth
-from asyncrl.placement.processes import ChildProcess, bind_socket
 
 HERE = Path(__file__).parent
 START_S = 120.0

@@ -44,14 +44,16 @@ import psutil
 from report import options, reported
 from safetensors.numpy import save_file
 
+from asyncrl.base.http import Caller
+from asyncrl.base.waits import computed
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
-from asyncrl.http import Caller
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.journal import Journal
+from asyncrl.launch.processes import ChildProcess
 from asyncrl.messages.calls import (
     EngineHealth,
     ExportResponse,
@@ -63,7 +65,6 @@ from asyncrl.messages.digest import weights_digest
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
-from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
@@ -74,7 +75,6 @@ from asyncrl.tasks.letters import Letters
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
-from asyncrl.waits import computed
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256
 PER_BATCH = 4

@@ -41,9 +41,9 @@ import psutil
 from long_run import COMMAND, PARSE, Cost, cost_of, make_run
 from report import options, reported
 
+from asyncrl.base.spans import TimedSpan
 from asyncrl.observe.run_dir import EVAL_FILE, SAMPLES_FILE, TIMELINE_FILE
 from asyncrl.observe.timeline import TimelineWriter
-from asyncrl.spans import TimedSpan
 
 STEP_S, NUM_ENGINES, SAMPLE_TOKENS, EVERY = 1.5, 4, 60, 100
 OPEN_S, PEAK_MB = 2.0, 200.0

@@ -45,12 +45,12 @@ from random_model import qwen3_69m
 from report import options, reported
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.base.http import Caller
+from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.http import Caller
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.records import SamplingRequest
-from asyncrl.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.weights.export import export_weights, named_weights
 from asyncrl.weights.tensor_files import digest_tensors, host_bytes
 

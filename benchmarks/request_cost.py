@@ -29,15 +29,15 @@ import psutil
 from report import options, reported
 from safetensors.numpy import save_file
 
+from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.http import Caller
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.tokens import encode_partial
+from asyncrl.launch.processes import ChildProcess
 from asyncrl.messages.calls import EngineHealth, ExportResponse
 from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.records import GroupId, PartialCompletion, SamplingRequest
-from asyncrl.placement.processes import ChildProcess
 
 GOAL_MS = 0.3
 IN_FLIGHT = (100, 1_000, 10_000)

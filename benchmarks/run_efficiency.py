@@ -45,7 +45,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.placement.plan import engine_threads, trainer_threads
+from asyncrl.launch.plan import engine_threads, trainer_threads
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.trainer.trainer_client import pack_groups
 

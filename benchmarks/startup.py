@@ -20,7 +20,7 @@ from report import options, reported
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 WITHOUT = """
 import contextlib
-from asyncrl.placement import fork_server
+from asyncrl.launch import fork_server
 fork_server.serving = contextlib.nullcontext
 from asyncrl.cli import main
 main()

@@ -26,13 +26,13 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.harnessing import special_tokens
 from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.launch.devices import place
+from asyncrl.launch.fit import settle
+from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareRequest, TrainResponse
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.placement.devices import place
-from asyncrl.placement.fit import settle
-from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.feed import Feed

@@ -14,8 +14,8 @@ from engine_processes import SECRET
 from rank_processes import Group
 from trainer_cases import changed, make_batch
 
+from asyncrl.base.http import Caller
 from asyncrl.engines.broadcast import Broadcasts
-from asyncrl.http import Caller
 from asyncrl.messages.calls import TrainResponse, pack_batch
 from asyncrl.trainer.trainer_client import TrainerClient
 

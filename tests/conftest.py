@@ -73,7 +73,7 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children that the product starts in this process are forked, as those of a run are."""
     from forked_processes import warm_parent
 
-    from asyncrl.placement import fork_server
+    from asyncrl.launch import fork_server
 
     monkeypatch.setattr(fork_server, "current", warm_parent())
 

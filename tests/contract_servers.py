@@ -17,11 +17,11 @@ from fake_engine import FakeEngineServer
 from safetensors.numpy import load_file
 from vllm_process import VllmProcess, vllm_process
 
+from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.http import Caller
 from asyncrl.messages.calls import GenerateRequest
 
 SLOTS, VOCAB_SIZE = 4, 50

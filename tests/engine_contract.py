@@ -15,9 +15,9 @@ import pytest
 from contract_servers import Server, client_of
 from safetensors.numpy import save_file
 
+from asyncrl.base.errors import EngineError, EngineLost
+from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import EngineError, EngineLost
-from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import (
     EngineHealth,

@@ -12,9 +12,10 @@ import numpy as np
 from fake_server import FakeServer
 from pydantic import BaseModel
 
-from asyncrl.http import CallLost
+from asyncrl.base.http import CallLost
+from asyncrl.base.message import ErrorBody
 from asyncrl.messages import calls, frames
-from asyncrl.messages.base import EnginePart, ErrorBody, Moved
+from asyncrl.messages.base import EnginePart, Moved
 
 END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26

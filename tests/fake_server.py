@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from asyncrl.errors import NodeLost, RoomError
-from asyncrl.http import Answer, Caller, CallLost, CallRefused
-from asyncrl.messages.base import ErrorBody
+from asyncrl.base.errors import NodeLost, RoomError
+from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
+from asyncrl.base.message import ErrorBody
 from asyncrl.messages.calls import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
 
 Work = Callable[[], Awaitable[Any]]

@@ -19,13 +19,13 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from pydantic import BaseModel
 
+from asyncrl.base.errors import EngineLost
+from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_routes import GENERATE
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.errors import EngineLost
-from asyncrl.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import Canary, ExportResponse, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fake_engine import END_TOKEN
 
-from asyncrl.errors import JournalError, RewardFailure
+from asyncrl.base.errors import JournalError, RewardFailure
 from asyncrl.messages.calls import ExportResponse, TrainResponse
 from asyncrl.messages.records import (
     Batch,

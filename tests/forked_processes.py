@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from asyncrl.messages.base import SECRET_ENV, WORKER_KEY_ENV
-from asyncrl.placement.fork_server import KEY_ENV, PRELOADED, ForkServer
+from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
+from asyncrl.launch.fork_server import KEY_ENV, PRELOADED, ForkServer
 
 MODULES = (
     *PRELOADED,

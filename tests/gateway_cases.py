@@ -17,8 +17,8 @@ from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.base.errors import RoomError
 from asyncrl.config import GatewayConfig
-from asyncrl.errors import RoomError
 from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
 from asyncrl.testing.virtual_time import run_virtual
 

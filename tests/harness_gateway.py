@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, Response
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.calls.connections import AppServer
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
-from asyncrl.http import Caller
+from asyncrl.base.http import Caller
+from asyncrl.base.serving import Refused
 from asyncrl.messages.records import Outcome, Prompt, Work
-from asyncrl.serving import Refused
 
 WORKER_KEY = "worker-key"
 

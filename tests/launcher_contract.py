@@ -26,12 +26,12 @@ import psutil
 import pytest
 from job_runs import all_gone
 
-from asyncrl.errors import ConfigError, RoomError
-from asyncrl.placement.fit import PACKAGES
-from asyncrl.placement.launchers import opened
-from asyncrl.placement.nodes import Launcher, Needs, Node, Order, Process
-from asyncrl.placement.on_ray import ray_launcher
-from asyncrl.placement.on_ray.ray_host import ask_each
+from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.launch.fit import PACKAGES
+from asyncrl.launch.launchers import opened
+from asyncrl.launch.nodes import Launcher, Needs, Node, Order, Process
+from asyncrl.launch.on_ray import ray_launcher
+from asyncrl.launch.on_ray.ray_host import ask_each
 
 SECRET, OTHER = "the s3cret of its server", "an0ther s3cret"
 LIMIT_S = 60.0

@@ -17,8 +17,8 @@ from forked_processes import popen
 from pydantic import BaseModel
 from trainer_cases import make_spec
 
-from asyncrl.http import Caller
-from asyncrl.messages.base import SECRET_ENV
+from asyncrl.base.http import Caller
+from asyncrl.base.message import SECRET_ENV
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,

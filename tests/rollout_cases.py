@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 
+from asyncrl.base.errors import WouldWait
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
-from asyncrl.errors import WouldWait
 from asyncrl.messages.records import (
     Batch,
     Completion,

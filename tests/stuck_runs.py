@@ -15,10 +15,10 @@ from fake_server import FakeProcess, FakeTrainerServer
 from pydantic import BaseModel
 from rollout_cases import make_producers, single_turn
 
+from asyncrl.base.http import Answer
 from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.http import Answer
 from asyncrl.job.parts_read import reported
 from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer

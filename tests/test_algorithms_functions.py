@@ -34,9 +34,9 @@ from asyncrl.algorithms.registry import (
     Recipe,
     resolve,
 )
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.user_code import load_object
 from asyncrl.config import AlgorithmConfig, RunConfig
-from asyncrl.errors import ConfigError
-from asyncrl.user_code import load_object
 
 ADVANTAGES = [dr_grpo, grpo, grpo_sample, lite_ppo, reinforce_pp, reinforce_pp_baseline, rloo]
 SURROGATES = [

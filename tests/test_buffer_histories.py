@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl.base.errors import WouldWait
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.errors import WouldWait
 from asyncrl.messages.records import Batch, Group, GroupId, Ticket
 
 REWARD = st.sampled_from([0.0, 1.0])

@@ -9,9 +9,9 @@ import pytest
 from buffer_groups import make_buffer, make_group
 from rollout_cases import virtual
 
+from asyncrl.base.errors import TaskError
 from asyncrl.buffer.buffer import Buffer, rewards_of
 from asyncrl.config import BufferConfig
-from asyncrl.errors import TaskError
 from asyncrl.messages.records import Credit
 from asyncrl.testing.virtual_time import all_blocked
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from asyncrl.http import Caller, CallLost
-from asyncrl.messages.base import ErrorBody
+from asyncrl.base.http import Caller, CallLost
+from asyncrl.base.message import ErrorBody
 
 HEALTH = ErrorBody(error="none")
 pytestmark = pytest.mark.asyncio

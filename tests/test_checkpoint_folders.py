@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.checkpoints.folder import Checkpoints, set_aside
+from asyncrl.base.errors import CheckpointDamaged, CheckpointError
+from asyncrl.base.files import sha256_of
 from asyncrl.config import CheckpointConfig
-from asyncrl.errors import CheckpointDamaged, CheckpointError
-from asyncrl.files import sha256_of
+from asyncrl.journal.checkpoints import Checkpoints, set_aside
 
 
 def make(run_dir: Path, *versions: int, **config: object) -> Checkpoints:
@@ -90,7 +90,7 @@ def test_an_unreadable_one_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         return lambda path, *args, **named: (fails(path), call(path, *args, **named))[1]
 
     with monkeypatch.context() as broken:
-        broken.setattr("asyncrl.checkpoints.folder.sha256_of", before(sha256_of))
+        broken.setattr("asyncrl.journal.checkpoints.sha256_of", before(sha256_of))
         broken.setattr("pathlib.Path.read_text", before(Path.read_text))
         broken.setattr("pathlib.Path.iterdir", before(Path.iterdir))
         with pytest.raises(CheckpointError, match="cannot be read: .*Too many open files") as caught:
@@ -125,8 +125,10 @@ def test_what_was_done_is_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.
         synced.append(path.name)
         assert (tmp_path / "checkpoints" / "step_10").exists() == (path.name == "checkpoints")
 
-    monkeypatch.setattr("asyncrl.checkpoints.folder.sync", sync)
-    monkeypatch.setattr("asyncrl.files.sync", lambda path: sync(path) if path.name == "checkpoints" else None)
+    monkeypatch.setattr("asyncrl.journal.checkpoints.sync", sync)
+    monkeypatch.setattr(
+        "asyncrl.base.files.sync", lambda path: sync(path) if path.name == "checkpoints" else None
+    )
     (tmp_path / "trained.jsonl").touch()
     (tmp_path / "metrics.jsonl").touch()
     make(tmp_path, 10)

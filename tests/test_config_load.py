@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config, run_config_yaml
 from asyncrl.config.load import BASIC, OTHER_NAMES, all_keys, name_of_config, sections
-from asyncrl.errors import ConfigError
 
 GOOD = """
 model: {path: some/model}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.config.weight_sync import choose_transport, refuse_transport
-from asyncrl.errors import ConfigError
-from asyncrl.placement.devices import place
+from asyncrl.launch.devices import place
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
 TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"

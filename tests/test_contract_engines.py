@@ -24,8 +24,8 @@ from engine_contract import (
     versions_of,
 )
 
+from asyncrl.base.errors import RequestRefused
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import RequestRefused
 from asyncrl.messages.base import Interrupt
 
 pytest_plugins = ["engine_under_test"]

@@ -12,10 +12,10 @@ from contract_servers import LONG, OURS, server_of, spec_of
 from engine_contract import generate, until
 from engine_processes import SECRET, engine_process
 
+from asyncrl.base.http import Caller, CallLost, CallRefused
+from asyncrl.base.message import find_fatal
 from asyncrl.engines.engine import EngineServer
-from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages import frames
-from asyncrl.messages.base import find_fatal
 
 
 @pytest.mark.parametrize("kind", OURS)

@@ -20,14 +20,14 @@ from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, changed, make_batch, naive
 from transformers import AutoModelForCausalLM
 
+from asyncrl.base.errors import ConfigError, EngineLost, RequestRefused
+from asyncrl.base.http import Caller
+from asyncrl.base.serving import Refused
 from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
-from asyncrl.errors import ConfigError, EngineLost, RequestRefused
-from asyncrl.http import Caller
 from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.serving import Refused
 from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
 
 VOCABULARY = 52

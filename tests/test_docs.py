@@ -18,10 +18,10 @@ import yaml
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+from asyncrl.base.errors import AsyncrlError, install_extra
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import section_of
-from asyncrl.errors import AsyncrlError, install_extra
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

@@ -17,10 +17,10 @@ from engine_processes import EngineProcess, engine_process
 from engine_replies import ask
 from rank_processes import running
 
+from asyncrl.base.errors import EngineLost, WeightsLost
+from asyncrl.base.http import Caller
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import EngineLost, WeightsLost
-from asyncrl.http import Caller
 from asyncrl.messages.calls import (
     ExportResponse,
     GenerateRequest,

@@ -18,11 +18,11 @@ from test_engine_resumed import SMALL, turn_until
 from text_tokenizers import byte_level, save
 from transformers import AutoModelForCausalLM
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages import token_grammars
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.serving import Refused
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 

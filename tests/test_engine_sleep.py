@@ -28,11 +28,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_engine_lora import adapters, lora_request
 
+from asyncrl.base.http import Caller
+from asyncrl.base.serving import Refused
 from asyncrl.engines.engine import EngineServer
-from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
-from asyncrl.serving import Refused
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from engine_in_process import answered, make_qwen3, make_spec, running_engine
-from placement_cases import EVAL, TAUGHT, TURNS, load, machine
+from launch_cases import EVAL, TAUGHT, TURNS, load, machine
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl.base.message import ErrorBody, find_fatal
 from asyncrl.job.engine_kinds import engine_kind
-from asyncrl.messages.base import ErrorBody, find_fatal
-from asyncrl.placement.fit import start_words
-from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, make_plan
+from asyncrl.launch.fit import start_words
+from asyncrl.launch.plan import EVAL_ENGINE, TEACHER, make_plan
 from asyncrl_servers.embedded import build_engine as build
 from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec

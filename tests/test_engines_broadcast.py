@@ -13,12 +13,12 @@ from fake_engine import FakeEngineServer
 from fake_vllm import FakeVllm
 from rollout_cases import virtual
 
+from asyncrl.base.errors import EngineError, EngineLost, TrainerError, TrainerLost, WeightsLost
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.errors import EngineError, EngineLost, TrainerError, TrainerLost, WeightsLost
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
 from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse
 from asyncrl.sync.push import Push

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import virtual
 
+from asyncrl.base.http import Caller, CallLost
 from asyncrl.engines.engine import EngineServer
-from asyncrl.http import Caller, CallLost
 from asyncrl.messages import frames
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.testing.virtual_time import all_blocked

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
 
+from asyncrl.base.errors import EngineError, EngineLost
+from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages import frames
-from asyncrl.messages.base import ErrorBody, Interrupt
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.testing.virtual_time import all_blocked

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.base.errors import EngineError
 from asyncrl.engines.pool import Router, Seat, SegmentJoin
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.errors import EngineError
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import PartialCompletion, SamplingRequest, VersionSpan
 

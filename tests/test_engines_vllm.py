@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm_house import SLOTS, House
 
+from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest

@@ -23,9 +23,9 @@ from fake_vllm import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.base.errors import EngineError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.errors import EngineError
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import ExportChunkResponse, GenerateChunk
 from asyncrl.messages.records import Completion, SamplingRequest

@@ -27,11 +27,11 @@ from fake_vllm import (
     with_server,
 )
 
+from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RequestRefused
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_routes import GENERATE
 from asyncrl.engines.vllm_sampling import joint_watch
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.errors import ConfigError, EngineError, EngineLost, RequestRefused
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import GenerateResponse
 from asyncrl.testing.virtual_time import all_blocked

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm_house import House, vllm_house
 
+from asyncrl.base.errors import EngineError
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import write_adapter_folder
-from asyncrl.errors import EngineError
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import export_weights

@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeEngine, FakeScorer
 from rollout_cases import single_turn, virtual
 
-from asyncrl.errors import EngineError
+from asyncrl.base.errors import EngineError
 from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluation import EvalResult, Evaluator, Sample
 from asyncrl.rollouts.rollout import derive_seed

@@ -11,12 +11,12 @@ import pytest
 from job_runs import read_lines, write_config
 from typer.testing import CliRunner
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
-from asyncrl.errors import ConfigError
 from asyncrl.job.report import Reporter
+from asyncrl.launch.plan import trainer_threads
 from asyncrl.observe.status import render_status
-from asyncrl.placement.plan import trainer_threads
 from asyncrl.rollouts.evaluation import EvalResult, Sample
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 

@@ -21,9 +21,9 @@ from job_runs import read_lines
 from asyncrl.agents import Outcome, Task
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.harness import Session, build_harness
+from asyncrl.base.user_code import load_object
 from asyncrl.config import GeneratorConfig, load_config
 from asyncrl.tasks import Feed, build_task
-from asyncrl.user_code import load_object
 
 ROOT = Path(__file__).parents[1]
 

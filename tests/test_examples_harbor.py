@@ -16,8 +16,8 @@ import pytest
 from sandbox_cases import need_bubblewrap
 
 from asyncrl.agents import Outcome, Task
-from asyncrl.errors import ConfigError
-from asyncrl.user_code import load_object
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.user_code import load_object
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "examples/harbor/tasks"

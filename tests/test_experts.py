@@ -25,11 +25,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTr
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.serving import Refused
 from asyncrl.engines.segment_check import RoutedTokens
 from asyncrl.engines.vllm_process import VllmFacts, check_settings
 from asyncrl.engines.vllm_routes import ServerInfo
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.errors import ConfigError
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
 from asyncrl.messages.base import NO_EXPERT, Interrupt
 from asyncrl.messages.calls import (
@@ -45,7 +46,6 @@ from asyncrl.messages.calls import (
 from asyncrl.messages.frames import Asked, Sampled
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
 from asyncrl.rollouts.generators import make_trajectory
-from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from asyncrl.errors import EngineLost, NodeLost, RoomError, WeightsLost
-from asyncrl.http import Caller
+from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
+from asyncrl.base.http import Caller
+from asyncrl.launch.on_ray import fetched_files
+from asyncrl.launch.on_ray.fetched_files import NUM_KEPT, FetchedFiles
 from asyncrl.messages.base import FileRequest
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.placement.on_ray import fetched_files
-from asyncrl.placement.on_ray.fetched_files import NUM_KEPT, FetchedFiles
 from asyncrl.sync.node_files import NodeFiles
 
 SECRET = "a secret of this run"

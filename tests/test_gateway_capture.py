@@ -13,7 +13,7 @@ import pytest
 from gateway_capture_cases import END, START, CharRenderer, Message, Play, assistant, completion, plan, user
 
 from asyncrl.agents.harness import OUTCOME
-from asyncrl.errors import RolloutFailure
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Trajectory
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.agents.endpoint.chats import left_out
-from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
 from asyncrl.agents.endpoint.chats import THINKING, split_thought
-from asyncrl.errors import RolloutFailure
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
 ANSWER = st.tuples(st.text(alphabet="ab| ", max_size=4), st.booleans())

@@ -20,7 +20,7 @@ from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.engine_route import LONG_BODY, LONG_TEXT
 from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
-from asyncrl.errors import RolloutFailure
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Outcome
 
 

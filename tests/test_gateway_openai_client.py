@@ -13,7 +13,7 @@ import openai
 import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, until
 
-from asyncrl.errors import EngineError, RequestRefused
+from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
 
 ADD = {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {"a": {}}}}

@@ -15,7 +15,7 @@ from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
 from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.forms.responses_written import StoredResponse
 from asyncrl.agents.endpoint.sessions import BEGUN_SHARE, GatewaySession
-from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
     GroupId,

@@ -26,7 +26,8 @@ from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.grammars import grammar_of
 from asyncrl.agents.endpoint.requests import RequestReader
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.errors import RequestRefused, RolloutFailure
+from asyncrl.base.errors import RequestRefused, RolloutFailure
+from asyncrl.base.serving import Refused
 from asyncrl.messages.calls import GenerateRequest, pack_batch, unpack_batch
 from asyncrl.messages.records import (
     Batch,
@@ -40,7 +41,6 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 

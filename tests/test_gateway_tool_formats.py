@@ -23,7 +23,7 @@ from asyncrl.agents.endpoint.tool_calls import (
 )
 from asyncrl.agents.endpoint.tool_formats import FORMATS
 from asyncrl.agents.tool_markup import typed
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 
 Calls = list[tuple[str, dict[str, Any]]]
 

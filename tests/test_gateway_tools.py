@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.requests import RequestReader
 from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolCall, ToolFormat, find_tool_format
-from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.base.errors import ConfigError, RolloutFailure
 
 HERMES, HERMES_LISTS = find_tool_format("hermes", ""), find_tool_format("hermes", "<tool_call>[\n")
 LLAMA, NONE = find_tool_format("llama", ""), find_tool_format("none", "")

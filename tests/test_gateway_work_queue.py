@@ -22,13 +22,13 @@ from starlette.requests import Request
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.base.errors import RolloutFailure
+from asyncrl.base.http import Caller
+from asyncrl.base.message import ErrorBody
+from asyncrl.base.serving import Refused
 from asyncrl.config import Outcomes
-from asyncrl.errors import RolloutFailure
-from asyncrl.http import Caller
 from asyncrl.messages import work as shapes
-from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome
-from asyncrl.serving import Refused
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 WORKERS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1")])

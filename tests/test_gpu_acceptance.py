@@ -23,7 +23,7 @@ from gpu import jobs
 from gpu.rows import BASE, MARK, ROWS, Bench, NotRunError, Row
 
 from asyncrl.config import RunConfig
-from asyncrl.placement.devices import place
+from asyncrl.launch.devices import place
 
 SCRIPT = Path(gpu_acceptance.__file__)
 

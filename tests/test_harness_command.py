@@ -18,8 +18,8 @@ from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import CommandHarness, last_line_outcome
 from asyncrl.agents.command_processes import MARK_ENV, find_group
 from asyncrl.agents.worker import Worker
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure
 
 MESSAGES = ({"role": "user", "content": "What is 6 * 7?"},)
 TASK = Task("p0", MESSAGES, {"kind": "times"}, 5, 1, 2, answer=42)

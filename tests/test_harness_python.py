@@ -14,8 +14,8 @@ from harness_gateway import open_gateway
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import GRACE_S, AnyTask, as_outcome, build_harness, make_http_client
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure
 
 TASK = Task("p0", ({"role": "user", "content": "hi"},), answer="0.25")
 SESSION = Session("http://127.0.0.1:9/v1", "key", "policy")
@@ -53,7 +53,7 @@ def test_outcomes_are_taken_and_all_else_fails() -> None:
 async def test_endless_functions_are_given_up_and_end_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asyncrl.user_code.MAX_ABANDONED", 1)
+    monkeypatch.setattr("asyncrl.base.user_code.MAX_ABANDONED", 1)
     harness: Any = build_harness(GeneratorConfig(python="harnesses_for_test:swallows"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(harness.run(TASK, SESSION), 10.0)

@@ -20,8 +20,8 @@ from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.command_processes import find_group
 from asyncrl.agents.sandbox import find_sandbox
 from asyncrl.agents.worker import Worker
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure
 
 TASK = Task("p0", ({"role": "user", "content": "What is 6 * 7?"},), {}, 5, 1, 2, answer=42)
 SESSION = Session("http://127.0.0.1:9/v1", "secret-key", "policy")

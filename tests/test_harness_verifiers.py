@@ -21,8 +21,8 @@ from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import VerifiersHarness, load_taskset
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Rollout, SamplingRequest
 from asyncrl.tasks.sources import VerifiersTask
 

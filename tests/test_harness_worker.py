@@ -18,13 +18,13 @@ from asyncrl.agents import Harness, Outcome, Session, Task
 from asyncrl.agents.command_processes import find_group
 from asyncrl.agents.harness import AnyTask, build_harness
 from asyncrl.agents.worker import Worker, WorkerSpec, gateway_url
+from asyncrl.base.errors import ConfigError, RolloutFailure, RoomError
+from asyncrl.base.http import Caller
+from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.cli import app
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure, RoomError
-from asyncrl.http import Caller
-from asyncrl.messages.base import WORKER_KEY_ENV
+from asyncrl.launch.processes import ChildProcess
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.placement.processes import ChildProcess
 
 
 class Steps:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from asyncrl import host
+from asyncrl.base import host
 
 GB = 10**9
 Put = Callable[[str, dict[str, str]], None]

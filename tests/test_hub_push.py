@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from asyncrl.errors import AsyncrlError, ConfigError, HubError
+from asyncrl.base.errors import AsyncrlError, ConfigError, HubError
 from asyncrl.job.exporting.hub_push import HubRepo
 
 TOKEN = "hf_for_tests"

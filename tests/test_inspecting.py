@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from job_runs import environment, read_lines, run, write_config
 from journal_cases import admit, make_batch, make_trajectory, tell_a_run
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.errors import ConfigError
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, VersionSpan
 from asyncrl.observe.inspect import pieces, render_inspect

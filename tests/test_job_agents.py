@@ -24,8 +24,8 @@ from job_runs import (
     write_config,
 )
 
+from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.observe.inspect import render_inspect
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 

@@ -17,8 +17,8 @@ from job_runs import write_config
 from journal_cases import RUN_ID, admit, with_journal
 from rollout_cases import virtual
 
+from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.config import RunConfig, load_config, run_config_yaml
-from asyncrl.errors import ConfigError, RoomError
 from asyncrl.job import loop as job
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.loop import Job

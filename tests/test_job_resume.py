@@ -42,10 +42,10 @@ from job_runs import (
 )
 from resume_checker import effective, read_evidence, violations
 
-from asyncrl.checkpoints.folder import Checkpoints
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.errors import ConfigError
 from asyncrl.job.scale import scale_run
+from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.observe.page.run_view import view_run
 from asyncrl.observe.run_dir import TIMELINE_FILE
 from asyncrl.observe.timeline import read_timeline

@@ -34,7 +34,7 @@ from journal_cases import (
     with_journal,
 )
 
-from asyncrl.errors import JournalError
+from asyncrl.base.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
 from asyncrl.journal.tokens import decode_partial, decode_trajectory, encode_partial, encode_trajectory

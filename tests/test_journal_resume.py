@@ -26,7 +26,7 @@ from journal_cases import (
     with_journal,
 )
 
-from asyncrl.errors import JournalError
+from asyncrl.base.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import batch_story, group_story, read_resume, run_story
 from asyncrl.messages.records import GroupId, Ticket

@@ -32,7 +32,7 @@ from journal_cases import (
     with_journal,
 )
 
-from asyncrl.errors import JournalError
+from asyncrl.base.errors import JournalError
 from asyncrl.journal import schema
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume, run_story

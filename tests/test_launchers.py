@@ -21,13 +21,13 @@ from job_runs import all_gone
 from launcher_contract import LIMIT_S, OTHER, SECRET, STORIES, Stage
 from ray_cluster import FRUGAL, ray_cluster
 
-from asyncrl.errors import ConfigError
-from asyncrl.placement.launchers import LocalLauncher, opened
-from asyncrl.placement.machine import Machine
-from asyncrl.placement.nodes import Needs, Node, NodeHas, Order, misfit
-from asyncrl.placement.on_ray import ray_launcher
-from asyncrl.placement.on_ray.ray_host import Host, RefusedStart, Started, other_versions, start_guard
-from asyncrl.placement.on_ray.ray_launcher import RayLauncher
+from asyncrl.base.errors import ConfigError
+from asyncrl.launch.launchers import LocalLauncher, opened
+from asyncrl.launch.machine import Machine
+from asyncrl.launch.nodes import Needs, Node, NodeHas, Order, misfit
+from asyncrl.launch.on_ray import ray_launcher
+from asyncrl.launch.on_ray.ray_host import Host, RefusedStart, Started, other_versions, start_guard
+from asyncrl.launch.on_ray.ray_launcher import RayLauncher
 
 RUN_S = 600.0
 pytestmark = pytest.mark.timeout(900)  # all stories, on a machine that is slow

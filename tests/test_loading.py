@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
-from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import build_task
 from asyncrl.tasks.from_config import build_score

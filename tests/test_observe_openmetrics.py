@@ -16,8 +16,8 @@ import pytest
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import ObserveConfig
-from asyncrl.errors import ConfigError
 from asyncrl.observe.metrics import GAUGES
 from asyncrl.observe.openmetrics import (
     KEY_ENV,

@@ -18,9 +18,10 @@ from job_runs import read_lines
 from pydantic import TypeAdapter
 
 import asyncrl
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import RunLock
+from asyncrl.base.spans import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.errors import ConfigError
-from asyncrl.files import RunLock
 from asyncrl.journal import schema
 from asyncrl.observe import timeline
 from asyncrl.observe.page.curves import MAX_BUCKETS, curves_of
@@ -35,7 +36,6 @@ from asyncrl.observe.run_dir import TIMELINE_FILE, append_lines
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.samples import read_samples
 from asyncrl.observe.timeline import Row, TimelineWriter, read_timeline
-from asyncrl.spans import TimedSpan
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 /*STYLE*/ /*DATA*/ ${x} `\\"
 SECTIONS: dict[str, Any] = {
@@ -411,7 +411,7 @@ def test_a_page_that_does_not_fit_the_disk_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     make_run(tmp_path / "run")
-    monkeypatch.setattr("asyncrl.files.sync", full)
+    monkeypatch.setattr("asyncrl.base.files.sync", full)
     with pytest.raises(ConfigError, match="the page cannot be written to .*: No space left on device"):
         list(write_report([tmp_path / "run"], tmp_path / "page.html"))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import RunLock, lines_from_end
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.errors import ConfigError
-from asyncrl.files import RunLock, lines_from_end
 from asyncrl.observe.inspect import render_inspect
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_dir import boot_id

@@ -16,7 +16,7 @@ from buffer_groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory, VersionSpan
 from asyncrl.observe import samples as samples_module
 from asyncrl.observe.console import Console

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from placement_cases import load
+from launch_cases import load
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers, recent, seconds_left

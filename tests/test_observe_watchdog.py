@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stuck_runs import WATCHDOG_S, House, play
 
+from asyncrl.base.errors import RoomError
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import RoomError
 from asyncrl.observe.watchdog import ChildState, Reported, StuckClock, Watchdog
 
 

@@ -24,9 +24,9 @@ from harness_gateway import WORKER_KEY, open_gateway
 from packaging.requirements import Requirement
 
 from asyncrl.agents import Outcome
+from asyncrl.base.errors import OF_TRAIN
+from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.errors import OF_TRAIN
-from asyncrl.messages.base import WORKER_KEY_ENV
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import FakeSink, make_producers, one_token, single_turn, virtual
 
-from asyncrl.errors import EngineError, RequestRefused, TaskError
+from asyncrl.base.errors import EngineError, RequestRefused, TaskError
 from asyncrl.messages.records import GroupId, Prompt, Rollout, SamplingRequest
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt
 from asyncrl.testing.virtual_time import all_blocked

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rollout_cases import one_token
 
-from asyncrl.errors import RolloutFailure, RolloutTimeout
+from asyncrl.base.errors import RolloutFailure, RolloutTimeout
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Work
 from asyncrl.messages.work import RolloutSession
 from asyncrl.rollouts.generators import HarnessGenerator

@@ -14,8 +14,8 @@ from fakes import FakeEngine, FakeScorer
 from journal_cases import admit, make_partial, make_prompt, with_journal
 from rollout_cases import single_turn, virtual
 
+from asyncrl.base.errors import EngineError, RequestRefused, RewardFailure
 from asyncrl.config import TaskConfig
-from asyncrl.errors import EngineError, RequestRefused, RewardFailure
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Completion,

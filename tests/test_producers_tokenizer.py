@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text_tokenizers import SPECIAL, byte_level, save
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 CHAT = [{"role": "user", "content": "2+2=?"}]

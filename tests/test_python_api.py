@@ -16,7 +16,7 @@ import yaml
 from job_runs import environment, write_config
 
 import asyncrl
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.job.life import Interrupts
 from asyncrl.observe.run_record import table_of
 
@@ -27,7 +27,7 @@ SCRIPT, READING = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 RAISES = """
 import json, sys
 import asyncrl
-from asyncrl.errors import CallbackError
+from asyncrl.base.errors import CallbackError
 
 def on_weights(version, digest):
     if version == 2:

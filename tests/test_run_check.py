@@ -22,12 +22,12 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from job_runs import write_config
 
 from asyncrl import cli
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import ConfigError
 from asyncrl.job.check import check_lines, look
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
-from asyncrl.placement import fit, machine, plan
+from asyncrl.launch import fit, machine, plan
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """

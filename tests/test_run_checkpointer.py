@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run_restore import Life, lives, save_checkpoint
 
-from asyncrl.checkpoints.folder import Checkpoints, ControllerState
+from asyncrl.base.errors import CheckpointError, TrainerLost
 from asyncrl.config import CheckpointConfig
-from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.job.supervision.supervise_trainer import Checkpointer, recover_trainer
+from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.messages.records import Batch
 
 LOST = TrainerLost("trainer", "no answer")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turn_cases import MOVE_S, NUM_CHUNKS, START_S, House, make_request, play, play_to_its_error
 
-from asyncrl.errors import PublishError
+from asyncrl.base.errors import PublishError
 
 live, fails = partial(play, House), partial(play_to_its_error, House)
 

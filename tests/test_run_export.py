@@ -19,11 +19,11 @@ from tiny_model import STACKED, make_tiny_moe
 from trainer_cases import MakeStep
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.checkpoints.folder import write_manifest
+from asyncrl.base.errors import AsyncrlError, CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.errors import AsyncrlError, CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.job.exporting import run_export
 from asyncrl.job.exporting.run_export import MARK, export_run, find_source
+from asyncrl.journal.checkpoints import write_manifest
 from asyncrl.trainer.model_folder import ModelPin
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import float32_names

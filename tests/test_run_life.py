@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import ObserveConfig, load_config
-from asyncrl.errors import ConfigError
 from asyncrl.job.life import Voice, logging_to, make_run_dir
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway

@@ -15,13 +15,13 @@ from fake_server import FakeTrainerServer
 from journal_cases import asked, make_group, make_partial, make_rollout, open_journal, same_group
 from test_trainer_supervision import batch_at, weights_of
 
-from asyncrl.checkpoints.folder import Checkpoints, Whole
+from asyncrl.base.errors import CheckpointError, JournalError, TaskError, TrainerError
 from asyncrl.config import CheckpointConfig, SupervisionConfig
-from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError
 from asyncrl.job.build import Parts
 from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer, recover_trainer
+from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup

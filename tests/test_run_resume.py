@@ -15,12 +15,12 @@ from journal_cases import make_batch, tell_ready
 from test_run_restore import save_checkpoint
 from typer.testing import CliRunner
 
-from asyncrl.checkpoints.folder import Checkpoints
+from asyncrl.base.errors import ConfigError
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
-from asyncrl.errors import ConfigError
 from asyncrl.job import loop, resume
 from asyncrl.job.resume import ResumePoint, changed_keys, find_resume
+from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, Prompt, Ticket
 

@@ -19,11 +19,11 @@ from job_runs import write_config
 from test_run_supervise import MOVE, Asked, all_continued, undisturbed
 from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_to_its_error
 
+from asyncrl.base.errors import ConfigError, PublishError
+from asyncrl.base.files import RunLock
 from asyncrl.config import SupervisionConfig, load_config
 from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import ConfigError, PublishError
-from asyncrl.files import RunLock
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.life import Voice
 from asyncrl.job.resume import changed_keys

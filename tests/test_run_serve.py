@@ -14,12 +14,12 @@ from gateway_cases import ScriptedEngine, World, gateway_world
 from rollout_cases import make_branch, make_prompt, virtual
 
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.base.errors import ConfigError, EngineError, RolloutFailure, RoomError
+from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config import load_config
-from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RoomError
 from asyncrl.job import harnessing
 from asyncrl.job.harnessing import GOODBYE_S, Harnessing, UserKey, try_rollouts
 from asyncrl.job.serve import open_folder
-from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import Rollout
 from asyncrl.rollouts.evaluation import Evaluator
 from asyncrl.rollouts.recording import RolloutRecorder

@@ -13,27 +13,27 @@ from unittest.mock import AsyncMock
 import pytest
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
-from placement_cases import make_python
+from launch_cases import make_python
 from rollout_cases import virtual
 
+from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RoomError
+from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
-from asyncrl.http import Caller
 from asyncrl.job import start as startup
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers import server_maker
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server
+from asyncrl.launch import launchers
+from asyncrl.launch.devices import place
+from asyncrl.launch.fork_server import KEY_ENV
+from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.launch.machine import CudaDevice, Machine
+from asyncrl.launch.nodes import Needs, Node, Order, look, with_addresses
+from asyncrl.launch.processes import ChildProcess, ForeignProcess
 from asyncrl.messages.calls import EngineHealth
-from asyncrl.placement import launchers
-from asyncrl.placement.devices import place
-from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.launchers import LocalLauncher
-from asyncrl.placement.machine import CudaDevice, Machine
-from asyncrl.placement.nodes import Needs, Node, Order, look, with_addresses
-from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.sync.publisher import Publisher
 from asyncrl_servers.vllm.arguments import VllmSpec
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_to_its_error
 
+from asyncrl.base.errors import EngineLost, PublishError
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineLost, PublishError
 from asyncrl.job.colocate import SideBySide
 from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.testing.virtual_time import stand_still

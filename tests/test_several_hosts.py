@@ -39,7 +39,7 @@ RUN_S = 600.0
 UNHURRIED = {"python": "rewards_for_test:Unhurried", "size": 500}
 OVER_THREE = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 3, gpus: 0}}"
 TAUGHT_ELSEWHERE = """
-from asyncrl.placement import devices
+from asyncrl.launch import devices
 devices._beside_node = lambda config, hosts, *_: len(hosts.names) - 1 if config.teacher else 0
 from asyncrl.cli import main
 main()

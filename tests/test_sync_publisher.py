@@ -13,8 +13,8 @@ from fakes import FakeTrainer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.messages.calls import CommitResponse, ExportResponse
 from asyncrl.messages.records import Batch
 from asyncrl.sync.publisher import Publisher

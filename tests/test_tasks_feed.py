@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numbers_task import Numbers
 
-from asyncrl.errors import ConfigError, TaskError
+from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item
 from asyncrl.tasks.epochs import FLOOR, ByDifficulty

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
-from asyncrl.errors import ConfigError
 from asyncrl.tasks import Item, build_task
 from asyncrl.tasks.pinned_data import DataPin, digest_of_rows, whole_digest
 

@@ -21,8 +21,8 @@ import psutil
 import pytest
 from rollout_cases import virtual
 
+from asyncrl.base.errors import RewardFailure, TaskError
 from asyncrl.config import TaskConfig
-from asyncrl.errors import RewardFailure, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.task import UserCodeFailed, as_reward

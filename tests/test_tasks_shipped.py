@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
-from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, TaskScorer, build_task
 from asyncrl.tasks.letters import Letters

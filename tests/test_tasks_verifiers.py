@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from asyncrl.agents.verifiers import load_taskset
+from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.config import RunConfig, TaskConfig, load_config
-from asyncrl.errors import ConfigError, RewardFailure
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks import Feed, TaskScorer, build_task

@@ -21,9 +21,9 @@ from job_runs import write_config
 from pydantic import ValidationError
 from trackers_for_test import Elsewhere, Hanging, Noting, Raising
 
+from asyncrl.base.errors import OF_TRAIN, ConfigError
 from asyncrl.config import ObserveConfig, load_config
 from asyncrl.config.operation import TRACKERS
-from asyncrl.errors import OF_TRAIN, ConfigError
 from asyncrl.job.life import Life
 from asyncrl.job.loop import run_job
 from asyncrl.observe.trackers import background

@@ -14,8 +14,8 @@ from torch import Tensor
 from trainer_cases import MakeStep, make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.calls import Canary
-from asyncrl.serving import Refused
 from asyncrl.trainer.model.packing import pack_texts
 
 NUM_TOKENS = 160

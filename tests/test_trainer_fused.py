@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.trainer.model import attention, fused, parts
 from asyncrl.trainer.model.fused import experts_compile_on_cpu, fuse, why_not_compiled
 from asyncrl.trainer.model.policy import ForwardPlan

@@ -15,9 +15,9 @@ from torch import nn
 from trainer_cases import MakeStep, make_batch, naive_logprobs
 from transformers import AutoModelForCausalLM
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.serving import Refused
 from asyncrl.config import LoraConfig
-from asyncrl.errors import ConfigError
-from asyncrl.serving import Refused
 from asyncrl.trainer.model.lora import ADAPTER, Adapters, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep
 

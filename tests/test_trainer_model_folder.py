@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from job_runs import write_config
 from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.message import ErrorBody, find_fatal
 from asyncrl.config import load_config
-from asyncrl.errors import ConfigError
-from asyncrl.messages.base import ErrorBody, find_fatal
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.scratch import main, make_character_tokenizer
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder

@@ -13,11 +13,11 @@ from tiny_model import make_tiny_model
 from torch import Tensor
 from trainer_cases import MakeStep, full_disk, learned, make_batch
 
-from asyncrl.errors import TrainerError
-from asyncrl.http import CallRefused
+from asyncrl.base.errors import TrainerError
+from asyncrl.base.http import CallRefused
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.messages.calls import StateRequest, TrainerHealth
-from asyncrl.serving import Refused
 from asyncrl.trainer import offload
 from asyncrl.trainer.offload import PARTS, HostMemory
 from asyncrl.trainer.ranks import Ranks

@@ -20,12 +20,13 @@ from tiny_model import make_tiny_model
 from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
+from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.http import CallRefused
+from asyncrl.base.message import find_fatal
 from asyncrl.config import load_config
-from asyncrl.errors import ConfigError, RoomError
-from asyncrl.http import CallRefused
 from asyncrl.job import start as startup
 from asyncrl.job.servers.server_maker import ServerMaker
-from asyncrl.messages.base import find_fatal
+from asyncrl.launch.devices import place
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
@@ -35,7 +36,6 @@ from asyncrl.messages.calls import (
     StateRequest,
     TrainerHealth,
 )
-from asyncrl.placement.devices import place
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import Rendezvous, join_ranks
 from asyncrl.trainer.step import TrainStep

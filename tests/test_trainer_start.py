@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_cases import make_spec
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.trainer.model import loading
 from asyncrl.trainer.model.loading import meta_model, stored_weights
 from asyncrl.trainer.model.parts import TrainedModel

@@ -13,7 +13,7 @@ import torch
 from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, full_disk, make_batch
 
-from asyncrl.serving import Refused
+from asyncrl.base.serving import Refused
 from asyncrl.trainer import state
 from asyncrl.trainer.step import TrainStep
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.serving import Refused
 from asyncrl.config import TrainerConfig
-from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.observe.metrics import GAUGES
-from asyncrl.serving import Refused
 from asyncrl.trainer.model import loading
 from asyncrl.trainer.model.parts import learning_rate_at
 from asyncrl.trainer.step import TrainStep

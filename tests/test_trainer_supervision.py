@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import make_batch
 
+from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.records import Batch

@@ -17,7 +17,7 @@ from rank_processes import TIMEOUT_S, Group
 from safetensors.torch import load_file
 from trainer_cases import learned, make_batch, make_spec
 
-from asyncrl.http import Caller, CallRefused
+from asyncrl.base.http import Caller, CallRefused
 from asyncrl.messages.calls import (
     ExportResponse,
     StateRequest,

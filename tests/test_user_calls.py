@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from rollout_cases import virtual
 
+from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError
+from asyncrl.base.user_code import GRACE_S, MAX_ABANDONED, UserCalls
 from asyncrl.config import TaskConfig
-from asyncrl.errors import RewardFailure, RolloutFailure, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer
 from asyncrl.testing.virtual_time import all_blocked
-from asyncrl.user_code import GRACE_S, MAX_ABANDONED, UserCalls
 
 PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},))
 
@@ -107,7 +107,7 @@ async def test_too_many_abandoned_calls_end_the_run() -> None:
 
 SCRIPT = """
     import asyncio, signal, sys, threading
-    from asyncrl import user_code
+    from asyncrl.base import user_code
     user_code.GRACE_S = 0.1
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
     async def never_ends():

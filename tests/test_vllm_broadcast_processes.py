@@ -16,12 +16,12 @@ from engine_in_process import make_qwen3
 from rank_processes import running
 from vllm_process import VllmProcess, vllm_process
 
+from asyncrl.base.errors import EngineLost
+from asyncrl.base.http import Caller
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.errors import EngineLost
-from asyncrl.http import Caller
 from asyncrl.messages.calls import (
     ExportChunkRequest,
     ExportChunkResponse,

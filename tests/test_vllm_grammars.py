@@ -17,9 +17,9 @@ from gateway_cases import gateway_world
 from served_gateway import check_gateway
 from vllm_house import MAX_LENGTH, House, vllm_house
 
+from asyncrl.base.errors import RequestRefused
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.errors import RequestRefused
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 

@@ -17,8 +17,8 @@ from engine_in_process import make_qwen3
 from vllm_house import House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.messages.base import find_fatal
-from asyncrl.serving import Refused
+from asyncrl.base.message import find_fatal
+from asyncrl.base.serving import Refused
 from asyncrl_servers.vllm import arguments as vllm_arguments
 from asyncrl_servers.vllm.arguments import ELSEWHERE, KV_CACHE, VllmSpec, build_arguments, kv_cache_bytes
 

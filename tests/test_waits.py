@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from rollout_cases import virtual
 
+from asyncrl.base.waits import loop_turn, open_waits, task_stacks, waiting, within
 from asyncrl.observe.watchdog import waits_now
-from asyncrl.waits import loop_turn, open_waits, task_stacks, waiting, within
 
 
 @virtual

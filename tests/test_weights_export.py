@@ -24,9 +24,9 @@ from torch import Tensor
 from trainer_cases import make_batch, make_spec
 from transformers import AutoTokenizer
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages import digest
 from asyncrl.messages.calls import ExportChunkResponse
-from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
 from asyncrl.weights.export import (

@@ -20,9 +20,10 @@ from engine_processes import SECRET, engine_process
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.http import Caller
+from asyncrl.base.serving import Refused
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import ConfigError
-from asyncrl.http import Caller
 from asyncrl.messages.base import ChunkMemory, EnginePart
 from asyncrl.messages.calls import (
     CommitRequest,
@@ -31,7 +32,6 @@ from asyncrl.messages.calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import CudaDriver, make_cuda_memory, make_file

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import make_batch
 
-from asyncrl.http import CallRefused
+from asyncrl.base.http import CallRefused
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.serving import Refused
 from asyncrl.weights import nccl
 from asyncrl.weights.export import LazyWeights
 from asyncrl.weights.nccl import BroadcastTransport, GroupBroken, WeightGroup

@@ -14,15 +14,16 @@ from fake_engine import FakeEngineServer
 from fake_server import FakeProcess, FakeTrainerServer
 from pydantic import BaseModel
 
+from asyncrl.base.errors import EngineLost, RoomError
+from asyncrl.base.http import CallRefused
+from asyncrl.base.message import ErrorBody
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineLost, RoomError
-from asyncrl.http import CallRefused
 from asyncrl.job.colocate import TakingTurns
 from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
-from asyncrl.messages.base import ErrorBody, Moved
+from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
 from asyncrl.sync.publisher import Publisher

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
 
+from asyncrl.base.http import Caller
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.http import Caller
 from asyncrl.messages.calls import Canary, EngineHealth, ExportResponse, GenerateRequest
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 

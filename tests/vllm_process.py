@@ -23,8 +23,8 @@ import psutil
 import pytest
 from engine_processes import SECRET, EngineProcess
 
-from asyncrl.messages.base import SECRET_ENV
-from asyncrl.placement.processes import group_members
+from asyncrl.base.message import SECRET_ENV
+from asyncrl.launch.processes import group_members
 
 ROOT = Path(__file__).parent.parent
 

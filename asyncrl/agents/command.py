@@ -34,8 +34,8 @@ from asyncrl.agents.command_processes import (
 )
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
 from asyncrl.agents.sandbox import HOME, Forwarder, find_sandbox, is_file
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome
 
 log = logging.getLogger(__name__)

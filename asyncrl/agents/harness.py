@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout, install_extra
+from asyncrl.base.message import ErrorBody
+from asyncrl.base.user_code import UserCalls, is_for_us, load_function, words_of
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import kind_of
-from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout, install_extra
-from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.work import MAX_OUTCOME_BYTES, WorkItem
-from asyncrl.user_code import UserCalls, is_for_us, load_function, words_of
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError
 
 HOME = "/rollout"
 """Working folder inside the sandbox."""

@@ -18,11 +18,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl.agents.harness import GRACE_S, AnyTask, Session, first_fault
+from asyncrl.base.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
+from asyncrl.base.user_code import UserCalls, find_here
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
 from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import VERIFIERS_KEY
-from asyncrl.user_code import UserCalls, find_here
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """The library reads one key per process from the environment; a session's key is in the address instead."""

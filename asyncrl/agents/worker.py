@@ -28,14 +28,14 @@ from pydantic import BaseModel, Field
 
 from asyncrl.agents.command_processes import hide_memory
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
+from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.http import Caller, CallLost, CallRefused
+from asyncrl.base.message import WORKER_KEY_ENV, Message
+from asyncrl.base.user_code import end_what_is_left
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.errors import ConfigError, RoomError
-from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages import work as wire
-from asyncrl.messages.base import WORKER_KEY_ENV, Message
 from asyncrl.messages.records import Outcome
-from asyncrl.user_code import end_what_is_left
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -273,8 +273,16 @@ def work(
 
 def main() -> None:
     """Work until SIGTERM or the parent's end; an invalid spec ends with a fatal line."""
-    from asyncrl.messages.base import SECRET_ENV
-    from asyncrl.serving import add_route, child_arguments, die_with_parent, fail, make_app, secret_of, serve
+    from asyncrl.base.message import SECRET_ENV
+    from asyncrl.base.serving import (
+        add_route,
+        child_arguments,
+        die_with_parent,
+        fail,
+        make_app,
+        secret_of,
+        serve,
+    )
 
     text, fd = child_arguments()
     spec = WorkerSpec.model_validate_json(text)

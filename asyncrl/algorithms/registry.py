@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import AlgorithmConfig
-from asyncrl.errors import ConfigError
 
 _ADVANTAGES, _LOSSES = "asyncrl.algorithms.advantages:", "asyncrl.algorithms.losses:"
 

@@ -6,10 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from asyncrl.base.errors import TaskError, WouldWait
+from asyncrl.base.spans import note_span
+from asyncrl.base.waits import waiting
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
-from asyncrl.errors import TaskError, WouldWait
 from asyncrl.messages.records import (
     Batch,
     Finished,
@@ -20,8 +22,6 @@ from asyncrl.messages.records import (
     WaitReport,
     by_task,
 )
-from asyncrl.spans import note_span
-from asyncrl.waits import waiting
 
 
 class WaitMeter:

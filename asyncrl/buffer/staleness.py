@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl.base.errors import WouldWait
 from asyncrl.config.generation import OnOverdue
-from asyncrl.errors import WouldWait
 from asyncrl.messages.records import GroupId, Ticket
 
 WaitCause = Literal["generation", "stragglers", "publishing"]

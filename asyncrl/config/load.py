@@ -16,8 +16,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config.run_config import RunConfig
-from asyncrl.errors import ConfigError
 
 OTHER_NAMES = {
     "lr": "trainer.learning_rate",

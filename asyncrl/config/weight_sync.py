@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.errors import ConfigError
 from asyncrl.messages.base import Interrupt, TransportName
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class WeightSyncConfig(FrozenConfig):
 
     @property
     def settled(self) -> TransportName:
-        """The transport, once asyncrl/placement/fit.py has settled what auto is."""
+        """The transport, once asyncrl/launch/fit.py has settled what auto is."""
         assert self.transport != "auto", "settle() comes before anything that moves weights"
         return self.transport
 

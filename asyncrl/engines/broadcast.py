@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import EngineError, RoomError, TrainerError, TrainerLost
+from asyncrl.base.errors import EngineError, RoomError, TrainerError, TrainerLost
 from asyncrl.messages.base import BroadcastRequest, GroupSeat
 
 MIN_STEP_S = 60.0

@@ -9,11 +9,11 @@ from typing import Protocol
 
 from pydantic import BaseModel
 
+from asyncrl.base.errors import EngineError, EngineLost, RequestRefused, WeightsLost
+from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.engines.broadcast import Broadcasts, SenderLost
 from asyncrl.engines.link import Link, OnChunk, OnInterrupted, OpenRequest
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.errors import EngineError, EngineLost, RequestRefused, WeightsLost
-from asyncrl.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.base import EnginePart, GroupSeat, Interrupt, Moved
 from asyncrl.messages.calls import (
     CommitRequest,

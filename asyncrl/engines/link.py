@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
+from asyncrl.base.waits import loop_turn
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.messages import frames
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
-from asyncrl.waits import loop_turn
 
 OnChunk = Callable[[GenerateChunk], None]
 OnInterrupted = Callable[[GenerateResponse], bool]

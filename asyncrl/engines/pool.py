@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
+from asyncrl.base.errors import EngineError, EngineLost
+from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.segment_check import EmptySegments, RoutedTokens
-from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, TopLogprobs, VersionSpan
-from asyncrl.waits import waiting
 
 ABORT_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 30.0

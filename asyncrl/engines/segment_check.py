@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from asyncrl.errors import EngineError
+from asyncrl.base.errors import EngineError
 from asyncrl.messages.base import NO_EXPERT
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.base.http import Caller, CallLost, CallRefused
+from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import Lifeline
-from asyncrl.errors import EngineError, EngineLost, RequestRefused
-from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
-from asyncrl.waits import waiting
 
 LOGPROB_SLACK = 1e-3
 """Maximum float32 rounding of a logprob above 0, in nats."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncrl.base.errors import ConfigError, EngineError
+from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.engines.link import OnChunk
 from asyncrl.engines.vllm_routes import GENERATE, LabelInfo, Routes, Said, ServerInfo, vllm_request
-from asyncrl.errors import ConfigError, EngineError
-from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import GenerateRequest
 

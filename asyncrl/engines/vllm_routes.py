@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
+from asyncrl.base.http import Answer, CallGarbled, CallRefused
+from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import Lifeline
-from asyncrl.http import Answer, CallGarbled, CallRefused
-from asyncrl.messages.base import ErrorBody
 
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmFacts, VllmProcess
 from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
-from asyncrl.errors import EngineError, EngineLost, RequestRefused
-from asyncrl.http import CallLost, CallRefused
 from asyncrl.messages.calls import MAX_TOP_LOGPROBS, GenerateChunk, GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import TopLogprobs
 

@@ -8,14 +8,15 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlencode
 
+from asyncrl.base.errors import EngineError
+from asyncrl.base.http import Caller
+from asyncrl.base.waits import within
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess, make_ready
 from asyncrl.engines.vllm_routes import LabelInfo, Said
 from asyncrl.engines.vllm_sampling import Decode, check_request, sample
 from asyncrl.engines.vllm_weights import ChunkLoad, Commit, Load, PushRules, load_of
-from asyncrl.errors import EngineError
-from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
 from asyncrl.messages.calls import (
     CommitResponse,
@@ -26,7 +27,6 @@ from asyncrl.messages.calls import (
     GenerateResponse,
     LoadChunkRequest,
 )
-from asyncrl.waits import within
 
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 

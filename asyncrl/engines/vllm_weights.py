@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
+from asyncrl.base.errors import EngineError, EngineLost
+from asyncrl.base.waits import uncut
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.vllm_process import Segment, VllmProcess
 from asyncrl.engines.vllm_routes import GENERATE, Generated, vllm_request
-from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import GroupSeat, Interrupt
 from asyncrl.messages.calls import Canary, CommitResponse, ExportResponse
 from asyncrl.messages.digest import weights_digest
-from asyncrl.waits import uncut
 from asyncrl.weights.tensor_files import (
     RESEND,
     SCALE,

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.base.errors import EngineLost
+from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.config.weight_sync import fetches_files
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineLost
 from asyncrl.job.check import Found, look, read_tasks
 from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, special_tokens
@@ -28,18 +28,18 @@ from asyncrl.job.servers.teaching import Teaching, make_teaching
 from asyncrl.job.start import Server, bring_up, end_all, end_server, start_again
 from asyncrl.job.supervision.supervise import Supervision, Supervisor
 from asyncrl.job.supervision.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
+from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
+from asyncrl.launch.devices import Placement
+from asyncrl.launch.lease import ROUTINE
+from asyncrl.launch.nodes import with_addresses
+from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
-from asyncrl.placement.devices import Placement
-from asyncrl.placement.lease import ROUTINE
-from asyncrl.placement.nodes import with_addresses
-from asyncrl.placement.plan import EVAL_ENGINE
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
 from asyncrl.rollouts.generators import Taught
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.node_files import NodeFiles
 from asyncrl.sync.publisher import Publisher, at_once
 from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task

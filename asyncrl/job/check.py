@@ -25,25 +25,25 @@ from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
+from asyncrl.base.errors import ConfigError, TaskError, install_extra, may_lack_train
+from asyncrl.base.message import find_fatal
+from asyncrl.base.serving import die_with_parent, fail, secret_of
+from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
-from asyncrl.errors import ConfigError, TaskError, install_extra, may_lack_train
 from asyncrl.job.servers.teaching import look_at_teacher
-from asyncrl.messages.base import find_fatal
+from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share, start_words
+from asyncrl.launch.fork_server import NEVER_INHERITED
+from asyncrl.launch.nodes import Node
+from asyncrl.launch.plan import make_plan, nodes_of, plan_text
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers.tracker_names import check_trackers
-from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
-from asyncrl.placement.fork_server import NEVER_INHERITED
-from asyncrl.placement.nodes import Node
-from asyncrl.placement.plan import make_plan, nodes_of, plan_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
-from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, make_feed
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
-from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
 """Prompts to tokenize. Rows have all their characters checked."""

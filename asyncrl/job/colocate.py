@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from asyncrl.base.errors import EngineLost, RoomError
+from asyncrl.base.waits import uncut, waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import EngineLost, RoomError
+from asyncrl.launch.lease import Call, Lease, Side
 from asyncrl.messages.base import Moved
-from asyncrl.placement.lease import Call, Lease, Side
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.sync.publisher import Publisher
-from asyncrl.waits import uncut, waiting
 
 if TYPE_CHECKING:  # for annotations only; it imports this module
     from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer

@@ -20,10 +20,10 @@ from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.placement.choice import NO_DEVICE
-from asyncrl.placement.fit import find_python, find_version
-from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.plan import EVAL_ENGINE, engine_threads
+from asyncrl.launch.choice import NO_DEVICE
+from asyncrl.launch.fit import find_python, find_version
+from asyncrl.launch.fork_server import KEY_ENV
+from asyncrl.launch.plan import EVAL_ENGINE, engine_threads
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model_folder import load_limit_s
 

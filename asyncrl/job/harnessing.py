@@ -20,27 +20,27 @@ from rich.table import Table
 
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.base.errors import RolloutFailure, RoomError
+from asyncrl.base.files import write_whole
+from asyncrl.base.http import Caller
+from asyncrl.base.message import WORKER_KEY_ENV
+from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import RolloutFailure, RoomError
-from asyncrl.files import write_whole
-from asyncrl.http import Caller
 from asyncrl.job.life import Life
 from asyncrl.job.start import Server, start_all
 from asyncrl.job.supervision.supervise import Supervision, WorkerSupervisor
-from asyncrl.messages.base import WORKER_KEY_ENV
+from asyncrl.launch.processes import ChildProcess
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import outliving
 from asyncrl.observe.metrics import SpecialTokens, num_turns
 from asyncrl.observe.run_numbers import several
-from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import EncodedPrompts, HarnessGenerator, SingleTurn, own_reward
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
-from asyncrl.waits import waiting
 
 if TYPE_CHECKING:  # which import FastAPI
     from asyncrl.agents.endpoint.gateway import Gateway

@@ -24,17 +24,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
+from asyncrl.base.files import write_whole
+from asyncrl.base.http import OUT_OF_FILES
+from asyncrl.base.staging import clear_own_staging
+from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
-from asyncrl.files import write_whole
-from asyncrl.http import OUT_OF_FILES
 from asyncrl.job.start import Server, first_death
 from asyncrl.journal.read import reading
+from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.launch.nodes import Launcher
 from asyncrl.observe.console import outliving
-from asyncrl.placement.launchers import LocalLauncher
-from asyncrl.placement.nodes import Launcher
-from asyncrl.staging import clear_own_staging
-from asyncrl.waits import uncut
 
 if TYPE_CHECKING:
     from asyncrl.messages.records import GroupId, Prompt

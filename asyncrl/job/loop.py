@@ -1,7 +1,7 @@
 """Control loop of a run: start its parts, train batch after batch, end everything.
 
-Each wait is declared in place (asyncrl.waits.waiting) with its purpose and the event that ends it; `asyncrl
-status` and the watchdog list open waits.
+Each wait is declared in place (asyncrl.base.waits.waiting) with its purpose and the event that ends it;
+`asyncrl status` and the watchdog list open waits.
 
 A broken part raises RoomError, which closes everything and leaves `run_job`. A lost process first restarts,
 up to supervision.max_restarts times. Only the end of the run waits for the evaluation, and the loss of its
@@ -20,10 +20,12 @@ from pathlib import Path
 from asyncrl.agents.command import passed_env
 from asyncrl.agents.command_processes import hide_memory
 from asyncrl.algorithms.registry import resolve
-from asyncrl.checkpoints.folder import set_aside
+from asyncrl.base.errors import EngineLost
+from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.spans import span
+from asyncrl.base.user_code import end_what_is_left
+from asyncrl.base.waits import computed
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.errors import EngineLost
-from asyncrl.files import RunLock, write_whole
 from asyncrl.job.build import Parts, open_parts
 from asyncrl.job.life import (
     Interrupts,
@@ -41,22 +43,20 @@ from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.job.scale import first_wanted
 from asyncrl.job.supervision.supervise import heartbeat
+from asyncrl.journal.checkpoints import set_aside
+from asyncrl.launch.devices import Placement
+from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share, start_words
+from asyncrl.launch.launchers import opened
+from asyncrl.launch.nodes import Launcher
+from asyncrl.launch.plan import make_plan
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers.tracker import Tracker
 from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
-from asyncrl.placement.devices import Placement
-from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
-from asyncrl.placement.launchers import opened
-from asyncrl.placement.nodes import Launcher
-from asyncrl.placement.plan import make_plan
 from asyncrl.rollouts.evaluation import Evaluation
-from asyncrl.spans import span
 from asyncrl.tasks.pinned_data import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
-from asyncrl.user_code import end_what_is_left
-from asyncrl.waits import computed
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")

@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.checkpoints.folder import sync_records
+from asyncrl.base.files import LOST, write_whole
+from asyncrl.base.spans import listen_to_spans, note_span
 from asyncrl.config import RunConfig
-from asyncrl.files import LOST, write_whole
 from asyncrl.job.build import Parts
 from asyncrl.job.life import Voice, refused_by_system, run_again, run_id
 from asyncrl.job.parts_read import gauges, status_of, totals_in
+from asyncrl.journal.checkpoints import sync_records
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.observe.console import Console
@@ -44,7 +45,6 @@ from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.spans import listen_to_spans, note_span
 from asyncrl.trainer.step_report import GAP_WARNING
 
 if TYPE_CHECKING:  # which import FastAPI

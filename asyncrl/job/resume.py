@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import yaml
 
-from asyncrl.checkpoints.folder import Checkpoints, ControllerState, Damaged, Whole
+from asyncrl.base.errors import AsyncrlError, CheckpointError, ConfigError
+from asyncrl.base.files import settle_folder
+from asyncrl.base.spans import span
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.run_config import key_of
-from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
-from asyncrl.files import settle_folder
 from asyncrl.job.life import has_begun, run_again
 from asyncrl.job.supervision.supervise_trainer import load_batches
+from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.spans import span
 from asyncrl.trainer.model_folder import MODEL_PIN
 
 if TYPE_CHECKING:

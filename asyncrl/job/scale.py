@@ -12,18 +12,18 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from asyncrl.base.errors import AsyncrlError, ConfigError, RoomError
+from asyncrl.base.files import write_whole
+from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import AsyncrlError, ConfigError, RoomError
-from asyncrl.files import write_whole
 from asyncrl.job.colocate import Turns
 from asyncrl.job.life import Voice, run_again
 from asyncrl.job.start import Server, end_all
 from asyncrl.job.supervision.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
 from asyncrl.observe.status import judge_state, read_config, read_status
-from asyncrl.waits import waiting
 
 logger = logging.getLogger("asyncrl.job.scale")
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.command import passed_env
 from asyncrl.agents.command_processes import hide_memory
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.user_code import end_what_is_left
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import ConfigError
-from asyncrl.files import RunLock, write_whole
 from asyncrl.job.build import find_tasks
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
@@ -30,16 +31,15 @@ from asyncrl.job.life import Life, Voice, logging_to, make_run_dir, new_run_dir,
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server, start_all
 from asyncrl.job.supervision.supervise import Supervision, heartbeat
+from asyncrl.launch.devices import place
+from asyncrl.launch.fit import settle
+from asyncrl.launch.launchers import opened
+from asyncrl.launch.nodes import Launcher
 from asyncrl.observe.run_numbers import several
-from asyncrl.placement.devices import place
-from asyncrl.placement.fit import settle
-from asyncrl.placement.launchers import opened
-from asyncrl.placement.nodes import Launcher
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.tasks.from_config import make_feed
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.trainer.model_folder import make_model_folder
-from asyncrl.user_code import end_what_is_left
 
 if TYPE_CHECKING:  # which import FastAPI
     from asyncrl.agents.endpoint.gateway import Gateway

@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from asyncrl.base.errors import EngineError, RoomError
+from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import EngineError, RoomError
-from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.job.supervision.restarts import Restarts
+from asyncrl.launch.nodes import Process
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
-from asyncrl.placement.nodes import Process
 
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
 STATE_TIMEOUT_S = 5.0

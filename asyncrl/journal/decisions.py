@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.errors import JournalError
+from asyncrl.base.errors import JournalError
 from asyncrl.journal.tokens import encode_partial, encode_trajectory
 from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 

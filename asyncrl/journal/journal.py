@@ -14,12 +14,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
-from asyncrl.errors import JournalError
+from asyncrl.base.errors import JournalError
+from asyncrl.base.waits import waiting
 from asyncrl.journal import decisions
 from asyncrl.journal.read import ResumeState, read_resume
 from asyncrl.journal.schema import DISK_ERRORS, cannot_use, open_to_write
 from asyncrl.messages.records import Batch
-from asyncrl.waits import waiting
 
 Args = ParamSpec("Args")
 T = TypeVar("T")

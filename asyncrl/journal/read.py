@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import JournalError
+from asyncrl.base.errors import JournalError
 from asyncrl.journal.decisions import EPOCH
 from asyncrl.journal.schema import DISK_ERRORS, MOVE_ASIDE, cannot_use, connect, damaged
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of

@@ -11,8 +11,8 @@ import struct
 from contextlib import closing
 from pathlib import Path
 
-from asyncrl.errors import JournalError
-from asyncrl.files import sync
+from asyncrl.base.errors import JournalError
+from asyncrl.base.files import sync
 
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 5

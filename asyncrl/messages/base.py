@@ -1,15 +1,12 @@
-"""The base of all messages, the error body, and the last words of a child process."""
+"""Messages about engines, weights in memory and pushes."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-SECRET_ENV = "ASYNCRL_SECRET"
-WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
-"""Environment variable with the worker key; every user of the machine can read command lines."""
+from asyncrl.base.message import Message
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
 """Effect of a weight swap on running requests (`weight_sync.interrupt`)."""
@@ -21,12 +18,6 @@ WeightKind = Literal["weights", "lora"]
 
 NO_EXPERT = 65535
 """In the record of a token's routing, uint16: which expert read it is not known. Others count from 0."""
-
-
-class Message(BaseModel):
-    """Base of all messages: frozen, and a field that is not known is an error at once."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class LatencyModel(Message):
@@ -51,14 +42,6 @@ class LatencyModel(Message):
     """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
 
 
-class ErrorBody(Message):
-    """Body of every answer with a status of 400 or above: what failed, the rule, the way out."""
-
-    error: str
-    rule: str = ""
-    way_out: str = ""
-
-
 EnginePart = Literal["weights", "kv"]
 TrainerPart = Literal["weights", "gradients", "optimizer"]
 
@@ -68,23 +51,6 @@ class Moved(Message):
 
     num_bytes: int
     seconds: float
-
-
-FATAL_PREFIX = "asyncrl-error: "
-"""A child process that cannot start or go on prints this and an ErrorBody as JSON on one line of its log."""
-
-
-def fatal_line(error: ErrorBody) -> str:
-    """The log line from which the parent learns why a child ended."""
-    return FATAL_PREFIX + error.model_dump_json()
-
-
-def find_fatal(log: str) -> ErrorBody | None:
-    """The error in the last such line of a log, if there is one."""
-    lines = [line for line in log.splitlines() if line.startswith(FATAL_PREFIX)]
-    with contextlib.suppress(ValueError, IndexError):
-        return ErrorBody.model_validate_json(lines[-1].removeprefix(FATAL_PREFIX))
-    return None
 
 
 # Messages about weights in memory shared by trainer and engine: its handles, and the start of each tensor.

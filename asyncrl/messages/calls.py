@@ -13,15 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from asyncrl.messages.base import (
-    ChunkMemory,
-    EnginePart,
-    GroupSeat,
-    Interrupt,
-    Message,
-    TrainerPart,
-    WeightKind,
-)
+from asyncrl.base.message import Message
+from asyncrl.messages.base import ChunkMemory, EnginePart, GroupSeat, Interrupt, TrainerPart, WeightKind
 from asyncrl.messages.records import Credit, TopLogprobs
 
 MAX_TOP_LOGPROBS = 20

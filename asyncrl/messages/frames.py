@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.messages.base import ErrorBody
+from asyncrl.base.message import ErrorBody
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import TopLogprobs
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from pydantic import ConfigDict, Field
 
-from asyncrl.messages.base import ErrorBody, Message
+from asyncrl.base.message import ErrorBody, Message
 from asyncrl.messages.records import Outcome, Rollout, Work
 
 MAX_WAIT_S = 20.0

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.errors import ConfigError, JournalError
+from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.journal.read import batch_story, group_story, reading, run_story
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Rollout, VersionSpan

@@ -21,10 +21,10 @@ from starlette.responses import Response
 
 from asyncrl import __version__
 from asyncrl.agents.endpoint.calls.connections import AppServer
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import write_whole
+from asyncrl.base.message import ErrorBody
 from asyncrl.config import ObserveConfig
-from asyncrl.errors import ConfigError
-from asyncrl.files import write_whole
-from asyncrl.messages.base import ErrorBody
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
 from asyncrl.observe.run_dir import STATUS_FILE
 

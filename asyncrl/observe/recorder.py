@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.files import LOST, cut_at, lines_from_end
+from asyncrl.base.files import LOST, cut_at, lines_from_end
 from asyncrl.observe.metrics import is_total
 from asyncrl.observe.run_dir import (
     EVAL_FILE,

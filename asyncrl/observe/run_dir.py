@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
-from asyncrl.files import lines_from_end
+from asyncrl.base.files import lines_from_end
 
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from rich.table import Table
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.observe.run_dir import CONFIG_FILE, METRICS_FILE, STATUS_FILE, read_jsonl
 from asyncrl.observe.run_numbers import duration
 from asyncrl.observe.status import State, judge_state, read_status, to_text

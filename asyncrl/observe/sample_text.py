@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.observe.run_numbers import plain, several
 from asyncrl.observe.samples import ShownRollout, read_samples
 

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from asyncrl.errors import RolloutFailure
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import rollouts_of
 from asyncrl.observe.run_dir import SAMPLES_FILE, append_lines, read_jsonl, tell

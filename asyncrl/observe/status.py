@@ -20,8 +20,8 @@ from typing import Any, Literal
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import ConfigError
 from asyncrl.observe.console import reward_text, shares_text, staleness_text, tasks_text
 from asyncrl.observe.run_dir import (
     CONFIG_FILE,

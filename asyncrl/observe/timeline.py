@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.base.spans import TimedSpan
 from asyncrl.observe.run_dir import TIMELINE_FILE, append_lines, is_number, parse, read_values, tell
-from asyncrl.spans import TimedSpan
 
 MAX_BYTES = 2 * 2**20
 """Limit of the file. A step takes some 300 to 600 bytes, a second of a slow step 50 and 20 an engine."""

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.base.errors import RoomError
+from asyncrl.base.waits import open_waits, task_stacks, thread_stacks, waits_of_tasks
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import RoomError
-from asyncrl.waits import open_waits, task_stacks, thread_stacks, waits_of_tasks
 
 log = logging.getLogger("asyncrl.watchdog")
 

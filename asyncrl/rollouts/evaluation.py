@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import Literal
 
+from asyncrl.base.errors import EngineError, PublishError, RoomError
+from asyncrl.base.spans import note_span
+from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import EngineError, PublishError, RoomError
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
-from asyncrl.spans import note_span
-from asyncrl.waits import waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncrl.base.errors import PromptUnusable, RolloutFailure
 from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.teacher import Teacher
-from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.messages.base import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,

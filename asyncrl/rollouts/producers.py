@@ -13,8 +13,8 @@ from itertools import islice
 from statistics import fmean
 from typing import Any, Literal
 
+from asyncrl.base.errors import EngineError, RolloutFailure, TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.errors import EngineError, RolloutFailure, TaskError, WouldWait
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Group,

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl.errors import ConfigError, RoomError
+from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.messages.records import Prompt, Rollout, Trajectory
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 

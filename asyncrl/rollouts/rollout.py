@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncrl.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
+from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
+from asyncrl.base.waits import waiting
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Rollout
-from asyncrl.waits import waiting
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Template, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

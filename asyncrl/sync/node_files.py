@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from asyncrl.errors import EngineLost, NodeLost, RoomError, WeightsLost
-from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
+from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import FileRequest
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainerHealth
 

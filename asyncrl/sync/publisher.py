@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
+from asyncrl.base.spans import note_span
+from asyncrl.base.waits import waiting, within
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.messages.base import Interrupt, Moved
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.spans import note_span
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
-from asyncrl.waits import waiting, within
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from asyncrl.base.errors import EngineLost, PublishError, RoomError, WeightsLost
+from asyncrl.base.spans import SHORTEST_S, note_span
+from asyncrl.base.waits import waiting, within
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import EngineLost, PublishError, RoomError, WeightsLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import CommitResponse, ExportChunkResponse, ExportResponse
-from asyncrl.spans import SHORTEST_S, note_span
-from asyncrl.waits import waiting, within
 
 Result = TypeVar("Result")
 OnLost = Callable[[EngineLost], None]

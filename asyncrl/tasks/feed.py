@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from asyncrl.errors import ConfigError, TaskError
+from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt, task_of
 from asyncrl.tasks.epochs import ByDifficulty, Epochs
 from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, user_code

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.base.errors import ConfigError, TaskError
+from asyncrl.base.user_code import check_call, load_function, load_object
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
 from asyncrl.config.run_config import key_of
-from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.epochs import ByDifficulty
 from asyncrl.tasks.feed import Feed, MixedFeed
 from asyncrl.tasks.pinned_data import check_digest, whole_digest
 from asyncrl.tasks.sources import GymTask, VerifiersTask, math_reward, read_dataset, read_files
 from asyncrl.tasks.task import PromptTask, RowTask, Score, UserCodeFailed, no_reward, user_code
-from asyncrl.user_code import check_call, load_function, load_object
 
 LoadTaskset = Callable[[], Any]
 """Loads a taskset. Raises ConfigError."""

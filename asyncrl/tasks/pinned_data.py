@@ -11,9 +11,9 @@ from typing import Any
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import write_whole
 from asyncrl.config import TaskConfig
-from asyncrl.errors import ConfigError
-from asyncrl.files import write_whole
 
 DATA_PIN = "data.json"
 """File in the run directory with the digests of the run's data."""

@@ -14,13 +14,13 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
+from asyncrl.base.errors import RewardFailure, TaskError
+from asyncrl.base.user_code import DaemonThreads, UserCalls
+from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
-from asyncrl.errors import RewardFailure, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.from_config import build_score
 from asyncrl.tasks.task import PromptTask, Score, UserCodeFailed, call, call_async, no_reward, user_code
-from asyncrl.user_code import DaemonThreads, UserCalls
-from asyncrl.waits import waiting, within
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.errors import ConfigError, install_extra
+from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks.pinned_data import digest_of_file, digest_of_rows

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from asyncrl.errors import ConfigError, RewardFailure
-from asyncrl.messages.base import Message
+from asyncrl.base.errors import ConfigError, RewardFailure
+from asyncrl.base.message import Message
+from asyncrl.base.user_code import is_for_us, raised
 from asyncrl.messages.records import LARGEST_NUMBER, Prompt
-from asyncrl.user_code import is_for_us, raised
 
 Content = str | Sequence[Mapping[str, str]]
 """A prompt as users write it: the user's text, or chat messages with `role` and `content`."""

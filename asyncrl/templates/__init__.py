@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 
 _SCHEMA = re.compile(r"^# yaml-language-server: .*\n")
 

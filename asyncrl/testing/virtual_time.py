@@ -17,7 +17,7 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from asyncrl.waits import Computation, task_stacks
+from asyncrl.base.waits import Computation, task_stacks
 
 Result = TypeVar("Result")
 

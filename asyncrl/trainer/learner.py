@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.messages.token_grammars import TokenGrammars
-from asyncrl.serving import Refused
 from asyncrl.trainer.model.allowed import AllowedSets, find_allowed
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches

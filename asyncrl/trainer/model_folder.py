@@ -19,11 +19,11 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ValidationError
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import write_whole
+from asyncrl.base.message import find_fatal
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
-from asyncrl.files import write_whole
-from asyncrl.messages.base import find_fatal
-from asyncrl.placement.processes import start_process
+from asyncrl.launch.processes import start_process
 
 MAKE_TIMEOUT_S = 300.0
 REACH_TIMEOUT_S = 10.0

@@ -21,15 +21,15 @@ from torch import Tensor
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.serving import Refused
+from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.messages.records import Credit
-from asyncrl.serving import Refused
 from asyncrl.trainer.model.kernel_calls import to_device
 from asyncrl.trainer.model.packing import BoolN, MicroBatch
 from asyncrl.trainer.model.tree import IntN
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.user_code import load_advantage, load_loss
 
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.host import available_memory
+from asyncrl.base.host import available_memory
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import Moved, TrainerPart
-from asyncrl.serving import Refused
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.weights.ipc import ALIGNMENT
 

@@ -34,15 +34,19 @@ from aiohttp import web
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.errors import ConfigError
-from asyncrl.messages.base import (
-    SECRET_ENV,
-    BroadcastRequest,
-    BroadcastResponse,
-    ErrorBody,
-    Moved,
-    fatal_line,
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
+from asyncrl.base.serving import (
+    Refused,
+    add_route,
+    child_arguments,
+    die_with_parent,
+    fail,
+    make_app,
+    secret_of,
+    serve,
 )
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved
 from asyncrl.messages.calls import (
     ExportChunkRequest,
     ExportChunkResponse,
@@ -53,16 +57,6 @@ from asyncrl.messages.calls import (
     TrainerHealth,
     TrainResponse,
     unpack_batch,
-)
-from asyncrl.serving import (
-    Refused,
-    add_route,
-    child_arguments,
-    die_with_parent,
-    fail,
-    make_app,
-    secret_of,
-    serve,
 )
 from asyncrl.trainer.model.parts import resolve_device
 from asyncrl.trainer.ranks import BEATS, Command, join_ranks, loss_behind

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.base.files import open_as, whole_folder
+from asyncrl.base.serving import Refused
 from asyncrl.config import LoraConfig
-from asyncrl.files import open_as, whole_folder
-from asyncrl.serving import Refused
 from asyncrl.trainer.model.loading import load_tokenizer, loading
 from asyncrl.trainer.model.lora import ADAPTER, save_adapter
 from asyncrl.trainer.state import READ_BYTES, read_state, read_weights

@@ -3,7 +3,7 @@
 It contains the float32 master weights and AdamW's moments by parameter name, Progress, and each rank's torch
 random generators. The learning rate follows from Progress, and a KL penalty's initial weights are
 model.path's. With adapters (trainer.lora) the base weights are not saved. The folder belongs to a checkpoint,
-which is whole once its manifest is written (asyncrl/checkpoints/folder.py):
+which is whole once its manifest is written (asyncrl/journal/checkpoints.py):
 
     __R_N.distcp    shards of rank R, by torch.distributed.checkpoint (DCP)
     .metadata       places of all shards: DCP's index, a pickle
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from asyncrl.serving import Refused
+from asyncrl.base.serving import Refused
 from asyncrl.trainer.model.parts import MasterWeights
 from asyncrl.trainer.offload import HostMemory, local_of
 from asyncrl.trainer.ranks import Ranks

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.messages.calls import (
     BatchArrays,
@@ -29,7 +30,6 @@ from asyncrl.messages.calls import (
     ExportChunkResponse,
     ExportResponse,
 )
-from asyncrl.serving import Refused
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import pack_texts

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.files import LOST, cut_at, lines_from_end
+from asyncrl.base.files import LOST, cut_at, lines_from_end
 from asyncrl.messages.calls import BatchArrays, BatchHeader
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field
 
+from asyncrl.base.errors import CheckpointError, TrainerError, TrainerLost
+from asyncrl.base.http import Caller, CallLost, CallRefused
+from asyncrl.base.waits import computed, waiting
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
-from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
-from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import (
     NO_EXPERT,
     BroadcastRequest,
@@ -39,7 +40,6 @@ from asyncrl.messages.calls import (
     pack_batch,
 )
 from asyncrl.messages.records import Batch, Trajectory
-from asyncrl.waits import computed, waiting
 
 Answer = TypeVar("Answer", bound=BaseModel)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.serving import Refused
 from asyncrl.weights.export import export_weights
 from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules
 from asyncrl.weights.transport import Exported, Transport, done, only_gathered

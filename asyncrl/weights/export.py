@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
 from asyncrl.messages.digest import joint_digest
-from asyncrl.serving import Refused
 from asyncrl.weights.tensor_files import (
     Pieces,
     digest_of_tensor,

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import ChunkMemory, MemoryHandle, PlacedTensor
 from asyncrl.messages.calls import LoadChunkRequest
-from asyncrl.serving import Refused
 from asyncrl.weights.export import Entries
 from asyncrl.weights.tensor_files import (
     DTYPES,

@@ -37,10 +37,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, SentChunk, SentWeights
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.serving import Refused
 from asyncrl.weights.export import (
     LazyWeights,
     chunks_of,

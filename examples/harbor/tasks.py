@@ -8,7 +8,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.errors import ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from asyncrl.config import RunConfig
+from asyncrl.launch.model_shape import model_shape
+from asyncrl.launch.plan import size_text, trainer_memory
 from asyncrl.messages.calls import pack_batch
-from asyncrl.placement.model_shape import model_shape
-from asyncrl.placement.plan import size_text, trainer_memory
 from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
 from gpu.rows import Bench
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
+from asyncrl.base.staging import clear_stale_staging
 from asyncrl.job import start
-from asyncrl.staging import clear_stale_staging
 from gpu.models import make_folder
 from gpu.rows import Bench
 

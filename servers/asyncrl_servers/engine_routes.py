@@ -13,8 +13,10 @@ from typing import Any, Generic
 from aiohttp import WSMsgType, web
 from pydantic import BaseModel
 
+from asyncrl.base.message import SECRET_ENV, Message
+from asyncrl.base.serving import Refused, add_route, make_app, secret_of, serve
 from asyncrl.messages import frames
-from asyncrl.messages.base import SECRET_ENV, Message, Moved
+from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
@@ -28,7 +30,6 @@ from asyncrl.messages.calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl.serving import Refused, add_route, make_app, secret_of, serve
 from asyncrl_servers.served_engine import MAX_QUEUED, Answer, AnyFuture, Of, ServedEngine
 
 FRAME_ROWS = 256

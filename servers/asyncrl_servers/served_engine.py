@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError
 
-from asyncrl.messages.base import Message, Moved
+from asyncrl.base.message import Message
+from asyncrl.base.serving import Refused, child_arguments, fail
+from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import (
     MAX_TOP_LOGPROBS,
     CommitRequest,
@@ -20,7 +22,6 @@ from asyncrl.messages.calls import (
     WakeRequest,
 )
 from asyncrl.messages.frames import Asked, Sampled
-from asyncrl.serving import Refused, child_arguments, fail
 from asyncrl_servers.weight_state import WeightState
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from asyncrl.base.serving import Refused, die_with_parent
 from asyncrl.messages import calls
 from asyncrl.messages.base import EnginePart, LatencyModel, Moved
 from asyncrl.messages.digest import tensor_digest
 from asyncrl.messages.frames import Asked, Sampled, spans_of
-from asyncrl.serving import Refused, die_with_parent
 from asyncrl.weights.tensor_files import read_or_refuse
 from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import (
     CommitRequest,
@@ -18,7 +19,6 @@ from asyncrl.messages.calls import (
     PrepareResponse,
 )
 from asyncrl.messages.digest import joint_digest
-from asyncrl.serving import Refused
 from asyncrl.weights.tensor_files import RESEND
 
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")

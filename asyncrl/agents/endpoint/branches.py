@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.errors import RolloutFailure
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Credit, GrammarSpan, Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:

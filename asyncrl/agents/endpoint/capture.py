@@ -13,7 +13,7 @@ import numpy.typing as npt
 from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
 from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, RecordedChat, answer_forms
 from asyncrl.agents.endpoint.drafting import Chat, Draft, Drafting, How, Prefill, Recorded, no_prefill
-from asyncrl.errors import RolloutFailure
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout
 from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
 

@@ -33,8 +33,8 @@ from asyncrl.agents.endpoint.grammars import (
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.messages.records import SamplingRequest
 
 log = logging.getLogger(__name__)

@@ -34,10 +34,10 @@ from asyncrl.agents.endpoint.forms.responses import ResponsesForm, ResponsesRequ
 from asyncrl.agents.endpoint.requests import CallRules, ChatRequest, TextRequest
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.serving import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import ConfigError
-from asyncrl.serving import Refused
 
 Answered = Callable[[Request], Coroutine[Any, Any, Response]]
 

@@ -21,8 +21,8 @@ from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, Room
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.chats import Messages
 from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
-from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Rollout, VersionSpan
 
 if TYPE_CHECKING:

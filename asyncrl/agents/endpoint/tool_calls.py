@@ -22,8 +22,8 @@ from asyncrl.agents.tool_markup import (
     read_json,
     skip,
 )
-from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.user_code import is_for_us, load_function, raised
+from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.user_code import is_for_us, load_function, raised
 
 MAX_TOOLS = 128
 """Most tools of a call, and most calls in a message."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError
 from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, Expired
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import Outcomes
-from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Work
 
 WorkerId = tuple[str, str]

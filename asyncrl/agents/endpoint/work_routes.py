@@ -25,13 +25,13 @@ from asyncrl.agents.endpoint.answers import ApiError, invalid
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, outcome_refused
 from asyncrl.agents.harness import OUTCOME, first_fault
+from asyncrl.base.errors import PromptUnusable, RolloutFailure
+from asyncrl.base.message import Message
+from asyncrl.base.serving import Refused
+from asyncrl.base.waits import waiting
 from asyncrl.config import Outcomes
-from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.messages import work as wire
-from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome, Work
-from asyncrl.serving import Refused
-from asyncrl.waits import waiting
 
 Read = TypeVar("Read")
 FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import AsyncrlError, ConfigError, HubError
+from asyncrl.base.errors import AsyncrlError, ConfigError, HubError
 
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 """Files of an earlier export to remove if this export lacks them, such as extra shards."""

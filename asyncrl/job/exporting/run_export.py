@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl import __version__
-from asyncrl.checkpoints.folder import MANIFEST, TRAINER, Checkpoints, read_whole
+from asyncrl.base.errors import CheckpointDamaged, CheckpointError, ConfigError
+from asyncrl.base.files import whole_folder
+from asyncrl.base.serving import Refused
 from asyncrl.config import RunConfig
-from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError
-from asyncrl.files import whole_folder
 from asyncrl.job.exporting.hub_push import HubRepo
 from asyncrl.job.exporting.model_card import WeightsOut, origin_of, write_card
+from asyncrl.journal.checkpoints import MANIFEST, TRAINER, Checkpoints, read_whole
 from asyncrl.observe.run_dir import read_evaluations
 from asyncrl.observe.status import read_config
-from asyncrl.serving import Refused
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model
 
 Tell = Callable[[str], None]

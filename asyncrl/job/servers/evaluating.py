@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from asyncrl.base.errors import RoomError
 from asyncrl.config import EvalConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import RoomError
 from asyncrl.job.harnessing import make_generator
 from asyncrl.job.life import Life
 from asyncrl.observe.run_dir import read_evaluations

@@ -12,23 +12,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from asyncrl.base.http import Caller
+from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
 from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineClient
-from asyncrl.http import Caller
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers.teaching import KEY
 from asyncrl.job.start import Server
+from asyncrl.launch.devices import Placement, chunk_devices
+from asyncrl.launch.fork_server import KEY_ENV
+from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.launch.machine import find_cuda_devices
+from asyncrl.launch.nodes import LOOPBACK, Launcher, Needs, Order, Process, address_of
+from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
+from asyncrl.launch.processes import ForeignProcess
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
-from asyncrl.placement.devices import Placement, chunk_devices
-from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.launchers import LocalLauncher
-from asyncrl.placement.machine import find_cuda_devices
-from asyncrl.placement.nodes import LOOPBACK, Launcher, Needs, Order, Process, address_of
-from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
-from asyncrl.placement.processes import ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.staging import LOCK
 from asyncrl.trainer.model_folder import find_model, load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from asyncrl.base.errors import ConfigError, EngineLost, RoomError
 from asyncrl.config import RunConfig
 from asyncrl.engines.teacher import Teacher
-from asyncrl.errors import ConfigError, EngineLost, RoomError
 from asyncrl.job.start import Server
 from asyncrl.job.supervision.supervise import Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_vocabulary

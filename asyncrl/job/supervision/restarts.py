@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import NodeLost, RoomError
 
 
 class Restarts:

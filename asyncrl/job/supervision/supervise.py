@@ -14,10 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config import SupervisionConfig
-from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import (
+from asyncrl.base.errors import (
     AsyncrlError,
     EngineLost,
     JournalError,
@@ -27,12 +24,15 @@ from asyncrl.errors import (
     TrainerError,
     TrainerLost,
 )
+from asyncrl.base.spans import note_span
+from asyncrl.base.waits import waiting
+from asyncrl.config import SupervisionConfig
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Turns
 from asyncrl.job.start import Server, end_all, start_all
 from asyncrl.job.supervision.restarts import Restarts
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.spans import note_span
-from asyncrl.waits import waiting
 
 if TYPE_CHECKING:  # which import FastAPI
     from asyncrl.agents.endpoint.work_routes import RolloutQueue

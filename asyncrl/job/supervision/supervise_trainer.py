@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncrl.checkpoints.folder import Checkpoints, ControllerState, Pending, set_aside
-from asyncrl.errors import CheckpointError, RoomError, TrainerError, TrainerLost
+from asyncrl.base.errors import CheckpointError, RoomError, TrainerError, TrainerLost
+from asyncrl.base.spans import note_span
+from asyncrl.base.waits import waiting
 from asyncrl.job.start import Server
 from asyncrl.job.supervision.supervise import GRACE_S, Supervision, Supervisor
+from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.messages.records import Batch
-from asyncrl.spans import note_span
 from asyncrl.trainer.trainer_client import TrainerClient
-from asyncrl.waits import waiting
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Parts  # imports this module

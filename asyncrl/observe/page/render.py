@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from asyncrl import __version__
-from asyncrl.errors import ConfigError
-from asyncrl.files import write_whole
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import write_whole
 from asyncrl.observe.page.run_view import view_run
 from asyncrl.observe.page.shape import Difference, Page, RunView
 from asyncrl.observe.page.trace import write_trace

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.base.errors import JournalError
 from asyncrl.config import RunConfig
-from asyncrl.errors import JournalError
 from asyncrl.journal.read import reading
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.page.curves import curves_of

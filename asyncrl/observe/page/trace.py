@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.files import write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.observe.page.lanes import lane_names, span_text, spans_of
 from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE
 from asyncrl.observe.timeline import Row, read_timeline

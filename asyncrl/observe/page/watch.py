@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.base.errors import AsyncrlError, ConfigError
 from asyncrl.observe.page.render import make_page, page_of, render
 from asyncrl.observe.page.shape import Page
 from asyncrl.observe.run_dir import CONFIG_FILE

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import CallbackError, ConfigError
+from asyncrl.base.errors import CallbackError, ConfigError
+from asyncrl.base.user_code import check_call
 from asyncrl.observe.samples import ShownRollout
 from asyncrl.observe.trackers.tracker import Tracker
-from asyncrl.user_code import check_call
 
 USAGE = {
     "on_step": ("step", "metrics"),

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 
+from asyncrl.base.errors import ConfigError, install_extra
+from asyncrl.base.user_code import check_call, load_object
 from asyncrl.config.operation import ObserveConfig, TrackerArgs
-from asyncrl.errors import ConfigError, install_extra
 from asyncrl.observe.trackers.background import Background
 from asyncrl.observe.trackers.clients import CLIENTS
 from asyncrl.observe.trackers.tracker import METHODS, Tracker
-from asyncrl.user_code import check_call, load_object
 
 
 def check_trackers(observe: ObserveConfig) -> None:

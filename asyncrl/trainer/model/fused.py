@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
-from asyncrl.placement.machine import why_no_compiler
+from asyncrl.launch.machine import why_no_compiler
 from asyncrl.weights.tensor_files import float32_names
 
 ROTARY = "apply_rotary_pos_emb"

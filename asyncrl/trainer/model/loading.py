@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.host import available_memory
 from asyncrl.config import TrainerConfig
-from asyncrl.errors import ConfigError
-from asyncrl.host import available_memory
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.tensor_files import StoredPiece, stored_views

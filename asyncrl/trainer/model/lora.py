@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import open_as, whole_folder
 from asyncrl.config import LoraConfig
-from asyncrl.errors import ConfigError
-from asyncrl.files import open_as, whole_folder
 from asyncrl.weights.adapters import linear_parameters, merge
 from asyncrl.weights.export import in_export_dtype, named_weights, whole_here
 from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.overrides import TorchFunctionMode
 
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.serving import Refused
 from asyncrl.config import TrainerConfig
-from asyncrl.errors import ConfigError
 from asyncrl.messages.base import NO_EXPERT
-from asyncrl.serving import Refused
 from asyncrl.trainer.model.attention import choose_flash
 from asyncrl.trainer.model.dealing import heads_of
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled

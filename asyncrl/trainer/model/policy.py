@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
-from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.allowed import AllowedRows
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError, number_of
 from asyncrl.trainer.model.dealing import PassSize, costs_of

@@ -18,9 +18,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.base.files import open_as, whole_folder
+from asyncrl.base.serving import fail
 from asyncrl.config import ScratchConfig
-from asyncrl.files import open_as, whole_folder
-from asyncrl.serving import fail
 
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import Moved, ScoreRequest, ScoreResponse
 from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
-from asyncrl.serving import Refused
 from asyncrl_servers.embedded.admission import Prefill, admit, keep_next
 from asyncrl_servers.embedded.constraints import Constraints
 from asyncrl_servers.embedded.decoder import EmbeddedSpec

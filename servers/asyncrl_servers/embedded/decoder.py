@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.host import available_memory
-from asyncrl.serving import fail
+from asyncrl.base.host import available_memory
+from asyncrl.base.serving import fail
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
     MAX_EXPERTS,

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import ScoreRequest, ScoreResponse
-from asyncrl.serving import Refused
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, to_device, to_host
 from asyncrl_servers.embedded.kv_attention import NO_INTS, Ints, Part, Stretch, written
 from asyncrl_servers.embedded.runner import Runner, cut_calls

@@ -13,10 +13,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import GroupSeat
 from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest, PrepareResponse
 from asyncrl.messages.digest import BLOCK_BYTES
-from asyncrl.serving import Refused
 from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import GroupBroken, WeightGroup

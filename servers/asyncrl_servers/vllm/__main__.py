@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import psutil
 
-from asyncrl.messages.base import SECRET_ENV
-from asyncrl.serving import Refused, die_with_parent, fail, secret_of
+from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.serving import Refused, die_with_parent, fail, secret_of
 from asyncrl_servers.served_engine import read_spec
 from asyncrl_servers.vllm.arguments import VllmSpec, check_start, set_environment
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import TransportName
 from asyncrl.messages.calls import MAX_TOP_LOGPROBS
-from asyncrl.serving import Refused
 from asyncrl_servers.served_engine import EngineSpec
 
 GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"

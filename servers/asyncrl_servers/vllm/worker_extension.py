@@ -18,9 +18,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from asyncrl.base.serving import Refused
 from asyncrl.messages.base import GroupSeat
 from asyncrl.messages.calls import PrepareRequest
-from asyncrl.serving import Refused
 from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_and_size
 from asyncrl_servers.vllm.loader import Loader

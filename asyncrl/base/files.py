@@ -1,0 +1,207 @@
+"""Files that survive a kill or a power cut: synced and atomic. Everything here blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.base.errors import JournalError
+
+LOST = "lost before a sync: the machine stopped, or the file was cut"
+"""Reason for missing lines that a synced file refers to."""
+_BLOCK = 2**16
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file below a folder to disk, then all folder entries. Raises OSError."""
+    paths = list(folder.rglob("*"))
+    for path in [*filter(Path.is_file, paths), *filter(Path.is_dir, paths), folder]:
+        sync(path)
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line with its line end), last line first, reading only as far as needed. Raises
+    OSError.
+    """
+    with path.open("rb") as file:
+        begin, held = file.seek(0, os.SEEK_END), b""
+        while begin:
+            size = min(begin, max(_BLOCK, len(held)))  # double the read for long lines
+            begin -= size
+            file.seek(begin)
+            held = file.read(size) + held
+            end = len(held)
+            while end and (before := held.rfind(b"\n", 0, end - 1)) >= 0:
+                yield begin + before + 1, held[before + 1 : end]
+                end = before + 1
+            held = held[:end]
+        if held:
+            yield 0, held
+
+
+def cut_at(path: Path, num_bytes: int) -> None:
+    """Truncate a file durably. Raises OSError."""
+    os.truncate(path, num_bytes)
+    sync(path)
+
+
+def sha256_of(path: Path) -> str:
+    """Return a hex digest. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_as(folder: Path, like: Path) -> None:
+    """Give a folder's files the mode of `like`: safetensors ignores the umask and uses 0600. Raises
+    OSError.
+    """
+    mode = stat.S_IMODE(like.stat().st_mode)
+    for path in folder.iterdir():
+        path.chmod(mode)
+
+
+def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Write a file atomically. Raises OSError.
+
+    `is_private`: only its owner can read it, at any moment.
+    """
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        if is_private:
+            unfinished.unlink(missing_ok=True)
+            unfinished.touch(mode=0o600)
+        unfinished.write_text(text, encoding="utf-8")
+        sync(unfinished)
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error. Raises
+    OSError.
+
+    An older folder of that name is removed last: after a kill one of the two exists as a whole
+    (settle_folder).
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield unfinished
+        sync_tree(unfinished)
+        replace_folder(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`, replacing an existing one. Raises OSError."""
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    new.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def settle_folder(folder: Path) -> None:
+    """Clean up after a kill: restore a folder that was being replaced, remove unfinished ones. Never call it
+    during a replacement. Raises OSError.
+    """
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+TRIES, PAUSE_S = 3, 0.02
+"""`asyncrl status` takes the lock for an instant to check for a live run."""
+_ONE_WRITES = "one process at a time writes into a run directory"
+_held: set[Path] = set()
+"""Files locked by this process. NFS locks belong to the process: a second lock would succeed, and either
+release would release both.
+"""
+
+
+class RunLock:
+    """Exclusive right of a process to write into a run directory.
+
+    Life: made -> acquire() -> release(), or the end of the process. Children do not inherit it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+
+    def acquire(self) -> RunLock:
+        """Take the lock and write the pid into the file. Raises JournalError that names the holder, without
+        waiting.
+        """
+        key = self.path.resolve()
+        if key in _held:
+            raise self._refused(os.getpid())
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise self._cannot(error) from error
+        try:
+            self._take(file)
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+            os.close(file)
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # both mean "held", by system
+                raise self._refused(holder or "unknown") from None
+            raise self._cannot(error) from error
+        self._file = file
+        _held.add(key)
+        return self
+
+    def _take(self, file: int) -> None:
+        for _ in range(TRIES - 1):
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(PAUSE_S)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Release the lock. Idempotent. The file stays: a waiting run may have it open."""
+        if self._file is not None:
+            _held.discard(self.path.resolve())
+            os.close(self._file)
+            self._file = None
+
+    def _cannot(self, error: OSError) -> JournalError:
+        what = f"{self.path} cannot be locked: {error.strerror}"
+        way_out = "see that the run directory can be written, and that its file system has space and locks."
+        return JournalError(what, rule=_ONE_WRITES, way_out=way_out)
+
+    def _refused(self, holder: object) -> JournalError:
+        what = f"process {holder} writes into {self.path.parent}"
+        way_out = f"wait until it has ended, or end it (kill {holder}), or give this run another directory."
+        return JournalError(what, rule=_ONE_WRITES, way_out=way_out)

@@ -1,0 +1,231 @@
+"""Lease of the devices that colocated trainer and engines time-share.
+
+A turn goes  generating -> handover -> training -> handover -> generating. The calls of a handover, and their
+undo calls, are data:
+
+    to the trainer    1 engines sleep               (undo: the steps to the engines below, with the version
+                                                     that they served)
+                      2 trainer onloads             (undo: offload the optimizer)
+    to the engines    1 trainer offloads the rest   gradients and optimizer (undo: onload the optimizer)
+                      2 engines wake weights        (undo: sleep weights)
+                      3 push weights                chunk by chunk, digest checked (undone with 2)
+                      4 trainer offloads weights    (undo: onload them)
+                      5 engines wake kv             (undo: sleep both; push the weights again)
+
+The first turn is the engines', also with pushed weights: they lost those loaded at their start when they
+released their memory.
+
+A device holds the engines' weights and KV cache, or the trainer's state, or the weights twice: the largest of
+the three, not the sum.
+
+If both sides stay in memory, the trainer gets no calls: sleeping engines serve nothing and keep their memory,
+and a handover is a pause or a push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from asyncrl.base.errors import AsyncrlError, RoomError
+from asyncrl.base.spans import note_span
+from asyncrl.base.waits import uncut, waiting
+from asyncrl.messages.base import Moved
+
+Side = Literal["engines", "trainer"]
+State = Literal["idle", "generating", "training", "handover", "broken"]
+RESTING: dict[Side, State] = {"engines": "generating", "trainer": "training"}
+ROUTINE = frozenset({"handover", "handover phase", "handed over"})
+"""Events of every step; all others report a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """POST /sleep or /wake of every engine, /offload or /onload of the trainer, or a push of the trainer's
+    weights into engines whose weights are awake and empty. Repeatable.
+    """
+
+    of: Literal["engines", "trainer", "publisher"]
+    verb: Literal["sleep", "wake", "offload", "onload", "push"]
+    parts: tuple[Any, ...] = ("weights",)
+
+    def __str__(self) -> str:
+        return f"{self.of}: {self.verb} {' and '.join(self.parts)}"
+
+
+Phase: TypeAlias = tuple[Call, tuple[Call, ...]]
+"""A call, and its undo calls in order."""
+
+SLEEP, PUSH = Call("engines", "sleep", ("kv", "weights")), Call("publisher", "push")
+WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake"), Call("engines", "wake", ("kv",))
+ONLOAD_WEIGHTS, OFFLOAD_WEIGHTS = Call("trainer", "onload"), Call("trainer", "offload")
+OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
+BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
+"""Sleeping engines lose their weights; the trainer still has that version: all engines sleep, then it
+pushes the version again.
+"""
+
+TURNS: dict[Side, tuple[Phase, ...]] = {
+    "trainer": (
+        (SLEEP, BACK_TO_ENGINES),
+        (Call("trainer", "onload", ("weights", "optimizer")), (OFFLOAD_REST,)),
+    ),
+    "engines": (
+        (OFFLOAD_REST, (Call("trainer", "onload", ("optimizer",)),)),
+        (WAKE_WEIGHTS, (Call("engines", "sleep"),)),
+        (PUSH, ()),
+        (OFFLOAD_WEIGHTS, (ONLOAD_WEIGHTS,)),
+        (WAKE_KV, (SLEEP,)),
+    ),
+}
+FIRST: dict[Side, tuple[Phase, ...]] = {
+    "engines": tuple((call, ()) for call in (OFFLOAD_REST, *BACK_TO_ENGINES)),
+    "trainer": tuple((call, ()) for call, _ in TURNS["trainer"]),
+}
+"""Start of a run: nothing to return to, and repeatable."""
+
+
+def staying(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
+    """Drop the trainer's calls, for sides that stay in memory."""
+    return {
+        side: tuple(
+            (call, tuple(undo for undo in undoing if undo.of != "trainer"))
+            for call, undoing in phases
+            if call.of != "trainer"
+        )
+        for side, phases in turns.items()
+    }
+
+
+class Lease:
+    """Turns of trainer and engines on shared devices.
+
+    Life: idle -> handover -> generating or training -> handover -> the other -> ... A failed handover is
+        undone; if an undo also fails, the lease is broken for good.
+    Waits: hand_to waits for the calls of a phase, timeout_s at most each, with all engines at once. An undo
+        has the same limit and is not cut short by cancellation, which passes on afterwards.
+    Invariant: at most one owner, and exactly one from the first turn on, unless broken. After hand_to, the
+        owner has all it needs and the other side has released it; or the lease is broken, and the error and
+        the event describe the remaining state.
+    """
+
+    def __init__(
+        self,
+        calls: Callable[[Call], Mapping[str, Awaitable[Moved]]],
+        *,
+        timeout_s: float,
+        on_event: Callable[[str, Mapping[str, Any]], None],
+        stays: bool = False,
+    ) -> None:
+        """Initialize. `calls` begins a call and returns pending answers by process name. `stays`: both
+        sides stay in memory.
+        """
+        self._first, self._turns = (staying(FIRST), staying(TURNS)) if stays else (FIRST, TURNS)
+        self._calls, self._timeout_s, self._on_event = calls, timeout_s, on_event
+        self.state: State = "idle"
+        self.owner: Side | None = None
+        self.phase = ""
+        """Empty outside a handover."""
+        self.broken = ""
+        """The failed phase and the failed undo; empty unless broken."""
+        self.num_handovers = 0
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
+
+    async def hand_to(self, to: Side) -> Moved:
+        """Hand the devices over; return the bytes freed, taken or moved. Raises RoomError, leaving the
+        devices with their owner.
+        """
+        if self.state in ("handover", "broken") or self.owner == to:
+            why = f"{self!r}; {self.broken}" if self.broken else repr(self)
+            raise RoomError("placement", f"a handover to the {to} cannot begin ({why})")
+        clock = asyncio.get_running_loop().time
+        phases = (self._first if self.owner is None else self._turns)[to]
+        began_s, total_bytes = clock(), 0
+        self._on_event("handover", {"from": self.state, "to": to})
+        self.state = "handover"
+        for number, (call, _) in enumerate(phases, start=1):
+            self.phase, phase_began_s = str(call), clock()
+            try:
+                num_bytes, error = await self._make(call)
+            except asyncio.CancelledError as cancelled:
+                raise await self._undo(phases[:number], "it was cancelled", cancelled) from None
+            if error is not None:
+                raise await self._undo(phases[:number], _shown(error), error)
+            total_bytes += num_bytes
+            detail = {"phase": self.phase, "seconds": clock() - phase_began_s, "num_bytes": num_bytes}
+            note_span("handovers", f"to {to}", phase_began_s, clock(), text=self.phase)
+            self.phase = ""
+            self._on_event("handover phase", detail)
+        self.state, self.owner = RESTING[to], to
+        self.num_handovers += 1
+        moved = Moved(num_bytes=total_bytes, seconds=clock() - began_s)
+        self._on_event("handed over", {"to": to, "seconds": moved.seconds})
+        return moved
+
+    async def _make(self, call: Call) -> tuple[int, BaseException | None]:
+        """Wait for the call on all processes; return the total bytes and the first error."""
+        works = [self._one(name, call.verb, work) for name, work in self._calls(call).items()]
+        outcomes = await asyncio.gather(*works, return_exceptions=True)
+        error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
+        if isinstance(error, asyncio.CancelledError):  # this task was not cancelled, so the call has failed
+            error = RoomError("placement", "a call was cancelled from outside")
+        return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
+
+    async def _one(self, name: str, verb: str, work: Awaitable[Moved]) -> int:
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            with waiting(f"{verb} of {name}", on=name, who="handover"):
+                async with limit:
+                    return (await work).num_bytes
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            what = f"{verb} was not done within weight_sync.timeout_s={self._timeout_s} s"
+            way_out = f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}."
+            raise RoomError(name, what, way_out=way_out) from None
+
+    async def _undo(self, begun: Sequence[Phase], why: str, error: BaseException) -> BaseException:
+        """Undo everything begun; return the error to raise. A cancellation neither cuts it short nor gets
+        lost.
+        """
+        phase = self.phase
+        self._on_event("handover failed", {"phase": phase, "why": why})
+        _, cancelled = await uncut(self._undo_calls(begun, why))
+        if self.broken:
+            self._on_event("lease broken", {"why": self.broken})
+            outcome = f"the lease is broken: {self.broken}"
+        else:
+            self._on_event("handover undone", {"back to": self.state})
+            outcome = f"undone, the devices belong to the {self.owner or 'start'} as before"
+        if cancelled is not None or isinstance(error, asyncio.CancelledError):
+            return cancelled or error
+        if not isinstance(error, AsyncrlError):
+            error.add_note(f"in a handover, while {phase!r}; {outcome}")
+            return error
+        what = f"handing over failed while {phase!r}: {why}; {outcome}"
+        way_out = error.way_out or "read the logs of the trainer and the engines."
+        failed = RoomError("placement", what, rule=error.rule, way_out=way_out)
+        failed.__cause__ = error
+        return failed
+
+    async def _undo_calls(self, begun: Sequence[Phase], why: str) -> None:
+        """Make the undo calls in sequence. The first failure breaks the lease and skips the rest: the
+        memory for them may not be free.
+        """
+        for undone, calls in reversed(begun):
+            for call in calls:
+                _, error = await self._make(call)
+                if error is not None:
+                    undo = f"so did undoing {str(undone)!r} ({_shown(error)})"
+                    self.broken = f"{self.phase!r} failed ({why}), and {undo}"
+                    self.state, self.owner, self.phase = "broken", None, ""
+                    return
+        self.state, self.phase = "idle" if self.owner is None else RESTING[self.owner], ""
+
+
+def _shown(error: BaseException) -> str:
+    return error.what if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,156 @@
+"""Find the CUDA devices, cores and memory of a machine, without torch and without loading anything.
+
+CUDA devices are numbered among the ones in CUDA_VISIBLE_DEVICES, in bus order, as in nvidia-smi.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.host import available_memory, num_cores
+
+DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 20.0
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Flags in /proc/cpuinfo of a CPU that multiplies in bfloat16; the last one is ARM's."""
+CPUINFO = Path("/proc/cpuinfo")
+UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A device. `name`: its name in CUDA_VISIBLE_DEVICES of a child process. `free_bytes` and `total_bytes`:
+    None if nvidia-smi does not report them.
+    """
+
+    name: str
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine. `cores` and `memory` (bytes): available on the host, or within its container.
+    `has_bfloat16`: the CPU has instructions for it. `is_here`: this machine; nothing else is known of a
+    described machine.
+    """
+
+    cuda: tuple[CudaDevice, ...]
+    cores: int
+    memory: int
+    has_bfloat16: bool
+    is_here: bool = True
+
+
+def this_machine() -> Machine:
+    """Return this machine's state now."""
+    return Machine(find_cuda_devices(), num_cores(), available_memory(), cpu_has_bfloat16())
+
+
+def described_machine(devices: str | None, cores: int | None, memory: str | None) -> Machine | None:
+    """Return the machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`, None if nothing
+    is given. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
+    """
+    if devices is None and cores is None and memory is None:
+        return None
+    match = re.fullmatch(r"([1-9]\d{0,3})x(?:.*-)?([^-]+)", devices or "")
+    size, available = _bytes_of(match[2] if match else ""), _bytes_of(memory or "")
+    if not (match and size) and devices != "cpu" or not cores or cores < 1 or available is None:
+        given = {"--devices": devices, "--cores": cores, "--memory": memory}
+        text = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise ConfigError(
+            f"{text} describes no machine",
+            rule="devices are their number, x, a name if you like, and the memory of one; cpu is none",
+            way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB (2x8x80GB: two nodes).",
+        )
+    num = int(match[1]) if match else 0
+    cuda = tuple(CudaDevice(str(number), size, size) for number in range(num))
+    return Machine(cuda, cores, available, has_bfloat16=False, is_here=False)
+
+
+def _bytes_of(text: str) -> int | None:
+    """Return the bytes of 80GB, 79.6GiB or 2TB; None if the text is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?)B", text)
+    size = 0 if match is None else int(float(match[1]) * UNITS[match[2]])
+    return size or None
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
+    if not CPUINFO.is_file():
+        return False
+    lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not BFLOAT16_FLAGS.isdisjoint(flags.partition(":")[2].split())
+
+
+def why_no_compiler(*, for_cuda: bool) -> str:
+    """Return the missing requirement of torch.compile on this machine, "" if there is none."""
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return "there is no C compiler, which torch.compile needs"
+    if not for_cuda:
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed, which torch.compile needs on CUDA"
+    # Triton looks there too, and not where Debian's Python would put its own
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_path("include", scheme))
+    if not (headers / "Python.h").is_file():
+        return f"Python's headers are not installed, which Triton needs: there is no {headers}/Python.h"
+    return ""
+
+
+def find_cuda_devices() -> tuple[CudaDevice, ...]:
+    """Return the devices that torch can use on this machine: none if torch was built without CUDA."""
+    if not torch_has_cuda():
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
+    sizes = {
+        name: (int(free) * 2**20, int(total) * 2**20)
+        for *names, free, total in rows
+        if free.isdigit() and total.isdigit()
+        for name in names
+    }
+    # WSL has no such folder
+    num_devices = len(list(DRIVER_DIR.iterdir())) if DRIVER_DIR.is_dir() else len(rows)
+    names: list[str] = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = map(str, range(num_devices)) if visible is None else map(str.strip, visible.split(","))
+    for name in shown:
+        is_uuid = num_devices > 0 and name.startswith(("GPU-", "MIG-"))
+        if not is_uuid and not (name.isdigit() and int(name) < num_devices):
+            break  # as CUDA reads it: the first that is no device hides all after it
+        names.append(name)
+    return tuple(CudaDevice(name, *sizes.get(name, ())) for name in names)
+
+
+@functools.cache
+def ask_nvidia_smi() -> str:
+    """Return the output of nvidia-smi, '' if it is missing or fails. Asked once per process."""
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+@functools.cache
+def torch_has_cuda() -> bool:
+    """Return whether torch was built with CUDA, from its version file, without importing it. True if torch is
+    not installed: the plan is then for the build that pip installs.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return spec is None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, flags=re.MULTILINE) is not None

@@ -1,0 +1,86 @@
+"""Download exported weights from the trainer's node, once for all engines of a node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from http import HTTPStatus
+from pathlib import Path
+
+import aiohttp
+
+from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.messages.base import FileRequest
+
+NUM_KEPT = 2
+"""The current file and the next one."""
+RETRY_S = 0.5
+SILENT_S = 10.0
+"""Silence after which the trainer is lost."""
+CHUNK_BYTES = 2**22
+
+
+class FetchedFiles:
+    """Weight files in the shared memory of one node."""
+
+    def __init__(self) -> None:
+        """Raises RoomError without a place for the files. Blocks."""
+        clear_stale_staging()
+        self.folder = new_staging_dir()
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._kept = defaultdict[str, list[Path]](list)
+
+    async def fetch(self, request: FileRequest) -> str:
+        """Return the local path, after a download if needed. Raises OSError if the file does not fit, or
+        the trainer is silent or refuses it.
+        """
+        async with self._locks[request.purpose]:
+            path = self.folder / f"{request.purpose}-{request.key}.safetensors"
+            kept = self._kept[request.purpose]
+            if path not in kept:
+                for old in kept[: len(kept) - NUM_KEPT + 1]:
+                    old.unlink(missing_ok=True)
+                    kept.remove(old)
+                try:
+                    await download(request, path)
+                except aiohttp.ClientResponseError as error:
+                    raise OSError(f"{request.url} answered {error.status} {error.message}") from error
+                kept.append(path)
+            return str(path)
+
+    def close(self) -> None:
+        remove_staging_dir(self.folder)
+
+
+async def download(request: FileRequest, path: Path) -> None:
+    """Download a file, resuming broken connections with Range requests. Raises ConnectionError after
+    SILENT_S without data.
+    """
+    clock = asyncio.get_running_loop().time
+    part = path.with_suffix(".part")
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S)
+    tag = ""
+    heard_s = clock()
+    with part.open("wb") as file:
+        async with aiohttp.ClientSession(raise_for_status=True, timeout=limits) as session:
+            while True:
+                headers = {"Authorization": f"Bearer {request.secret}", "Accept-Encoding": "identity"}
+                if file.tell():
+                    headers |= {"Range": f"bytes={file.tell()}-", "If-Match": tag}
+                try:
+                    async with session.get(request.url, headers=headers) as answer:
+                        tag = answer.headers["ETag"]
+                        async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
+                            await asyncio.to_thread(file.write, chunk)
+                            heard_s = clock()
+                    break
+                except aiohttp.ClientResponseError as error:
+                    if error.status != HTTPStatus.PRECONDITION_FAILED:
+                        raise
+                    file.seek(0)  # the file changed after the first part arrived
+                    file.truncate()
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                    if clock() - heard_s > SILENT_S:
+                        raise ConnectionError(f"{request.url} is silent: {error}") from error
+                    await asyncio.sleep(RETRY_S)
+    part.rename(path)

@@ -1,0 +1,274 @@
+"""Plan a run before anything starts: its processes with their devices, threads and memory, as a table.
+
+Bytes are estimates of the large parts from the config and the model's shape: parameters, optimizer (with
+gradients), KV cache, one micro-batch, and copies of weights. Reads config.json and file headers; imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Literal
+
+from asyncrl.base.host import num_cores
+from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.generation import ENGINES, EngineFacts
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.config.weight_sync import transport_words
+from asyncrl.launch.choice import NO_DEVICE, NodeDevice
+from asyncrl.launch.devices import Placement, place
+from asyncrl.launch.machine import Machine, this_machine
+from asyncrl.launch.model_shape import ModelShape, model_shape
+from asyncrl.launch.nodes import LOOPBACK, Node
+
+ProcessSide = Literal["controller", "trainer", "engine", "eval", "host"]
+EVAL_ENGINE = "engine-eval"
+"""Name of the engine server that evaluates."""
+TEACHER = "teacher"
+"""Name of the server that scores sampled tokens."""
+OWN_BYTES = 2**29
+"""Memory of a process that the plan does not count: CUDA's on a device, Python's on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a process. `optimizer`: gradients, AdamW's moments and float32 masters; `copies`: a second set
+    of weights (the next version, a reference, merged adapters), or state that moved off a CUDA device.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    kv: int = 0
+    micro_batch: int = 0
+    copies: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return sum(astuple(self))
+
+    def split(self, num: int) -> Memory:
+        """Return the part of each of `num` processes."""
+        return Memory(*(-(-size // num) for size in astuple(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """A process of the run, or its host memory. `side`: the side whose turn it works in; host and eval: any.
+    `device`: with its node's name if there are several.
+    """
+
+    name: str
+    side: ProcessSide
+    node: int
+    device: str
+    threads: int
+    memory: Memory = Memory()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All processes, and what each device has."""
+
+    placement: Placement
+    processes: tuple[ProcessPlan, ...]
+    shape: ModelShape
+    memory: Mapping[str, tuple[int | None, int | None]]
+    """Free and total bytes of each device by name (None: not known)."""
+
+    def needed_bytes(self, device: str) -> int:
+        """Return what a device must have: everything on it, or the larger of two sides that move out for
+        each other, or both sides' weights during a push.
+        """
+        here = [one for one in self.processes if one.device == device]
+        everything = sum(one.memory.total for one in here)
+        if not self.placement.moves:
+            return everything
+        turns = [[one.memory for one in here if one.side == side] for side in ("trainer", "engine")]
+        trainer, engines = (sum(memory.total for memory in side) for side in turns)
+        pushed = sum(memory.parameters + memory.copies for side in turns for memory in side)
+        return everything - trainer - engines + max(trainer, engines, pushed)
+
+
+def engine_threads(config: RunConfig, cores: int | None = None) -> int:
+    """Return the CPU threads of each engine on a machine with this many cores (None: this one). They do not
+    depend on the number of engines, because results depend on them bit for bit.
+    """
+    given = config.rollout.threads
+    return given if given != "auto" else max(1, (cores or num_cores()) // 4)
+
+
+def trainer_threads(
+    config: RunConfig, cores: int | None = None, num_engines: int | None = None, num_ranks: int | None = None
+) -> int:
+    """Return the CPU threads of each rank: its part of the cores that the rollout engines leave. An eval
+    engine and time-sharing do not change them, because results depend on them bit for bit. Of a range of
+    engines the most count: threads are fixed at the start.
+    """
+    if config.trainer.threads != "auto":
+        return config.trainer.threads
+    engines = config.rollout.max_engines if num_engines is None else num_engines
+    left = (cores or num_cores()) - engines * engine_threads(config, cores)
+    return max(1, left // (num_ranks or config.trainer.world_size))
+
+
+def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int, int]:
+    """Return the CPU threads of each engine and of each rank on this node."""
+    cores = placement.nodes[node].machine.cores if placement.nodes else None
+    num_engines = sum(placement.engine_node(engine) == node for engine in range(len(placement.engines)))
+    num_ranks = sum(device.node == node for device in placement.ranks)
+    return engine_threads(config, cores), trainer_threads(config, cores, num_engines, num_ranks)
+
+
+def nodes_of(given: Machine | Sequence[Node] | None) -> tuple[Node, ...]:
+    """Return the given nodes; a machine: as the only node, None: this one."""
+    if given is None or isinstance(given, Machine):
+        return (Node("this machine", LOOPBACK, given or this_machine()),)
+    return tuple(given)
+
+
+def make_plan(config: RunConfig, where: Machine | Sequence[Node] | None = None) -> Plan:
+    """Plan a run on this machine, another one, or several nodes. Raises ConfigError for an impossible
+    placement.
+    """
+    nodes, shape = nodes_of(where), model_shape(config.model)
+    placement = place(config, nodes)
+    hosts = placement.hosts
+    memory = dict[str, tuple[int | None, int | None]]()
+    for number, node in enumerate(nodes):
+        memory[hosts.label(NodeDevice(number, "cpu"))] = node.machine.memory, node.machine.memory
+        for device, has in zip(hosts.cuda[number], node.machine.cuda, strict=True):
+            memory[hosts.label(device)] = has.free_bytes, has.total_bytes
+    return Plan(placement, lay_out(config, shape, placement), shape, memory)
+
+
+def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
+    """Return every process with its memory."""
+    rollout, label, beside = config.rollout, placement.hosts.label, placement.beside_node
+    threads = [threads_on(config, placement, node) for node in range(len(placement.nodes))]
+    plans = [ProcessPlan("controller", "controller", 0, label(NodeDevice(0, "cpu")), 1)]
+    for rank, (node, device) in enumerate(placement.ranks):
+        name, memory, host = f"trainer-{rank}", trainer_memory(config, shape, device, rank), Memory()
+        if config.trainer.cpu_offload:
+            memory, host = Memory(micro_batch=memory.micro_batch), replace(memory, micro_batch=0)
+        elif placement.moves and placement.is_on_cuda:  # gradients are freed, the rest moves
+            gradients = 4 * num_trained(config, shape) // config.trainer.world_size
+            host = Memory(copies=memory.total - memory.micro_batch - gradients)
+        where = label(NodeDevice(node, device))
+        plans.append(ProcessPlan(name, "trainer", node, where, threads[node][1], memory))
+        if host.total:
+            plans.append(ProcessPlan(f"{name}/host", "host", node, label(NodeDevice(node, "cpu")), 0, host))
+
+    def add(name: str, side: ProcessSide, node: int, devices: Sequence[str], memory: Memory) -> None:
+        for part, device in enumerate(devices):
+            own, where = f"{name}/{part}" if part else name, label(NodeDevice(node, device))
+            plans.append(ProcessPlan(own, side, node, where, threads[node][0], memory))
+
+    stages, caches = placement.mode == "apart", 2 if config.keeps_turns else 1
+    for number, devices in enumerate(placement.engines):
+        memory = engine_memory(config, shape, rollout.facts, caches * rollout.slots, devices, stages)
+        add(f"engine-{number}", "engine", placement.engine_node(number), devices, memory)
+    if (own := placement.evaluation) is not None:
+        num = caches * config.eval_slots
+        memory = engine_memory(config, shape, rollout.facts, num, [own], stages=True)
+        add(EVAL_ENGINE, "eval", beside, [own], memory)
+    if (teacher := config.teacher) is not None and (own := placement.teacher) is not None:
+        shape = model_shape(ModelConfig(path=teacher.path, revision=teacher.revision))
+        memory = engine_memory(config, shape, ENGINES["embedded"], teacher.slots + 1, [own], stages=False)
+        add(TEACHER, "eval", beside, [own], memory)
+    return tuple(plans)
+
+
+def num_trained(config: RunConfig, shape: ModelShape) -> int:
+    """Return the number of parameters that the optimizer changes; adapters are on seven layers each."""
+    lora = config.trainer.lora
+    adapters = 0 if lora is None else shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
+    return shape.num_parameters if lora is None else adapters
+
+
+def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int = 0) -> Memory:
+    """Return the memory of a rank. If sharded, it gathers the embeddings and a layer, with gradients, in its
+    micro-batch. In a broadcast, the first rank holds the version that it sends.
+    """
+    trainer, lora, item = config.trainer, config.trainer.lora, item_bytes(config.model.dtype, device)
+    num, trained = shape.num_parameters, num_trained(config, shape)
+    is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
+    has_masters = item == 2 and lora is None and not is_sharded
+    has_reference = config.algorithm.kl_coefficient > 0 and lora is None
+    merged = num - shape.vocab * shape.hidden if trainer.keeps_merged else 0
+    base = num * item if has_masters or lora is not None else 0
+    whole = Memory(
+        parameters=base + (0 if has_masters else trained * 4),
+        optimizer=trained * (16 if has_masters else 12),
+        copies=item * (num if has_reference else merged),
+    )
+    kind, tokens = device.partition(":")[0], trainer.micro_batch_tokens
+    tokens = min(tokens, CPU_MICRO_BATCH_TOKENS) if kind == "cpu" else tokens
+    tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
+    work = shape.activation_bytes(tokens, item, kind, is_checkpointed=trainer.gradient_checkpointing)
+    if is_sharded:
+        layer = (num - shape.embeddings) // max(1, shape.layers)
+        work += 2 * item * (shape.embeddings + layer)
+    part = whole.split(trainer.world_size)
+    sent = num * item if rank == 0 and config.weight_sync.facts.is_one_kept else 0
+    return replace(part, micro_batch=work, copies=part.copies + sent)
+
+
+def engine_memory(
+    config: RunConfig, shape: ModelShape, facts: EngineFacts, slots: int, devices: Sequence[str], stages: bool
+) -> Memory:
+    """Return the memory of one engine on each of its devices. A paged KV cache counts for one sequence: more
+    sequences wait. `stages`: the next weights arrive while the engine generates.
+    """
+    if devices[0] == NO_DEVICE:
+        return Memory()
+    item, is_on_cpu = item_bytes(config.model.dtype, devices[0]), devices[0] == "cpu"
+    length = config.rollout.max_length
+    sequences = 1 if facts.pages_kv and not is_on_cpu else slots
+    work = min(facts.forward_tokens, slots * length) * (4 * shape.hidden + 3 * shape.active) * item
+    weights = shape.num_parameters * item
+    whole = Memory(
+        parameters=weights,
+        kv=sequences * facts.kv_length(length) * shape.layers * shape.cached * item,
+        micro_batch=work + slots * shape.vocab * 4 * facts.logit_copies,
+        copies=weights if stages and (facts.stages_weights or is_on_cpu) else 0,
+    )
+    return whole.split(len(devices))
+
+
+def item_bytes(dtype: str, device: str) -> int:
+    """Return the bytes of a weight on the device that computes with it."""
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda")) else 4
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes as text."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def plan_text(plan: Plan, config: RunConfig) -> str:
+    """Return the plan as text: the model, a row per process, how weights travel, and each device's memory."""
+    num, placement, revision = plan.shape.num_parameters, plan.placement, config.model.revision
+    fetch = f"hf download {config.model.path} config.json{f' --revision {revision}' if revision else ''}"
+    size = f"{num:,} parameters" if num else f"size not known without config.json; `{fetch}` is enough"
+    names = (*(field.name.replace("_", " ") for field in fields(Memory)), "total")
+    lines = [f"model: {size}", "", _row("process", "device", "threads", names)]
+    for one in plan.processes:
+        sizes = [size_text(part) if part else "-" for part in (*astuple(one.memory), one.memory.total)]
+        lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
+    sync = transport_words(config, is_on_cuda=placement.is_on_cuda)
+    lines += ["", f"mode: {placement.mode}: {'time-sharing' if placement.mode == 'colocated' else sync}"]
+    if config.eval is not None:
+        lines.append(f"evaluation: {EVAL_ENGINE if placement.evaluation else 'rollout engines'}")
+    used, alike = {one.device for one in plan.processes}, defaultdict[str, list[str]](list)
+    for device, (free, _) in plan.memory.items():
+        needed = size_text(plan.needed_bytes(device)) if num else "not known"
+        has = "not known (no nvidia-smi)" if free is None else size_text(free)
+        alike[f"needs {needed}, free {has}" if device in used else "not used"].append(device)
+    return "\n".join([*lines, *(f"{', '.join(devices)}: {text}" for text, devices in alike.items())])
+
+
+def _row(name: str, device: str, threads: str, sizes: Sequence[str]) -> str:
+    return f"{name:<14} {device:<14} {threads:>7} {''.join(f'{size:>12}' for size in sizes)}"

@@ -1,0 +1,320 @@
+"""The handover against devices that refuse, hang, do half, lose their answer, and against cancellation, at
+any call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.base.errors import RoomError
+from asyncrl.launch.lease import ROUTINE, Call, Lease, Side
+from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
+
+TIMEOUT_S = 30.0
+Fault = Literal["refuse", "half", "break_after", "hang", "hang_after", "cancel", "cancel_after", "bug"]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+
+
+class World:
+    """A device, who holds what on it, and the faults of single calls by their number. Every call takes a
+    second.
+    """
+
+    def __init__(self, num_engines: int = 2, trainer: Sequence[str] = (), *, stays: bool = False) -> None:
+        self.stays, self.resting = stays, {"weights", "optimizer"} if stays else set()
+        self.trainer, self.trained, self.is_undoing = {*trainer, *self.resting}, 0, False
+        self.engines = [FakeEngine(self, f"engine-{index}") for index in range(num_engines)]
+        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_event=self.tell, stays=stays)
+
+    def tell(self, kind: str, details: Mapping[str, Any]) -> None:
+        self.events.append((kind, details))
+        if kind in ("handover failed", "handover undone", "lease broken"):
+            self.is_undoing = kind == "handover failed"
+
+    def calls(self, call: Call) -> dict[str, Awaitable[Moved]]:
+        if call.of == "publisher":
+            return {"publisher": self.push()}
+        if call.of == "trainer":
+            change = self.trainer.discard if call.verb == "offload" else self.trainer.add
+            return {"trainer": self.call(call.parts, change)}
+        if call.verb == "sleep":
+            return {engine.name: engine.sleep(call.parts) for engine in self.engines}
+        return {engine.name: engine.wake(call.parts) for engine in self.engines}
+
+    async def call(self, parts: Sequence[str], change: Any) -> Moved:
+        """One call: `change(part)` for each part, unless a fault says otherwise."""
+        fault = self.faults.get(self._calls)
+        self._calls += 1
+        if fault is not None:
+            (self.hit_in_undo if self.is_undoing else self.hit).append(fault)
+        await asyncio.sleep(1.0)
+        if fault in ("refuse", "bug"):
+            raise RoomError("it", "no memory") if fault == "refuse" else KeyError("a bug")
+        if fault == "hang":
+            await asyncio.sleep(10 * TIMEOUT_S)
+        if fault == "cancel":
+            await self.cancel()
+        for part in parts[: 1 if fault == "half" else None]:
+            change(part)
+            self.check()
+        if fault in ("half", "break_after"):
+            raise RoomError("it", "the answer is lost")
+        if fault == "hang_after":
+            await asyncio.sleep(10 * TIMEOUT_S)
+        if fault == "cancel_after":
+            await self.cancel()
+        return Moved(num_bytes=10 * len(parts), seconds=1.0)
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        await asyncio.sleep(1.0)  # raises here, unless an undo is not to be cut short
+
+    def check(self) -> None:
+        """Two sets of weights are the most that both sides may hold together."""
+        engine_parts = set().union(*(engine.awake for engine in self.engines))
+        if self.stays:
+            assert self.trainer >= self.resting, "nobody asked the trainer to move"
+        elif self.lease.state != "idle" and self.lease.owner is not None:
+            shared = f"{self.trainer} beside {engine_parts} ({self.lease})"
+            assert not (self.trainer and "kv" in engine_parts), shared
+            assert not (self.trainer - {"weights"} and engine_parts), shared
+
+    async def push(self) -> Moved:
+        def bring(_part: str) -> None:
+            assert "weights" in self.trainer, "there is nothing to push"
+            for engine in self.engines:
+                assert "weights" in engine.awake, "there is no room for it"
+                if engine.version is not None:
+                    raise RoomError(engine.name, "a chunk would be written over weights that are served")
+            for engine in self.engines:
+                engine.version = engine.committed = self.trained
+
+        return await self.call(("weights",), bring)
+
+    def run(self, to: Side, faults: dict[int, Fault] | None = None) -> BaseException | None:
+        """One handover; the error that it raised."""
+        self.faults, self._calls, self.hit, self.hit_in_undo, self.events = faults or {}, 0, [], [], []
+
+        async def story() -> BaseException | None:
+            self.task = asyncio.create_task(self.lease.hand_to(to), name="handover")
+            (outcome,) = await asyncio.gather(self.task, return_exceptions=True)
+            assert len(asyncio.all_tasks()) == 1, "something is still under way"
+            return outcome if isinstance(outcome, BaseException) else None
+
+        return run_virtual(story())
+
+    def assert_rests(self, side: Side) -> None:
+        """The owner has all that it needs, the other one nothing."""
+        assert self.lease.owner == side
+        if side == "engines":
+            assert (self.lease.state, self.trainer) == ("generating", self.resting)
+            for engine in self.engines:
+                assert engine.awake == {"weights", "kv"}, f"{engine.name} was left paused: {engine.awake}"
+                assert engine.version is not None, f"{engine.name} has memory without content"
+        else:
+            assert (self.lease.state, self.trainer) == ("training", {"weights", "optimizer"})
+            assert not any(engine.awake for engine in self.engines)
+
+
+class FakeEngine:
+    """Weights and a KV cache that can be given away; weights that wake have no version."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name, self._world = name, world
+        self.awake: set[str] = {"weights", "kv"}
+        self.version: int | None = 0
+        self.committed = 0
+
+    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
+        def change(part: str) -> None:
+            self.awake.discard(part)
+            self.version = None if part == "weights" else self.version
+
+        return await self._world.call(parts, change)
+
+    async def wake(self, parts: Sequence[EnginePart]) -> Moved:
+        return await self._world.call(parts, self.awake.add)
+
+
+class Turns(RuleBasedStateMachine):
+    """Turns with faults at any call, also of the undo; a broken lease is the end."""
+
+    @initialize(
+        num_engines=st.integers(1, 3), first=st.sampled_from(["engines", "trainer"]), stays=st.booleans()
+    )
+    def begin(self, num_engines: int, first: Side, stays: bool) -> None:
+        self.world = World(num_engines, stays=stays)
+        assert self.world.run(first) is None
+
+    @rule(faults=st.dictionaries(st.integers(0, 18), st.sampled_from(FAULTS), max_size=3))
+    @precondition(lambda self: self.world.lease.state != "broken")
+    def take_a_turn(self, faults: dict[int, Fault]) -> None:
+        world, lease = self.world, self.world.lease
+        before, to = lease.owner, "trainer" if lease.owner == "engines" else "engines"
+        error = world.run(to, faults)
+        if lease.state == "broken":
+            assert set(world.hit_in_undo) - {"cancel", "cancel_after"}, "it broke without a fault in an undo"
+            assert "so did undoing" in lease.broken
+            assert world.events[-1] == ("lease broken", {"why": lease.broken})
+        elif error is None:
+            assert not world.hit, f"{world.hit} had no effect"
+            world.assert_rests(to)
+        else:
+            assert world.hit
+            world.assert_rests(before)
+            assert world.events[-1][0] == "handover undone"
+        if {"cancel", "cancel_after"} & {*world.hit, *world.hit_in_undo}:
+            assert isinstance(error, asyncio.CancelledError)
+        elif error is not None:
+            assert isinstance(error, RoomError | KeyError)
+
+    @rule()
+    @precondition(lambda self: self.world.lease.owner == "trainer")
+    def train(self) -> None:
+        self.world.trained += 1
+        self.world.trainer.add("gradients")
+        self.world.check()
+        self.world.trainer.discard("gradients")
+
+    @rule()
+    @precondition(lambda self: self.world.lease.state == "broken")
+    def nothing_comes_after_a_broken_lease(self) -> None:
+        error = self.world.run("trainer")
+        assert isinstance(error, RoomError)
+        assert self.world.lease.broken in str(error)
+
+    @invariant()
+    def there_is_one_owner_and_engines_serve_what_was_pushed(self) -> None:
+        assert (self.world.lease.owner is None) == (self.world.lease.state == "broken")
+        self.world.check()
+        if self.world.lease.owner == "engines":
+            assert all(engine.version == engine.committed for engine in self.world.engines)
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=120, stateful_step_count=12, deadline=None)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize(
+    ("first", "at"), [*(("engines", at) for at in range(9)), *(("trainer", at) for at in range(3))]
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_start_that_failed_can_be_made_again(first: Side, at: int, fault: Fault, stays: bool) -> None:
+    world = World(trainer=("weights", "optimizer"), stays=stays)
+    failed = world.run(first, {at: fault}) is not None
+    assert failed == bool(world.hit)
+    if failed:
+        assert (world.lease.state, world.lease.owner) == ("idle", None)
+        assert world.run("engines") is None
+    elif first == "trainer":
+        assert world.run("engines") is None
+    world.assert_rests("engines")
+
+
+@pytest.fixture
+def world() -> World:
+    """One whose devices belong to the engines."""
+    world = World()
+    assert world.run("engines") is None
+    return world
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        (
+            {2: "refuse"},
+            "while 'trainer: onload weights and optimizer': it: no memory; undone, the devices belong to the "
+            "engines as before",
+        ),
+        ({1: "hang"}, f"engine-1: sleep was not done within weight_sync.timeout_s={TIMEOUT_S} s"),
+        (
+            {2: "refuse", 3: "hang"},
+            "'trainer: onload weights and optimizer' failed (it: no memory), and so did undoing 'trainer: "
+            "onload weights and optimizer' (trainer: offload was not done within "
+            f"weight_sync.timeout_s={TIMEOUT_S}",
+        ),
+    ],
+)
+def test_an_error_names_the_phase_its_cause_and_what_became_of_the_devices(
+    world: World, faults: dict[int, Fault], told: str
+) -> None:
+    error = world.run("trainer", faults)
+    assert isinstance(error, RoomError)
+    assert isinstance(error.__cause__, RoomError)
+    assert told in str(error)
+    if world.lease.broken:
+        assert not any(engine.awake for engine in world.engines), "what had no room to wake was not woken"
+
+
+def test_a_cancelled_handover_is_undone_first_and_a_bug_is_raised_as_it_is(world: World) -> None:
+    error = world.run("trainer", {2: "cancel_after", 4: "cancel"})  # once more while it is undone
+    assert isinstance(error, asyncio.CancelledError)
+    assert world.events[-2:] == [
+        ("handover failed", {"phase": "trainer: onload weights and optimizer", "why": "it was cancelled"}),
+        ("handover undone", {"back to": "generating"}),
+    ]
+    error = world.run("trainer", {2: "bug"})
+    assert isinstance(error, KeyError)
+    assert "in a handover, while 'trainer: onload weights and optimizer'; undone" in error.__notes__[0]
+    world.assert_rests("engines")
+
+
+def test_a_call_that_was_cancelled_from_outside_is_a_failure_and_no_cancellation_of_ours(
+    world: World,
+) -> None:
+    world.run("trainer")
+
+    async def cancelled_push() -> Moved:
+        raise asyncio.CancelledError
+
+    async def story() -> None:
+        world.push = cancelled_push  # type: ignore[method-assign]
+        with pytest.raises(RoomError, match="'publisher: push weights'.*cancelled from outside"):
+            await world.lease.hand_to("engines")
+
+    run_virtual(story())
+    world.assert_rests("trainer")
+
+
+def test_every_step_is_told_with_its_seconds_and_bytes(world: World) -> None:
+    world.run("trainer")
+    world.run("engines")
+    assert [kind for kind, _ in world.events] == ["handover", *["handover phase"] * 5, "handed over"]
+    assert {kind for kind, _ in world.events} == ROUTINE
+    assert world.events[0][1] == {"from": "training", "to": "engines"}
+    assert world.events[2][1] == {"phase": "engines: wake weights", "seconds": 1.0, "num_bytes": 20}
+    assert world.events[-1][1] == {"to": "engines", "seconds": 5.0}
+
+
+def test_where_both_sides_stay_a_handover_is_a_pause_or_a_push() -> None:
+    world = World(stays=True)
+    assert world.run("engines") is None
+    told = []
+    for side in ("trainer", "engines"):
+        assert world.run(side) is None
+        told.append([detail["phase"] for kind, detail in world.events if kind == "handover phase"])
+    push = ["engines: wake weights", "publisher: push weights", "engines: wake kv"]
+    assert told == [["engines: sleep kv and weights"], push]
+    world.assert_rests("engines")
+
+
+def test_a_second_handover_meanwhile_is_refused(world: World) -> None:
+    async def story() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.lease.hand_to("trainer"))
+            await all_blocked()
+            with pytest.raises(RoomError, match="cannot begin .*handover: engines: sleep"):
+                await world.lease.hand_to("trainer")
+
+    run_virtual(story())
+    world.assert_rests("trainer")

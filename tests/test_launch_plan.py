@@ -1,0 +1,436 @@
+"""The plan of a run: memory and threads of each process, what cannot fit, each auto, and vLLM's Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launch_cases import EVAL, OWN, TAUGHT, TURNS, URLS, VLLM, load, machine, make_python
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.config import RolloutConfig
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.launch import fit
+from asyncrl.launch import machine as machine_module
+from asyncrl.launch.devices import place
+from asyncrl.launch.fit import (
+    find_python,
+    find_version,
+    import_folder,
+    refuse_what_cannot_fit,
+    settle,
+    settle_share,
+    start_words,
+)
+from asyncrl.launch.plan import (
+    OWN_BYTES,
+    Memory,
+    Plan,
+    engine_threads,
+    make_plan,
+    plan_text,
+    trainer_threads,
+)
+
+ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
+ZERO = "buffer.max_staleness=0"
+TWO_EACH = ["placement.trainer=all", "trainer.world_size=2", "rollout.num_engines=2"]
+
+
+def planned(num_cuda: int, *overrides: str) -> Plan:
+    return make_plan(load(*overrides), machine(num_cuda))
+
+
+def memory(plan: Plan, name: str) -> Memory:
+    return next(process.memory for process in plan.processes if process.name == name)
+
+
+def test_parameters_are_counted_from_file_headers(tiny_model_dir: Path) -> None:
+    from safetensors.numpy import load_file
+
+    plan = planned(0, "model.scratch=none", f"model.path={tiny_model_dir}")
+    stored = load_file(tiny_model_dir / "model.safetensors")
+    assert plan.shape.num_parameters == sum(tensor.size for tensor in stored.values())
+    engine = memory(plan, "engine-0")
+    assert engine.parameters == engine.copies == 4 * plan.shape.num_parameters
+    assert memory(plan, "trainer-0").optimizer == 12 * plan.shape.num_parameters
+
+
+def test_a_model_of_unknown_size_is_not_refused() -> None:
+    config = load("model.scratch=none", "model.path=org/name", "model.revision=v1")
+    plan = make_plan(config, machine(0))
+    refuse_what_cannot_fit(plan, config)
+    assert "hf download org/name config.json --revision v1" in plan_text(plan, config)
+
+
+def test_threads_do_not_depend_on_engines_nor_on_time_sharing() -> None:
+    one, two = load("rollout.num_engines=1"), load("rollout.num_engines=2")
+    assert engine_threads(one) == engine_threads(two)
+    assert trainer_threads(one) >= trainer_threads(two) >= 1
+    turns, apart = load(*TURNS), load(*ON_CPU, ZERO)
+    assert (trainer_threads(turns), engine_threads(turns)) == (trainer_threads(apart), engine_threads(apart))
+
+
+def test_trainer_memory_depends_on_ranks_dtype_and_adapters() -> None:
+    whole, third = (memory(planned(0, *more), "trainer-0") for more in ([], ["trainer.world_size=3"]))
+    assert third.parameters == pytest.approx(whole.parameters / 3, rel=0.01)
+    assert third.optimizer == pytest.approx(whole.optimizer / 3, rel=0.01)
+    shape = planned(0).shape
+    work = shape.activation_bytes(CPU_MICRO_BATCH_TOKENS, 4, "cpu", is_checkpointed=False)
+    assert whole.micro_batch == work < third.micro_batch, "shards are gathered"
+    checkpointed = memory(planned(0, "trainer.gradient_checkpointing=true"), "trainer-0")
+    assert checkpointed.micro_batch < whole.micro_batch
+    num, half = shape.num_parameters, "model.dtype=bfloat16"
+    masters = memory(planned(0, *ON_CPU, half), "trainer-0")
+    assert (masters.parameters, masters.optimizer) == (2 * num, 16 * num)
+    shards = memory(planned(1, "placement.rollout=cpu", half), "trainer-0")
+    assert (shards.parameters, shards.optimizer) == (4 * num, 12 * num)
+    adapted, merged = (
+        memory(planned(0, f"trainer.lora={{rank: 2, merge: {when}}}"), "trainer-0")
+        for when in ("pass", "step")
+    )
+    assert adapted.optimizer < whole.optimizer
+    assert merged == replace(adapted, copies=4 * (num - shape.vocab * shape.hidden))
+    assert memory(planned(0, "algorithm.kl_coefficient=0.1"), "trainer-0").copies == 4 * num
+
+
+def test_a_long_sequence_is_a_micro_batch_of_its_own() -> None:
+    long, short = (
+        memory(planned(2, "trainer.micro_batch_tokens=3000", f"rollout.max_tokens={num}"), "trainer-0")
+        for num in (9992, 2992)
+    )
+    assert long.micro_batch > 3 * short.micro_batch
+
+
+def test_state_that_leaves_the_device_is_counted_on_the_host() -> None:
+    two = [ZERO, "placement.rollout=trainer", *TWO_EACH, "model.dtype=bfloat16"]
+    here, away = planned(2, *two), planned(2, *two, "trainer.cpu_offload=true")
+    trainer, host = memory(here, "trainer-0"), memory(here, "trainer-0/host")
+    gradients = 4 * here.shape.num_parameters // 2
+    assert host == Memory(copies=trainer.parameters + trainer.optimizer - gradients)
+    assert memory(away, "trainer-0") == Memory(micro_batch=trainer.micro_batch)
+    assert memory(away, "trainer-0/host") == replace(trainer, micro_batch=0)
+    assert here.needed_bytes("cpu") == 2 * host.total
+
+
+def test_the_first_rank_holds_the_version_of_a_broadcast() -> None:
+    values = [VLLM, "weight_sync.transport=nccl", "trainer.world_size=2"]
+    plan = planned(3, *values)
+    assert memory(plan, "trainer-0").copies > memory(plan, "trainer-1").copies == 0
+
+
+def test_time_sharing_needs_the_largest_turn_and_not_the_sum() -> None:
+    apart, turns = planned(0, *ON_CPU, ZERO), planned(0, "placement.trainer=cpu", *TURNS)
+    trainer, engine = memory(turns, "trainer-0"), memory(turns, "engine-0")
+    assert engine.copies == 0, "the next weights replace the current ones"
+    assert turns.needed_bytes("cpu") == max(trainer.total, engine.total)
+    assert apart.needed_bytes("cpu") == trainer.total + engine.total + memory(apart, "engine-0").copies
+
+
+# ---- both sides in the memory of one device
+
+SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu_memory_utilization: 0.9}"
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "free", "overrides", "stays"),
+    [
+        (0, 2**36, TURNS, True),
+        (0, 2**27, TURNS, False),
+        (0, 2**36, [*TURNS, "placement.share=none"], False),
+        (1, 2**34, [ZERO], True),
+        (1, 2**30, [ZERO], False),
+        (1, None, [ZERO], False),
+        (1, 2**34, [ZERO, VLLM, SIZED], False),
+        (1, 2**34, [ZERO, "model.scratch=none", "model.path=org/name"], False),
+        (1, 2**34, [ZERO, SHARE], True),
+        (1, 2**34, [SHARE], False),
+        (2, 2**34, [ZERO], False),
+    ],
+)
+def test_both_sides_stay_in_memory_where_they_fit(
+    num_cuda: int, free: int | None, overrides: list[str], stays: bool
+) -> None:
+    here = machine(num_cuda, free) if num_cuda else replace(machine(0), memory=free or 0)
+    config = load(*overrides)
+    plan, _ = settle_share(make_plan(config, here), config)
+    assert plan.placement.stays == stays
+    is_moving = plan.placement.mode == "colocated" and not stays
+    assert ("trainer-0/host" in {one.name for one in plan.processes}) == (
+        is_moving and num_cuda > 0 and plan.shape.num_parameters > 0
+    )
+    assert (plan.placement.share is not None) == (num_cuda == 1 and (stays or SHARE in overrides))
+
+
+@pytest.mark.parametrize("engine", [["rollout.engine=embedded"], [VLLM]])
+def test_auto_gives_both_sides_more_than_they_need(engine: list[str]) -> None:
+    config = load(ZERO, *engine)
+    plan, _ = settle_share(make_plan(config, machine(1)), config)
+    share, total = plan.placement.share, 2**34
+    trainer, sampler = (memory(plan, name).total + OWN_BYTES for name in ("trainer-0", "engine-0"))
+    assert share is not None
+    assert sampler / total < share < 1 - trainer / total
+    half = (1 + (sampler - trainer) / total) / 2
+    paged = max(half, 1 - 1.25 * trainer / total)
+    assert share == pytest.approx(paged if engine == [VLLM] else half, abs=1e-3)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+@pytest.mark.parametrize("overrides", [[], [ZERO]])
+def test_a_share_that_is_too_small_for_a_side_is_refused(share: float, overrides: list[str]) -> None:
+    config = load(*overrides, f"placement.share={share}")
+    with pytest.raises(ConfigError, match=rf"placement.share={share}: engines need"):
+        refuse_what_cannot_fit(make_plan(config, machine(1)), config)
+    fits = load(*overrides, "placement.share=0.5")
+    refuse_what_cannot_fit(make_plan(fits, machine(1)), fits)
+
+
+# ---- engines
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> list[str]:
+    return [VLLM, f"rollout.vllm_python={make_python(tmp_path / 'python')}"]
+
+
+def test_a_split_engine_has_a_row_per_device(vllm: list[str]) -> None:
+    split = planned(3, *vllm, "rollout.tensor_parallel=2")
+    rows = [(process.name, process.device) for process in split.processes if process.side == "engine"]
+    assert rows == [("engine-0", "cuda:1"), ("engine-0/1", "cuda:2")]
+    whole = memory(planned(3, *vllm), "engine-0")
+    assert memory(split, "engine-0").parameters == whole.parameters // 2
+    assert whole.copies == 0, "it reads staged weights from their file"
+    assert memory(planned(0, *vllm), "engine-0").copies > 0
+
+
+def test_a_paged_cache_holds_one_sequence_at_least(vllm: list[str]) -> None:
+    long = ["rollout.slots=256", "rollout.max_tokens=1000", "rollout.max_prompt_tokens=24"]
+    paged, slots = planned(2, *vllm, *long), planned(2, *long)
+    assert memory(slots, "engine-0").kv == 256 * memory(paged, "engine-0").kv > 0
+
+
+def test_an_eval_engine_and_a_teacher_have_memory_of_their_own(tiny_model_dir: Path) -> None:
+    taught = [*TAUGHT[1:], f"teacher.path={tiny_model_dir}"]
+    plan = planned(3, EVAL, OWN, *taught)
+    assert memory(plan, "engine-eval").parameters == memory(plan, "engine-0").parameters
+    assert 0 < memory(plan, "teacher").parameters != memory(plan, "engine-0").parameters
+
+
+def test_servers_of_others_need_no_vllm_here(vllm: list[str]) -> None:
+    lacking = [*URLS, "rollout.vllm_python=/no/such"]
+    for more in ([], [EVAL, "eval.engine=rollout"]):
+        refuse_what_cannot_fit(planned(0, *lacking, *more), load(*lacking, *more))
+    with pytest.raises(ConfigError, match="/no/such cannot import vllm"):
+        refuse_what_cannot_fit(planned(0, *lacking, EVAL), load(*lacking, EVAL))
+    refuse_what_cannot_fit(planned(0, *URLS, *vllm[1:], EVAL), load(*URLS, *vllm[1:], EVAL))
+
+
+# ---- what cannot fit
+
+
+@pytest.mark.parametrize("overrides", [["rollout.slots=4000000"], [ZERO, "rollout.slots=4000000"]])
+@pytest.mark.parametrize("num_cuda", [0, 1, 2])
+def test_what_does_not_fit_is_refused_with_the_numbers(num_cuda: int, overrides: list[str]) -> None:
+    where = [ZERO] if num_cuda == 1 else []
+    config = load(*overrides, *where)
+    plan = make_plan(config, machine(num_cuda))
+    device = plan.placement.rollout[0]
+    with pytest.raises(ConfigError) as caught:
+        refuse_what_cannot_fit(plan, config)
+    size = f"{plan.needed_bytes(device) / 2**30:.2f} GiB"
+    assert f"{device} needs {size}" in caught.value.what
+    assert f"engine-0 {memory(plan, 'engine-0').total / 2**30:.2f} GiB" in caught.value.what
+    refuse_what_cannot_fit(planned(num_cuda, *where), load(*where))
+
+
+def test_unknown_memory_refuses_nothing() -> None:
+    config = load(ZERO, "rollout.slots=4000000")
+    refuse_what_cannot_fit(make_plan(config, machine(1, free_bytes=None)), config)
+
+
+def test_the_table_has_a_row_per_process_and_a_line_per_device() -> None:
+    config = load(EVAL)
+    text = plan_text(make_plan(config, machine(3)), config)
+    rows = [line.split()[:2] for line in text.splitlines()[3:7]]
+    assert rows == [
+        ["controller", "cpu"],
+        ["trainer-0", "cuda:0"],
+        ["engine-0", "cuda:1"],
+        ["engine-eval", "cuda:2"],
+    ]
+    assert text.count("free 16.00 GiB") == 3
+
+
+# ---- what a run promises of its tokens
+
+FOUR = "buffer.max_staleness=4"
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides", "is_on"),
+    [
+        (0, [FOUR], True),
+        (0, [FOUR, "rollout.deterministic=true"], True),
+        (0, [ZERO, "rollout.deterministic=false"], False),
+        (1, [ZERO], False),
+        (2, [FOUR], False),
+        (0, [ZERO, VLLM], False),
+        (2, [ZERO, VLLM, "placement.rollout=1"], True),
+        (2, [FOUR, VLLM], False),
+        (2, [FOUR, VLLM, "rollout.deterministic=true"], True),
+    ],
+)
+def test_engines_are_deterministic_where_it_costs_nothing_or_is_of_use(
+    num_cuda: int, overrides: list[str], is_on: bool
+) -> None:
+    config = load(*overrides)
+    plan = make_plan(config, machine(num_cuda))
+    assert config.is_deterministic(plan.placement.rollout[0]) == is_on
+    is_auto = config.rollout.deterministic == "auto"
+    assert start_words(plan, config) == [f"rollout.deterministic: auto is {str(is_on).lower()}"] * is_auto
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides"), [(2, []), (0, [VLLM]), (0, URLS), (0, ["rollout.engine=simulated"])]
+)
+def test_a_promise_that_this_engine_cannot_keep_is_refused(num_cuda: int, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.deterministic=true, and .* cannot promise"):
+        planned(num_cuda, *overrides, "rollout.deterministic=true")
+    planned(num_cuda, *overrides)
+
+
+# ---- the type of the weights
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_cuda", "has_bf16", "dtype"),
+    [
+        ("model.dtype=auto", 0, False, "float32"),
+        ("model.dtype=auto", 0, True, "bfloat16"),
+        ("model.dtype=auto", 2, False, "bfloat16"),
+        ("placement.rollout=cpu", 1, False, "float32"),
+        ("rollout.engine=simulated", 1, False, "bfloat16"),
+        ("model.dtype=bfloat16", 0, False, "bfloat16"),
+        ("model.dtype=float32", 0, True, "float32"),
+    ],
+)
+def test_auto_dtype_is_bfloat16_where_all_devices_have_it(
+    setting: str, num_cuda: int, has_bf16: bool, dtype: str
+) -> None:
+    written = load("model.dtype=auto", "weight_sync.transport=shm", setting)
+    config, messages = settle(written, machine(num_cuda, has_bfloat16=has_bf16))
+    assert config.model.dtype == dtype
+    assert bool(messages) == (written.model.dtype == "auto")
+
+
+def test_a_resumed_run_keeps_its_dtype() -> None:
+    config, _ = settle(load("model.dtype=auto"), machine(2), begun="float32")
+    assert config.model.dtype == "float32"
+
+
+SERVED = ["rollout.urls=['http://127.0.0.1:1']", "model.scratch=none", "model.path=org/name"]
+EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_parallel=2"]
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides", "transport", "why"),
+    [
+        (0, [VLLM], "shm", "a side is on the CPU"),
+        (0, TURNS, "shm", "a side is on the CPU"),
+        (1, TURNS, "ipc", "trainer and engines take turns on CUDA"),
+        (2, [], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, ["rollout.num_engines=2"], "shm", "several engines are on cuda:1"),
+        (3, ["rollout.num_engines=2"], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, ["rollout.engine=simulated"], "shm", "rollout.engine=simulated takes part in no transfer"),
+        (2, [VLLM], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (8, EIGHT, "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, [VLLM, "trainer.lora={rank: 4}"], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, [VLLM, "weight_sync.rolling=true"], "shm", "weight_sync.rolling=true, and a broadcast"),
+        (2, [VLLM, "placement.rollout=cpu"], "shm", "a side is on the CPU"),
+        (2, [VLLM, *SERVED], "shm", "the run does not start the servers"),
+        (2, [VLLM, "weight_sync.disk_dir=/shared"], "disk", "weight_sync.disk_dir is given"),
+        (1, [VLLM, *TURNS], "ipc", "trainer and engines take turns on CUDA"),
+        (1, [VLLM, *TURNS, "rollout.num_engines=2"], "ipc", "trainer and engines take turns on CUDA"),
+        (2, [*TURNS, *TWO_EACH, VLLM], "ipc", "trainer and engines take turns on CUDA"),
+    ],
+)
+def test_an_auto_transport_is_what_is_best_between_the_devices_of_both_sides(
+    num_cuda: int, overrides: list[str], transport: str, why: str
+) -> None:
+    asked = load(*overrides)
+    config, told = settle(asked, machine(num_cuda))
+    assert config.weight_sync.settled == transport
+    assert why in told[-1]
+    place(config, num_cuda)  # which auto chose is not refused
+    written = asked.weight_sync.model_copy(update={"transport": transport})
+    again = settle(asked.model_copy(update={"weight_sync": written}), machine(num_cuda))
+    assert again[1] == told[:-1], "and may be written"
+    with pytest.raises(AssertionError, match="settle"):
+        _ = asked.weight_sync.settled
+
+
+def test_the_cpu_is_asked_for_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "CPUINFO", tmp_path / "cpuinfo")
+    assert not machine_module.cpu_has_bfloat16(), "it is not known"
+    (tmp_path / "cpuinfo").write_text("model name\t: bf16\nflags\t\t: fpu avx2\n")
+    assert not machine_module.cpu_has_bfloat16()
+    for line in ("flags\t\t: fpu avx512f avx512_bf16\n", "Features\t: fp asimd bf16\n"):
+        (tmp_path / "cpuinfo").write_text(line)
+        assert machine_module.cpu_has_bfloat16(), line
+
+
+# ---- vLLM's Python
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    return make_python(tmp_path / "vllm" / "bin" / "python")
+
+
+def test_a_python_that_is_named_must_be_there_and_have_vllm(python: Path) -> None:
+    assert find_python(RolloutConfig(engine="vllm", vllm_python=str(python))) == python
+    without = make_python(python.with_name("without"), exit_code=1)
+    for wrong in (python.parent, without, python.with_name("nowhere")):
+        with pytest.raises(ConfigError, match="cannot import vllm") as caught:
+            find_python(RolloutConfig(engine="vllm", vllm_python=str(wrong)))
+        assert "make setup-vllm" in caught.value.way_out
+
+
+def test_the_version_is_read_without_an_import(tmp_path: Path) -> None:
+    packages, named = tmp_path / "packages", make_python(tmp_path / "python")
+    (packages / "vllm").mkdir(parents=True)
+    (packages / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (packages / "vllm-0.dist-info").mkdir()
+    (packages / "vllm-0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.32.0+cpu\n")
+    named.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
+    assert find_version(RolloutConfig(engine="vllm", vllm_python=str(named))) == {"vllm": "0.32.0+cpu"}
+
+
+def test_auto_takes_the_one_beside_the_checkout_or_the_folder_of_the_setup(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(make_python(tmp_path / "without", exit_code=1)))
+    monkeypatch.setattr(fit, "CHECKOUT", tmp_path)
+    monkeypatch.delenv("VENV_VLLM", raising=False)
+    auto = RolloutConfig(engine="vllm")
+    with pytest.raises(ConfigError, match="without and .* cannot import vllm"):
+        find_python(auto)
+    fit.version_in.cache_clear()
+    (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
+    assert find_python(auto) == tmp_path / ".venv-vllm" / "bin" / "python"
+    monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))
+    assert find_python(auto) == python
+
+
+def test_another_python_finds_our_two_packages_and_nothing_else_of_ours(tmp_path: Path) -> None:
+    for _ in range(2):  # again, as in a run that goes on
+        folder = import_folder(tmp_path / "imports")
+    ask = "import asyncrl, asyncrl_servers; print(asyncrl.__file__)"
+    bare = [getattr(sys, "_base_executable", sys.executable), "-S", "-c", ask]
+    environ = os.environ | {"PYTHONPATH": str(folder)}
+    told = subprocess.run(bare, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert Path(told.stdout.strip()).is_relative_to(folder)
