@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 from asyncrl.base.errors import EngineError, RoomError
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.launch.nodes import Process
-from asyncrl.messages.calls import EngineHealth, TrainerHealth
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
