@@ -221,7 +221,6 @@ class Parts:
             config.buffer,
             num_groups=config.trainer.num_groups,
             num_batches=config.trainer.num_steps,
-            filters=config.filters,
             on_handed_back=lambda *group: self.producers.handed_back(*group),
         )
         if config.generator.is_harness:

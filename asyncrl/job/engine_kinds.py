@@ -183,7 +183,6 @@ class Vllm(Embedded):
         limit = CANARY_LIMITS[facts.dtype] if limit == "auto" else math.inf if limit is None else limit
         rules = PushRules(
             canary_limit=limit,
-            retries=config.weight_sync.retries,
             chunk_bytes=config.weight_sync.chunk_bytes,
             warn=maker.warn,
         )
