@@ -23,7 +23,7 @@ from asyncrl.messages.calls import (
     pack_batch,
     unpack_batch,
 )
-from asyncrl.trainer.model.scratch import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
 
 GROUP_SIZE, PROMPT_LENGTH, MAX_COMPLETION = 8, 64, 512
 EQUAL_LENGTH = 132

@@ -30,7 +30,7 @@ from asyncrl.messages.calls import (
     LoadChunkRequest,
 )
 from asyncrl.sync.push import Push
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]

@@ -96,7 +96,7 @@ def as_resume_mode(text: str) -> ResumeMode:
     return cast(ResumeMode, text)
 
 
-def begun_dtype(run_dir: Path | None) -> str | None:
+def resumed_dtype(run_dir: Path | None) -> str | None:
     """Return model.dtype of a run that has begun. find_resume reports a broken run."""
     with contextlib.suppress(AsyncrlError):
         if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):

@@ -212,7 +212,7 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
     part = whole.split(trainer.world_size)
-    sent = num * item if rank == 0 and config.weight_sync.facts.is_one_kept else 0
+    sent = num * item if rank == 0 and config.weight_sync.facts.is_collective else 0
     return replace(part, micro_batch=work, copies=part.copies + sent)
 
 

@@ -55,7 +55,7 @@ class ServerMaker:
 
     async def find_weights_store(self) -> str:
         """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
-        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_one_kept
+        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective
         return await self._free_place() if is_far else ""
 
     async def _free_place(self) -> str:
