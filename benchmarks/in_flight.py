@@ -54,14 +54,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.processes import ChildProcess
-from asyncrl.messages.calls import (
-    EngineHealth,
-    ExportResponse,
-    GenerateRequest,
-    GenerateResponse,
-    TrainResponse,
-)
 from asyncrl.messages.digest import weights_digest
+from asyncrl.messages.engine_api import EngineHealth, GenerateRequest, GenerateResponse
+from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import TrainerError
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.model import tree
 from asyncrl.trainer.model.load_balance import Costs

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import Rows, assert_all_close, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.messages.calls import BatchArrays, BatchHeader
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.model import kernel_calls, tree
 from asyncrl.trainer.model.attention import packed_attention, plain_attention
 from asyncrl.trainer.model.load_balance import Costs, PassSize, assign, costs_of

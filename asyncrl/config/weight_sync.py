@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.messages.base import Interrupt, TransportName
+from asyncrl.messages.engine_api import Interrupt, TransportName
 
 if TYPE_CHECKING:
     from asyncrl.config.run_config import RunConfig
@@ -26,7 +26,7 @@ TO_SHM = "set weight_sync.transport=shm"
 
 
 @dataclass(frozen=True, slots=True)
-class TransportFacts:
+class TransportCapabilities:
     """A transport. By default, the trainer writes all weights to one file in shared memory, which engines
     read during generation.
     """
@@ -46,13 +46,13 @@ class TransportFacts:
     """Why engines cannot be on other nodes; '': they can."""
 
 
-TRANSPORTS: dict[TransportName, TransportFacts] = {
-    "shm": TransportFacts(bound="its file is in the shared memory of one machine"),
-    "disk": TransportFacts(is_file_shared=True),
-    "stream": TransportFacts(is_fetched=True),
-    "lora": TransportFacts(sends_adapters=True, is_fetched=True),
-    "nccl": TransportFacts(is_transfer=True, is_collective=True),
-    "ipc": TransportFacts(
+TRANSPORTS: dict[TransportName, TransportCapabilities] = {
+    "shm": TransportCapabilities(bound="its file is in the shared memory of one machine"),
+    "disk": TransportCapabilities(is_file_shared=True),
+    "stream": TransportCapabilities(is_fetched=True),
+    "lora": TransportCapabilities(sends_adapters=True, is_fetched=True),
+    "nccl": TransportCapabilities(is_transfer=True, is_collective=True),
+    "ipc": TransportCapabilities(
         is_transfer=True, shares_device=True, bound="its handles name memory of one machine's devices"
     ),
 }
@@ -97,7 +97,7 @@ class WeightSyncConfig(FrozenConfig):
         return self.transport
 
     @property
-    def facts(self) -> TransportFacts:
+    def facts(self) -> TransportCapabilities:
         """Facts about this transport. An unresolved auto has the facts valid on any device."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 

@@ -30,8 +30,8 @@ from asyncrl.job.life import has_begun, run_again
 from asyncrl.job.supervision.supervise_trainer import load_batches
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.journal.read import ResumeState, reading
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.trainer.model_folder import MODEL_PIN
 

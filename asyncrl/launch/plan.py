@@ -14,7 +14,7 @@ from typing import Literal
 
 from asyncrl.base.host import num_cores
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.config.generation import ENGINES, EngineFacts
+from asyncrl.config.generation import ENGINES, EngineCapabilities
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.config.weight_sync import transport_words
 from asyncrl.launch.choice import NO_DEVICE, NodeDevice
@@ -217,7 +217,12 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
 
 
 def engine_memory(
-    config: RunConfig, shape: ModelShape, facts: EngineFacts, slots: int, devices: Sequence[str], stages: bool
+    config: RunConfig,
+    shape: ModelShape,
+    facts: EngineCapabilities,
+    slots: int,
+    devices: Sequence[str],
+    stages: bool,
 ) -> Memory:
     """Return the memory of one engine on each of its devices. A paged KV cache counts for one sequence: more
     sequences wait. `stages`: the next weights arrive while the engine generates.

@@ -14,8 +14,8 @@ from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.base.spans import note_span
 from asyncrl.base.waits import waiting, within
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.base import Interrupt, Moved
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.engine_api import Interrupt, TransferStats
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class Publisher:
             while self._exported_version < version and not self._is_pushing:
                 await self._changed.wait()
 
-    async def push(self) -> Moved:
+    async def push(self) -> TransferStats:
         """Push the trainer's version to every live engine (time-shared). Raises PublishError, or the errors
         of the trainer's client.
         """
@@ -189,7 +189,7 @@ class Publisher:
         push = self._push(version, self._live, served=served, on_lost=self._on_lost)
         report, manifest = await push.chunks(self._trainer)
         self._pushed = manifest, replace(report, pause_s=report.publish_s)
-        return Moved(num_bytes=manifest.num_bytes, seconds=report.publish_s)
+        return TransferStats(num_bytes=manifest.num_bytes, seconds=report.publish_s)
 
     def announce(self) -> None:
         """Announce the last pushed version (time-shared): all live engines serve it and can sample."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch
 from asyncrl.trainer.model.build_model import TrainedModel, learning_rate_at, make_optimizer, reshard
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
@@ -347,7 +347,7 @@ class Learner:
             f"{self._save_failed(batch)}",
             rule=rule,
             way_out=way_out
-            or "lower trainer.learning_rate; asyncrl.messages.calls.unpack_batch reads the batch.",
+            or "lower trainer.learning_rate; asyncrl.messages.trainer_api.unpack_batch reads the batch.",
         )
 
     def _note_restored(self, version: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
-from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.kernel_calls import to_device
 from asyncrl.trainer.model.load_balance import Costs, assign
 from asyncrl.trainer.model.support_mask import ANY, AllowedRows, AllowedSets
