@@ -28,7 +28,7 @@ from asyncrl.engines.teacher import Teacher
 from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
 VOCABULARY = 52
 
@@ -139,7 +139,7 @@ def test_silent_teacher_is_lost_and_asked_again(tiny_model_dir: Path, tmp_path: 
             teacher = make_teacher(url_of_silent, timeout_s=0.2, on_lost=on_lost)
             asking = asyncio.ensure_future(teacher.judge(ROLLOUTS[0]))
             await lost.wait()
-        teacher.renew_nowait()
+        teacher.reset_nowait()
         teacher._caller.url, teacher._timeout_s = url, 60.0
         teacher.up_nowait()
         answer = await asking

@@ -28,7 +28,7 @@ from asyncrl.agents.endpoint.requests import RequestReader
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.base.errors import RequestRefused
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import GenerateRequest, pack_batch, unpack_batch
+from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -40,6 +40,7 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups

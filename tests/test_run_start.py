@@ -33,7 +33,7 @@ from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine
 from asyncrl.launch.nodes import Needs, Node, Order, look, with_addresses
 from asyncrl.launch.processes import ChildProcess, ForeignProcess
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import Publisher
 from asyncrl_servers.vllm.arguments import VllmSpec
 

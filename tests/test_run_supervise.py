@@ -26,7 +26,7 @@ from asyncrl.testing.virtual_time import stand_still
 async def undisturbed(request: SamplingRequest) -> Completion:
     server = EngineServer(FakeEngineServer(decode_s=DECODE_S))
     completion = await EnginePool([server], slots=4).generate(request)
-    server.cut_nowait()  # close the reader of its link
+    server.disconnect_nowait()  # close the reader of its link
     return completion
 
 

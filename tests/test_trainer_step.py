@@ -15,10 +15,10 @@ from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.config import TrainerConfig
-from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.observe.metrics import GAUGES
 from asyncrl.trainer.model import loading
-from asyncrl.trainer.model.parts import learning_rate_at
+from asyncrl.trainer.model.build_model import learning_rate_at
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
     MIN_ENGINE_TOKENS,

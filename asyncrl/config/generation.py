@@ -18,14 +18,14 @@ from pydantic import (
 
 from asyncrl.config.fields import FrozenConfig, Name, tag_of
 from asyncrl.config.model_task import TaskConfig
-from asyncrl.messages.base import LatencyModel
+from asyncrl.messages.engine_api import LatencyModel
 
 OnOverdue = Literal["wait", "mask", "drop"]
 EngineKind = Literal["embedded", "vllm", "simulated"]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineCapabilities:
     """Facts about an engine kind for settings and placement; asyncrl/job/engine_kinds.py has its behavior.
     `settings`: keys of `rollout` that only this kind reads.
     """
@@ -64,8 +64,8 @@ class EngineFacts:
         return -(-length // self.kv_block) * self.kv_block
 
 
-ENGINES: dict[EngineKind, EngineFacts] = {
-    "embedded": EngineFacts(
+ENGINES: dict[EngineKind, EngineCapabilities] = {
+    "embedded": EngineCapabilities(
         receives_transfers=True,
         keeps_turns=True,
         returns_routing=True,
@@ -74,8 +74,8 @@ ENGINES: dict[EngineKind, EngineFacts] = {
         forward_tokens=1024,
         logit_copies=7,
     ),
-    "simulated": EngineFacts(settings=("simulated",), has_model=False),
-    "vllm": EngineFacts(
+    "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
+    "vllm": EngineCapabilities(
         settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
         free_settings=("vllm_python", "urls", "tensor_parallel"),
         package="vllm",
@@ -162,7 +162,7 @@ class RolloutConfig(FrozenConfig):
     """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
 
     @property
-    def facts(self) -> EngineFacts:
+    def facts(self) -> EngineCapabilities:
         """Facts about this kind of engine."""
         return ENGINES[self.engine]
 

@@ -25,7 +25,7 @@ from asyncrl.config.operation import (
     is_cpu,
 )
 from asyncrl.config.weight_sync import WeightSyncConfig
-from asyncrl.messages.base import Interrupt
+from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)
 MOST_IN_TURN = 10_000

@@ -20,8 +20,8 @@ from asyncrl.job.build import Parts
 from asyncrl.job.life import Voice, refused_by_system, run_again, run_id
 from asyncrl.job.parts_read import gauges, status_of, totals_in
 from asyncrl.journal.checkpoints import sync_records
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import Totals, gauge_of, is_total
 from asyncrl.observe.page.trace import write_trace

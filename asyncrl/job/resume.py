@@ -30,8 +30,8 @@ from asyncrl.job.life import has_begun, run_again
 from asyncrl.job.supervision.supervise_trainer import load_batches
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.journal.read import ResumeState, reading
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.trainer.model_folder import MODEL_PIN
 
@@ -95,7 +95,7 @@ def as_resume_mode(text: str) -> ResumeMode:
     return cast(ResumeMode, text)
 
 
-def begun_dtype(run_dir: Path | None) -> str | None:
+def resumed_dtype(run_dir: Path | None) -> str | None:
     """Return model.dtype of a run that has begun. find_resume reports a broken run."""
     with contextlib.suppress(AsyncrlError):
         if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):

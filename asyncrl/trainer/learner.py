@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.messages.token_grammars import TokenGrammars
-from asyncrl.trainer.model.allowed import AllowedSets, find_allowed
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch
+from asyncrl.trainer.model.build_model import TrainedModel, learning_rate_at, make_optimizer, reshard
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
-from asyncrl.trainer.model.parts import TrainedModel, learning_rate_at, make_optimizer, reshard
 from asyncrl.trainer.model.policy import Policy, Scores
+from asyncrl.trainer.model.support_mask import AllowedSets, find_allowed
 from asyncrl.trainer.model.tree import IntN
 from asyncrl.trainer.objective import (
     BatchNumbers,
@@ -349,7 +349,7 @@ class Learner:
             f"{self._save_failed(batch)}",
             rule=rule,
             way_out=way_out
-            or "lower trainer.learning_rate; asyncrl.messages.calls.unpack_batch reads the batch.",
+            or "lower trainer.learning_rate; asyncrl.messages.trainer_api.unpack_batch reads the batch.",
         )
 
     def _note_restored(self, version: int) -> None:

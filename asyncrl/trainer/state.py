@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncrl.base.serving import Refused
-from asyncrl.trainer.model.parts import MasterWeights
+from asyncrl.trainer.model.build_model import MasterWeights
 from asyncrl.trainer.offload import HostMemory, local_of
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec

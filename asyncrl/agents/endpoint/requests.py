@@ -20,7 +20,7 @@ from asyncrl.agents.endpoint.calls.sent_messages import (
     wrong,
 )
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
-from asyncrl.messages.calls import MAX_TOP_LOGPROBS
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from asyncrl.base.http import Caller
 from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
 from asyncrl.config.learning import TEACHER_SLOTS
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers.teaching import KEY
@@ -28,7 +28,8 @@ from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.launch.nodes import LOOPBACK, Launcher, Needs, Order, Process, address_of
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import ForeignProcess
-from asyncrl.messages.calls import EngineHealth, TrainerHealth
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model_folder import find_model, load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -56,7 +57,7 @@ class ServerMaker:
 
     async def find_weights_store(self) -> str:
         """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
-        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_one_kept
+        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective
         return await self._free_place() if is_far else ""
 
     async def _free_place(self) -> str:
@@ -167,11 +168,9 @@ class ServerMaker:
             chat_template_kwargs=model.chat_template_kwargs,
         )
 
-    def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
-        """Create an engine server's client before its start. `meeting`: broadcast group. The first call
-        blocks.
-        """
-        server.engine = engine_kind(self.config).client(server, self, meeting)
+    def client(self, server: Server, broadcast_group: BroadcastGroup | None = None) -> EngineClient:
+        """Create an engine server's client before its start. The first call blocks."""
+        server.engine = engine_kind(self.config).client(server, self, broadcast_group)
         return server.engine
 
     def _engine(self, name: str, devices: Sequence[str], port: int | None, node: int) -> Server:

@@ -46,7 +46,7 @@ class TeacherSupervisor(Supervisor):
         self._client.down_nowait()
 
     async def _before_start(self) -> None:
-        self._client.renew_nowait()
+        self._client.reset_nowait()
 
     async def _works_again(self) -> None:
         self._client.up_nowait()

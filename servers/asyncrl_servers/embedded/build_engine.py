@@ -12,10 +12,10 @@ from asyncrl.base.serving import fail
 from asyncrl.weights.adapters import linear_parameters, routers_of
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import CudaCaptures, EmbeddedSpec, LoadedModel
-from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.kv_attention import NO_INTS
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
+from asyncrl_servers.embedded.scoring import Scorer
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Maximum difference to the model's own logits, relative to the largest logit."""
