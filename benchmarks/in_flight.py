@@ -68,7 +68,7 @@ from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.letters import Letters
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256

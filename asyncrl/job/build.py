@@ -156,7 +156,7 @@ class Parts:
                 recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
             ),
         )
-        if sync.facts.is_one_kept:
+        if sync.facts.is_collective:
             how: Any = {"timeout_s": sync.timeout_s, "wait_up": self.trainer.wait_up}
             how["store"] = lambda: with_addresses(store, job.launcher.nodes)
             self.broadcast_group = BroadcastGroup(self.trainer.broadcast, self.staging_dir, **how)
@@ -221,7 +221,6 @@ class Parts:
             config.buffer,
             num_groups=config.trainer.num_groups,
             num_batches=config.trainer.num_steps,
-            filters=config.filters,
             on_handed_back=lambda *group: self.producers.handed_back(*group),
         )
         if config.generator.is_harness:
@@ -257,7 +256,7 @@ class Parts:
             on_published=self._published,
             on_lost=self._on_lost,
             is_rolling=sync.rolling,
-            is_one_kept=sync.facts.is_one_kept,
+            is_collective=sync.facts.is_collective,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
             wait_released=at_once if self.evaluation is None else self.evaluation.wait_released,

@@ -94,7 +94,7 @@ class Embedded:
             "share": place.memory_fraction,
             "returns_routing": self.config.algorithm.router_replay and is_rollout,
         }
-        if sync.facts.is_one_kept and self.rollout.facts.stages_weights and is_rollout:
+        if sync.facts.is_collective and self.rollout.facts.stages_weights and is_rollout:
             optional["receives_bytes"] = sync.chunk_bytes
         return spec | {name: value for name, value in optional.items() if value}
 
@@ -183,7 +183,6 @@ class Vllm(Embedded):
         limit = config.weight_sync.canary_limit
         rules = PushRules(
             canary_limit=CANARY_LIMITS[facts.dtype] if limit == "auto" else math.inf if limit is None else limit,
-            retries=config.weight_sync.retries,
             chunk_bytes=config.weight_sync.chunk_bytes,
             warn=warn,
         )

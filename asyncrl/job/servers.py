@@ -13,6 +13,7 @@ from asyncrl.base.errors import RoomError
 from asyncrl.base.http import Caller
 from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
+from asyncrl.config.learning import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.engine_kinds import EnginePlace, engine_kind
@@ -56,7 +57,7 @@ class Servers:
 
     async def weights_store(self) -> str:
         """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
-        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_one_kept
+        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective
         return await self._store() if is_far else ""
 
     async def _store(self) -> str:
@@ -72,9 +73,8 @@ class Servers:
             name = f"trainer-{rank}"
             spec = self.trainer_spec(rank, staging_dir, store, weights_store).model_dump_json()
             devices = [self.placement.trainer[other] for other in self._ranks_on_node_of(rank)]
-            port = None if rank else self.config.trainer.port
             node = self.placement.rank_node(rank)
-            child = self._process(name, "asyncrl.trainer.rank_process", spec, devices, node, port)
+            child = self._process(name, "asyncrl.trainer.rank_process", spec, devices, node)
             servers.append(Server(child, Caller(name, "", self.secret), TrainerHealth, self._start_s()))
         return servers
 
@@ -128,9 +128,8 @@ class Servers:
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [self._engine_server(child, key) for child in foreign]
         placement = self.placement
-        ports: Sequence[int | None] = rollout.ports or [None] * rollout.max_engines
         servers = list[Server]()
-        for number, port in enumerate(ports):
+        for number in range(rollout.max_engines):
             share = placement.share_of(number)
             place = EnginePlace(
                 placement.engines[number][0],
@@ -142,7 +141,7 @@ class Servers:
             )
             devices = placement.engines[number]
             node = placement.engine_node(number)
-            servers.append(self._engine(f"engine-{number}", place, devices, node, port))
+            servers.append(self._engine(f"engine-{number}", place, devices, node))
         return servers
 
     def eval_engine(self) -> Server:
@@ -150,7 +149,7 @@ class Servers:
         assert device is not None, "the placement has an eval engine"
         node = self.placement.beside_node
         place = EnginePlace(device, cores=self._cores(node))
-        return self._engine(EVAL_ENGINE, place, [device], node, None)
+        return self._engine(EVAL_ENGINE, place, [device], node)
 
     def teacher(self, folder: Path) -> Server:
         config = self.config
@@ -161,7 +160,7 @@ class Servers:
         spec = {
             "name": TEACHER,
             "slots": 1,
-            "score_slots": config.teacher.slots,
+            "score_slots": TEACHER_SLOTS,
             "max_length": config.rollout.max_length,
             "model_path": str(folder),
             "dtype": config.model.dtype,
@@ -169,7 +168,7 @@ class Servers:
             "threads": engine_threads(config, self._cores(node)),
             "deterministic": config.rollout.deterministic,
         }
-        child = self._process(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device], node, None)
+        child = self._process(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device], node)
         return Server(child, Caller(TEACHER, "", self.secret), EngineHealth, self._start_s(folder))
 
     def client(
@@ -184,12 +183,10 @@ class Servers:
         server.client_health = lambda timeout_s: client.health(timeout_s=timeout_s)
         return client
 
-    def _engine(
-        self, name: str, place: EnginePlace, devices: Sequence[str], node: int, port: int | None
-    ) -> Server:
+    def _engine(self, name: str, place: EnginePlace, devices: Sequence[str], node: int) -> Server:
         spec = json.dumps(self.kind.spec(self.model_path, name, place))
         module = f"asyncrl_servers.{self.config.rollout.engine}"
-        child = self._process(name, module, spec, devices, node, port, self.kind.python)
+        child = self._process(name, module, spec, devices, node, self.kind.python)
         return self._engine_server(child, self.secret)
 
     def _engine_server(self, child: Process, key: str) -> Server:
@@ -202,10 +199,9 @@ class Servers:
         spec: str,
         devices: Sequence[str],
         node: int,
-        port: int | None,
         python: Callable[[], Path] | None = None,
     ) -> Process:
-        order = Order(name, module, spec, self.run_dir, self.secret, devices, port, python=python)
+        order = Order(name, module, spec, self.run_dir, self.secret, devices, python=python)
         return self.launcher.process(node, order)
 
     def _start_s(self, folder: Path | None = None) -> float:
