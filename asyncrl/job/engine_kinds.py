@@ -182,7 +182,11 @@ class Vllm(Embedded):
         )
         limit = config.weight_sync.canary_limit
         rules = PushRules(
-            canary_limit=CANARY_LIMITS[facts.dtype] if limit == "auto" else math.inf if limit is None else limit,
+            canary_limit=CANARY_LIMITS[facts.dtype]
+            if limit == "auto"
+            else math.inf
+            if limit is None
+            else limit,
             chunk_bytes=config.weight_sync.chunk_bytes,
             warn=warn,
         )

@@ -206,8 +206,8 @@ def find_weights(
             return version, folder, False
     raise ConfigError(
         f"{run_dir} has no weights for --step {step}; available: {_listed(available)}",
-        rule="checkpoints are made every checkpoint.every steps and at a stop, final/ at the end in the dtype "
-        "of the run; best is the one with the highest eval/reward_mean in eval.jsonl",
+        rule="checkpoints are made every checkpoint.every steps and at a stop, final/ at the end (in the "
+        "dtype of the run); best has the highest eval/reward_mean in eval.jsonl",
         way_out="use --step N with an available step, or --step last.",
     )
 
@@ -248,9 +248,7 @@ def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:
         raise ConfigError(error.what, rule=error.rule, way_out=way_out) from error
     if export.is_adapter:
         name, commit = export.base.name, export.base.commit
-        save_peft(
-            state, base, path, name, commit, dtype=export.dtype, chat_template=model.chat_template
-        )
+        save_peft(state, base, path, name, commit, dtype=export.dtype, chat_template=model.chat_template)
     else:
         save_model(state, base, path, tell, dtype=export.dtype, chat_template=model.chat_template)
 
@@ -307,7 +305,9 @@ def _write_card(export: Export, folder: Path, name: str) -> None:
         lines.append(f"- Evaluation: {reward:.3f} at policy_version {line['policy_version']:.0f}.")
     if export.is_adapter and not export.base.is_hub_id:
         lines.append("The base model was a local folder. Export again with `--base NAME` to name it.")
-    lines.append(f'```python\nfrom {package} import {loader}\n\nmodel = {loader}.from_pretrained("{name}")\n```')
+    lines.append(
+        f'```python\nfrom {package} import {loader}\n\nmodel = {loader}.from_pretrained("{name}")\n```'
+    )
     if steps.values("reward/mean"):
         title = f"reward up to policy_version {export.version}"
         write_reward_plot(folder, steps, title=title, evaluations=evaluations)

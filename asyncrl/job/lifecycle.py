@@ -28,9 +28,9 @@ from asyncrl.base.files import write_whole
 from asyncrl.base.staging import clear_own_staging
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
-from asyncrl.job.start import Server, first_death
 from asyncrl.journal.read import reading
 from asyncrl.launch.nodes import Launcher
+from asyncrl.launch.server import Server, first_death
 from asyncrl.observe.console import outliving
 
 logger = logging.getLogger("asyncrl.job.lifecycle")

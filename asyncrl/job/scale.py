@@ -43,13 +43,20 @@ class EngineScale:
     """
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, pool: EnginePool, log: RunLog, *, num_first: int
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        pool: EnginePool,
+        log: RunLog,
+        *,
+        on_change: Callable[[int], None],
+        num_first: int,
     ) -> None:
         self.range = config.rollout.engine_range
         self.is_fixed = not config.rollout.is_scaled
-        self.on_change: Callable[[int], None] = lambda _: None
+        self.pool = pool
+        self._on_change = on_change
         self._run_dir = run_dir
-        self._pool = pool
         self._log = log
         self._number = {server.name: number for number, server in enumerate(pool.servers)}
         self._changed = asyncio.Event()
@@ -62,7 +69,7 @@ class EngineScale:
         return self._number[name] < self.wanted
 
     def gauges(self) -> dict[str, float]:
-        num_up = len(self._number) - len(self._pool.down)
+        num_up = len(self._number) - len(self.pool.down)
         return {} if self.is_fixed else {"engine/wanted": self.wanted, "engine/up": num_up}
 
     def state_of(self, name: str) -> str:
@@ -107,7 +114,7 @@ class EngineScale:
         """Wait until this engine should leave, and give it no new work."""
         while self.wants(name) or not self._may_leave(name):
             await self._changed.wait()
-        self._pool.down_nowait(name)
+        self.pool.down_nowait(name)
         self._works(name, False)
 
     def up_nowait(self, name: str) -> None:
@@ -125,14 +132,14 @@ class EngineScale:
         self._changed = asyncio.Event()
 
     def _may_leave(self, name: str) -> bool:
-        up = [one for one in self._number if one not in self._pool.down]
+        up = [one for one in self._number if one not in self.pool.down]
         return name not in up or (name == up[-1] and len(up) > self.wanted)
 
     def _works(self, name: str, is_working: bool) -> None:
         working = self._working | {name} if is_working else self._working - {name}
         if working != self._working:
             self._working = working
-            self.on_change(len(working))
+            self._on_change(len(working))
         self.changed_nowait()
 
 
@@ -150,12 +157,11 @@ class ScaledEngine(EngineSupervisor):
         self,
         process: Server,
         client: EngineClient,
-        pool: EnginePool,
+        scale: EngineScale,
         scheduler: WeightScheduler,
         supervision: Supervision,
-        scale: EngineScale,
     ) -> None:
-        super().__init__(process, client, pool, scheduler, supervision)
+        super().__init__(process, client, scale.pool, scheduler, supervision)
         self._scale = scale
         self._is_new = not scale.wants(self.name)
         if self._is_new:

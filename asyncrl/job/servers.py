@@ -1,4 +1,4 @@
-"""Create the servers of a run with their clients, and start them."""
+"""Create the servers of a run with their start arguments."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asyncrl.base.errors import RoomError
 from asyncrl.base.http import Caller
 from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
@@ -23,8 +22,7 @@ from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.launch.nodes import LOOPBACK, Launcher, Needs, Order, Process, address_of
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import ForeignProcess
-from asyncrl.launch.restarts import Restarts
-from asyncrl.launch.server import Server, start_all
+from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -251,58 +249,3 @@ class Servers:
         if staging_dir is not None and config.weight_sync.disk_dir is not None:
             files[str((staging_dir / LOCK).absolute())] = ""
         return Needs(files, self.kind.package if has_engine else None)
-
-
-async def start_in_order(
-    trainers: Sequence[Server],
-    engines: Sequence[Server],
-    others: Sequence[Server],
-    clients: Sequence[EngineClient],
-    placement: Placement,
-) -> None:
-    """Start all processes and wait until they answer. Raises the first RoomError.
-
-    On shared devices the engines (with their `clients`) start first and sleep, then the trainer, which may
-    have to catch up before their turn. So no device holds more than one side, and the engines' first turn
-    begins with a push. Resident engines also start first, because vLLM measures free memory at its start.
-    """
-    if not placement.moves and placement.share is None:
-        await start_all([*trainers, *engines, *others])
-        return
-    await start_all([*engines, *others])
-    if placement.moves:
-        limit_s = max(server.start_s for server in engines)
-        try:
-            async with asyncio.timeout(limit_s):
-                await asyncio.gather(*(client.sleep(["kv", "weights"]) for client in clients))
-        except TimeoutError as error:
-            what = f"an engine did not free the trainer's device within {limit_s:g} s"
-            raise RoomError("placement", what, way_out="read the logs of the engines.") from error
-    await start_all(trainers)
-
-
-async def start_with_retries(
-    start: Callable[[], Awaitable[None]],
-    servers: Sequence[Server],
-    restarts: Restarts,
-    backoff_s: float,
-    *,
-    warn: Callable[[str], None],
-    before_start: Callable[[], Awaitable[None]],
-) -> None:
-    """Await `start`. If a signal kills a process, restart all after `before_start`, up to
-    supervision.max_restarts times. Raises the RoomError of any other failure, which would repeat.
-    """
-    while True:
-        try:
-            return await start()
-        except RoomError as error:
-            if not any((server.child.returncode or 0) < 0 for server in servers):
-                raise
-            allowance = restarts.again_nowait(error)
-            warn(f"{error.room}: {error.fault.splitlines()[0]} during the start; starting again, {allowance}")
-        for server in servers:
-            if left := await server.end():
-                warn(left)
-        await asyncio.sleep(backoff_s)
-        await before_start()

@@ -70,6 +70,10 @@ class Server:
             return _reason(error), False
         return "answers: " + ", ".join(f"{key} {value}" for key, value in health.model_dump().items()), True
 
+    async def watch(self) -> None:
+        """Sleep until the process ends; then raise RoomError with the reason."""
+        await self.child.watch()
+
     async def come_up(self) -> None:
         """Start the process and wait until it serves. Raises RoomError if it dies or takes too long,
         ConfigError if it can never serve.
@@ -77,7 +81,7 @@ class Server:
         await self.child.start()
         self.caller.url = self.child.url
         asking = asyncio.ensure_future(self.ask(self.start_s) if self.ready is None else self.ready())
-        watching = asyncio.ensure_future(self.child.watch())
+        watching = asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done() or asking.exception() is not None:

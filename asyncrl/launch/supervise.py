@@ -206,7 +206,7 @@ async def until_lost(
     """Watch processes until `work` ends (None) or a process is lost (the reason). A death takes precedence
     over a broken call, and that over a missed heartbeat. Raises other errors of `work`.
     """
-    watching = [asyncio.ensure_future(process.child.watch()) for process in processes]
+    watching = [asyncio.ensure_future(process.watch()) for process in processes]
     working = [asyncio.ensure_future(coro) for coro in work]
     beating = [asyncio.ensure_future(heartbeat(process, heartbeat_s)) for process in processes]
     tasks = [*watching, *working, *beating]
