@@ -20,7 +20,7 @@ from pydantic_core import from_json, to_json
 
 from asyncrl.base.http import Caller
 from asyncrl.launch.processes import ChildProcess, bind_socket
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.messages.engine_api import EngineHealth
 
 HERE = Path(__file__).parent
 START_S = 120.0

@@ -54,14 +54,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.processes import ChildProcess
-from asyncrl.messages.calls import (
-    EngineHealth,
-    ExportResponse,
-    GenerateRequest,
-    GenerateResponse,
-    TrainResponse,
-)
 from asyncrl.messages.digest import weights_digest
+from asyncrl.messages.engine_api import EngineHealth, GenerateRequest, GenerateResponse
+from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
@@ -73,7 +68,7 @@ from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.letters import Letters
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256

@@ -35,9 +35,10 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.tokens import encode_partial
 from asyncrl.launch.processes import ChildProcess
-from asyncrl.messages.calls import EngineHealth, ExportResponse
 from asyncrl.messages.digest import weights_digest
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import GroupId, PartialCompletion, SamplingRequest
+from asyncrl.messages.trainer_api import ExportResponse
 
 GOAL_MS = 0.3
 IN_FLIGHT = (100, 1_000, 10_000)

@@ -32,7 +32,7 @@ from resume_checker import read_evidence, violations
 from slow_wire import slow_wire
 
 from asyncrl.config import ScratchConfig
-from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN_S = 600.0

@@ -99,8 +99,6 @@ class TaskConfig(FrozenConfig):
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Rewards of a wrong and a right answer, for sampling=by_difficulty; other rewards are clipped to this
     range."""
-    filter: Literal["auto", "none", "equal_rewards"] = "auto"
-    """buffer.filter for the groups of this task (auto = what buffer.filter says)."""
     digest: str | None = None
     """Digest of the data of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none =
     any). A resumed run always refuses changed data."""

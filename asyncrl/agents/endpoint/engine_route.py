@@ -162,7 +162,7 @@ class EngineRoute:
             )
         call = GatewayCall(sent.form, sent.digest, planned, sampled)
         call.is_streamed, call.order, call.time_asked = asked.stream, session.num_calls, time_asked
-        call.is_trained = asked.is_as_configured and (grammar is None or self.rules.constrained == "exact")
+        call.is_trained = asked.is_as_configured
         return call
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
@@ -247,14 +247,10 @@ class EngineRoute:
         """Raises ApiError for unsupported constraints."""
         prompt = planned.match.text if planned.match else ""
         found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
-        if asks_strict_alone(asked) and (found is None or self.rules.constrained == "context"):
-            if (
-                not self._has_warned
-            ):  # in mode `context`, a harness with only strict tools would train nothing
+        if found is None:
+            if asks_strict_alone(asked) and not self._has_warned:
                 self._has_warned = True
                 log.warning("gateway: `strict` of tools is not enforced (%s)", STRICT_NEEDS)
-            return None
-        if found is None:
             return None
         has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
         await self.checks.wait_checked(found, "response_format" if has_format else "tools")

@@ -21,7 +21,7 @@ from asyncrl.messages.grammar_checks import GrammarProcess
 from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES
 
 _NUM_KNOWN = 256
-STRICT_NEEDS = "it needs gateway.constrained=exact, and a tool format whose calls begin with a marker: hermes"
+STRICT_NEEDS = "it needs a tool format whose calls begin with a marker: hermes"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -8,12 +8,15 @@ from collections import deque
 from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.config import SupervisionConfig
 
+RESTART_WINDOW_S = 3600.0
+"""Seconds of work after which a restart no longer counts."""
+
 
 class Restarts:
     """Restart counter of one part.
 
     Life: works_nowait() when it works -> again_nowait() when it is lost, and for each failed start.
-    Invariant: a restart counts until the part has worked for restart_window_s afterwards: a part that dies
+    Invariant: a restart counts until the part has worked for RESTART_WINDOW_S afterwards: a part that dies
         once a day never uses up max_restarts; a part that never comes up, or dies after each long recovery,
         always does. A missing node does not count while the run can do without it, nor within the first
         node_wait_s; nor does the restart that discovers it.
@@ -46,8 +49,8 @@ class Restarts:
             self._works_since_s = None
         elif isinstance(lost, NodeLost) and not self.is_node_gone and self._counting:
             self._counting.pop()
-        window_s, most = self._config.restart_window_s, self._config.max_restarts
-        while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
+        most = self._config.max_restarts
+        while self._counting and self._worked_s - self._counting[0] >= RESTART_WINDOW_S:
             self._counting.popleft()
         if not most:
             raise lost
@@ -55,8 +58,8 @@ class Restarts:
             self.num += 1
             return words
         if len(self._counting) >= most:
-            within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
-            rule = f"{lost.rule}; supervision.max_restarts={most} is used up{within}".lstrip("; ")
+            within = f"within {RESTART_WINDOW_S:g} s of work"
+            rule = f"{lost.rule}; supervision.max_restarts={most} is used up {within}".lstrip("; ")
             way_out = lost.way_out or f"read the log of {lost.room}, then start the run again: it goes on."
             raise RoomError(lost.room, lost.fault, rule=rule, way_out=way_out)
         self.num += 1
