@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.base.errors import RolloutFailure, RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import Caller
