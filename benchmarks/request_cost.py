@@ -37,7 +37,7 @@ from asyncrl.journal.tokens import encode_partial
 from asyncrl.launch.processes import ChildProcess
 from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.messages.records import GroupId, PartialCompletion, SamplingRequest
+from asyncrl.messages.records import Completion, GroupId, SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
 
 GOAL_MS = 0.3
@@ -119,7 +119,7 @@ async def interruptions_ms(num: int, tokens: int, seconds: float, folder: Path) 
     """(ms of CPU an interruption, how many)."""
     written = 0
 
-    def keep(partial: PartialCompletion) -> None:
+    def keep(partial: Completion) -> None:
         nonlocal written
         written += len(encode_partial(GroupId(0), 0, partial))
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.base.errors import JournalError
 from asyncrl.journal.tokens import encode_partial, encode_trajectory
-from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
+from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Rollout, Ticket
 
 Ended = Literal["ready", "failed", "filtered", "handed_back"]
 _GROUPS_A_STEP = 200
@@ -82,7 +82,7 @@ def segment(
     sample_index: int,
     attempt: int,
     turn: int,
-    partial: PartialCompletion,
+    partial: Completion,
 ) -> None:
     """Replace the rollout's unfinished completion."""
     state, has_ended, before = _rollout(connection, group_id, sample_index)
