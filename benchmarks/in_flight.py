@@ -258,7 +258,6 @@ class Controller:
         secret, step_s = secrets.token_hex(16), self.num / RATE / MEAN_TOKENS
         spec = {"name": name, "slots": self.num // ENGINES, "max_length": 1024, "vocab_size": vocab_size}
         spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s, "per_row_s": 0.0}
-        spec |= {"prefill_s_per_token": 0.0, "swap_s": 0.001}
         child = ChildProcess(
             name, "asyncrl_servers.simulated", json.dumps(spec), run_dir=self.folder, secret=secret
         )

@@ -40,7 +40,6 @@ generator.python=a:b generator.outcomes=none task.reward=none -> no harness retu
 eval.task.files=[x] -> eval.task.reward is missing
 task.share=0 -> Input should be greater than 0
 task.name=a.b -> task.name='a.b'
-task.reward_range=[1, 0] -> give the lower number first
 task.python=a:b task.files=none task.reward=none task.digest=x -> task.digest is of the data of task.files
 TWO task.size=3 -> say which one, and its key: 0, 1, c
 TWO task.c=3 -> say which one, and its key: 0, 1, c

@@ -217,16 +217,6 @@ def test_useless_prompts_are_in_one_epoch_of_ten() -> None:
     assert min(useless) > 0
 
 
-@pytest.mark.parametrize(
-    ("rewards", "low", "high"), [([-1.0, 1.0, 0.0], -1.0, 1.0), ([2.0, 9.0, 5.5], 2.0, 9.0)]
-)
-def test_reward_range_says_what_is_right(rewards: list[float], low: float, high: float) -> None:
-    order = ByDifficulty(3, seed=0, shuffle=False, reward_range=(low, high))
-    counts = Counter(index for epoch in epochs_of(order, rewards, 200)[1:] for index in epoch)
-    assert counts[2] == 199
-    assert max(counts[0], counts[1]) < 60
-
-
 def test_rewards_of_the_same_version_do_not_count_yet() -> None:
     early, late, none = (difficult(40) for _ in range(3))
     for order in (early, late, none):

@@ -54,7 +54,7 @@ FREE_KEYS = {
     "task": "reward_pool reward_workers reward_timeout_s digest",
     "placement": "trainer rollout eval teacher share",
     "teacher": "slots timeout_s",
-    "generator": "workers concurrency max_output_bytes",
+    "generator": "workers concurrency",
     "gateway": "host port public_url max_calls max_concurrent_calls max_body_bytes read_timeout_s "
     "max_connections lease_timeout_s",
 }

@@ -69,7 +69,7 @@ class Epochs:
 class ByDifficulty(Epochs):
     """Epochs with most prompts of mixed rewards and few others.
 
-    A prompt with mean reward p so far (scaled to 0..1 by `reward_range`) is in an epoch with probability
+    A prompt with mean reward p so far (cut to 0..1) is in an epoch with probability
     max(FLOOR, 4p(1 - p)), drawn again each time; an unobserved prompt always is. p(1 - p), the variance of a
     binary reward, measures its gradient: "learnability" of https://arxiv.org/abs/2408.15099 (Sampling For
     Learnability), used for language models in https://arxiv.org/abs/2502.12272.
@@ -88,11 +88,9 @@ class ByDifficulty(Epochs):
         *,
         seed: int,
         shuffle: bool,
-        reward_range: tuple[float, float] = (0.0, 1.0),
         on_epoch: Callable[[int, str], None] = lambda epoch, text: None,
     ) -> None:
         super().__init__(num_prompts, seed=seed, shuffle=shuffle)
-        self._range = reward_range
         self._on_epoch = on_epoch
         self._sums, self._counts = np.zeros(num_prompts, np.int64), np.zeros(num_prompts, np.int32)
         self._later = dict[int, list[tuple[int, int]]]()
@@ -102,7 +100,7 @@ class ByDifficulty(Epochs):
 
     @property
     def order(self) -> dict[str, Any]:
-        return {"sampling": "by_difficulty", "reward_range": list(self._range)}
+        return {"sampling": "by_difficulty"}
 
     def reach_nowait(self, draw: int, version: int | None) -> None:
         for before in [one for one in self._later if version is None or one < version]:
@@ -115,8 +113,7 @@ class ByDifficulty(Epochs):
             self._on_epoch(len(self._epochs) - 1, text)
 
     def observe_nowait(self, index: int, reward: float, version: int) -> None:
-        low, high = self._range
-        part = min(max((reward - low) / (high - low), 0.0), 1.0)
+        part = min(max(reward, 0.0), 1.0)
         self._later.setdefault(version, []).append((index, round(part * UNIT)))
 
     def place(self, draw: int) -> tuple[int, int]:

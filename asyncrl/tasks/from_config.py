@@ -84,8 +84,8 @@ def make_feed(
         task, seed, shuffle = tasks[name], config.seed, settings.shuffle and not in_order
         epochs: ByDifficulty | None = None
         if settings.sampling == "by_difficulty":
-            tell, span = partial(on_epoch, name), settings.reward_range
-            epochs = ByDifficulty(len(task), seed=seed, shuffle=shuffle, reward_range=span, on_epoch=tell)
+            tell = partial(on_epoch, name)
+            epochs = ByDifficulty(len(task), seed=seed, shuffle=shuffle, on_epoch=tell)
         feeds[name] = Feed(
             task,
             seed=seed,
