@@ -109,7 +109,7 @@ def test_too_many_filtered_groups_end_the_run() -> None:
 def test_filter_of_a_task_counts_for_it() -> None:
     config = BufferConfig(max_staleness=0, look_ahead=0)
     filters = {"a": "equal_rewards", "b": "none"}
-    buffer = Buffer(config, num_groups=2, num_batches=2, on_handed_back=print, filters=filters)
+    buffer = Buffer(config, num_groups=2, num_batches=2, on_requeued=print, filters=filters)
     found = []
     for prompt_id, rewards in (("a/0/1", [1, 1]), ("a/0/2", [0, 1]), ("b/0/1", [1, 1])):
         group = make_group(buffer.admit_nowait().group_id, [0], [0], rewards=rewards)
