@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import GenerateRequest, GenerateResponse
-from asyncrl.messages.frames import Asked, Sampled, joined
+from asyncrl.messages.codec import Asked, Sampled, joined
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 
 
 class Reply(Future[GenerateResponse]):

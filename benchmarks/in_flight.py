@@ -54,14 +54,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.processes import ChildProcess
-from asyncrl.messages.calls import (
-    EngineHealth,
-    ExportResponse,
-    GenerateRequest,
-    GenerateResponse,
-    TrainResponse,
-)
 from asyncrl.messages.digest import weights_digest
+from asyncrl.messages.engine_api import EngineHealth, GenerateRequest, GenerateResponse
+from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
@@ -73,7 +68,7 @@ from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.letters import Letters
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256
@@ -263,7 +258,6 @@ class Controller:
         secret, step_s = secrets.token_hex(16), self.num / RATE / MEAN_TOKENS
         spec = {"name": name, "slots": self.num // ENGINES, "max_length": 1024, "vocab_size": vocab_size}
         spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s, "per_row_s": 0.0}
-        spec |= {"prefill_s_per_token": 0.0, "swap_s": 0.001}
         child = ChildProcess(
             name, "asyncrl_servers.simulated", json.dumps(spec), run_dir=self.folder, secret=secret
         )

@@ -29,8 +29,9 @@ from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.launch.devices import place
 from asyncrl.launch.fit import settle
 from asyncrl.launch.machine import find_cuda_devices
-from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareRequest, TrainResponse
+from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.rollouts.rollout import derive_seed

@@ -53,7 +53,7 @@ def make_buffer(
     num_groups: int = 2, num_batches: int = 10, log: HandedBackLog | None = None, **config: Any
 ) -> Buffer:
     """A buffer with look_ahead = max_staleness unless told otherwise."""
-    values = {"max_staleness": 1, "on_overdue": "wait", "max_filtered_groups": 10**9, **config}
+    values = {"max_staleness": 1, "on_overdue": "wait", **config}
     return Buffer(
         BufferConfig.model_validate({"look_ahead": values["max_staleness"], **values}),
         num_groups=num_groups,

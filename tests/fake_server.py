@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.base.message import ErrorBody
-from asyncrl.messages.calls import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
+from asyncrl.messages.trainer_api import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
 
 Work = Callable[[], Awaitable[Any]]
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from fake_engine import END_TOKEN
 
 from asyncrl.base.errors import JournalError, RewardFailure
-from asyncrl.messages.calls import ExportResponse, TrainResponse
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -24,6 +23,7 @@ from asyncrl.messages.records import (
     Ticket,
     VersionSpan,
 )
+from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 
 
 class FakeEngine:

@@ -40,7 +40,6 @@ generator.python=a:b generator.outcomes=none task.reward=none -> no harness retu
 eval.task.files=[x] -> eval.task.reward is missing
 task.share=0 -> Input should be greater than 0
 task.name=a.b -> task.name='a.b'
-task.reward_range=[1, 0] -> give the lower number first
 task.python=a:b task.files=none task.reward=none task.digest=x -> task.digest is of the data of task.files
 TWO task.size=3 -> say which one, and its key: 0, 1, c
 TWO task.c=3 -> say which one, and its key: 0, 1, c
@@ -49,7 +48,6 @@ TWO task.0.share=2 -> task.share is given for 1 of 2 tasks
 TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, 10000 is the most
 TWO task.c.name=B -> two of `task` are called B; give each task.name of its own
 TWO task.c.python=none task.c.files=[x] -> task.c.reward is missing
-TWO task.0.filter=equal_rewards rollout.group_size=1 algorithm.advantage=reinforce_pp -> equal_rewards
 eval=[{task: {python: 'a:B'}}, {task: {python: 'c:B'}}] -> two of `eval` are called B
 eval=[{task: {python: 'a:B'}}, {engine: own, task: {python: 'c:D'}}] -> the same; set it to auto in each
 eval.engine=rollout eval.task.python=a:b placement.eval=cpu -> set placement.eval=auto, or eval.engine=own
@@ -62,7 +60,6 @@ eval.task.python=a:b eval.samples=2 -> all the same at eval.temperature=0
 trainer.mini_batches=3 -> trainer.mini_batches=3 does not divide trainer.num_groups=8
 trainer.world_size=65 -> above the 64 sequences
 trainer.cpu_offload=true placement.trainer=cpu -> set it to false
-trainer.world_size=2 trainer.lora={merge: step} -> set trainer.lora.merge=pass
 rollout.group_size=1 -> algorithm.advantage=grpo compares the rollouts of a prompt
 checkpoint.keep_best=true -> must divide eval.every=None
 checkpoint.keep_every=7 -> keep_every=7 is not a multiple of every=50
@@ -79,18 +76,15 @@ TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> a penalty in the
 rollout.simulated.sigma=0 -> rollout.simulated is for rollout.engine=simulated
 rollout.engine=simulated trainer.logprob_gap_limit=0.1 -> logprob_gap_limit=0.1 compares
 rollout.vllm={block-size: 32} -> rollout.vllm is for rollout.engine=vllm, and rollout.engine=embedded; set
-HERE rollout.num_engines=2 -> one of its own; name each once, or set rollout.num_engines=1
+HERE rollout.num_engines=2 -> name each server once, or set rollout.num_engines=1
 rollout.engine=vllm rollout.urls=[] -> set rollout.num_engines=0
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1/'] rollout.num_engines=2 -> rollout.num_engines=1
-rollout.num_engines={min: 3, max: 2} -> {'min': 3, 'max': 2} is no range: min <= start <= max
-rollout.num_engines={min: 1, max: 4, start: 5} -> is no range: min <= start <= max; write {min: 1, max: 4}
+rollout.num_engines={min: 3, max: 2} -> {'min': 3, 'max': 2} is no range: min must be at most max
 rollout.num_engines={min: 1} -> rollout.num_engines.max is missing
 rollout.num_engines={max: 2, most: 3} -> rollout.num_engines.most
-rollout.num_engines={max: 2} rollout.ports=[8000] -> each of rollout.num_engines=2 engines has one of its own
 HERE rollout.num_engines={max: 2} -> rollout.num_engines is a range, and the run neither starts nor ends
 rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> set rollout.num_engines=2, or
 rollout.urls=['http://host:8000/v1'] -> write a server like http://10.0.0.7:8000, without a path
-HERE rollout.ports=[8000] -> rollout.ports is for servers that the run starts
 HERE model.path=none model.scratch={architecture: {}, characters: ab} -> model.scratch is made at the start
 HERE placement.rollout=trainer buffer.max_staleness=0 -> remove rollout.urls
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit
@@ -106,14 +100,14 @@ rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rol
 weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
 """
 TAKEN = r"""
-rollout.num_engines={min: 2, max: 4, start: 3} rollout.ports=[8000, 8001, 8002, 8003]
+rollout.num_engines={min: 2, max: 4}
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
 rollout.engine=vllm weight_sync.rolling=true weight_sync.canary_limit=none
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1
 rollout.engine=embedded weight_sync.transport=nccl
 TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7
 EVALS checkpoint.keep_best=seldom checkpoint.every=10
-weight_sync.canary_limit=0.01 rollout.num_engines=2 rollout.ports=[8000, 8001]
+weight_sync.canary_limit=0.01 rollout.num_engines=2
 rollout.engine=vllm rollout.urls=['http://[::1]:1']
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.transport=disk weight_sync.disk_dir=/data
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data

@@ -9,9 +9,8 @@ from contract_servers import LONG, SLOTS, Server
 from engine_contract import check_whole, contract, prepare, until, versions_of
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import GenerateChunk, GenerateResponse
-from asyncrl.messages.frames import spans_from, spans_of
+from asyncrl.messages.codec import spans_from, spans_of
+from asyncrl.messages.engine_api import GenerateChunk, GenerateResponse, Interrupt
 
 pytest_plugins = ["engine_under_test"]
 

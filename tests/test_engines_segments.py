@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl.base.errors import EngineError
 from asyncrl.engines.pool import Router, Seat, SegmentJoin
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.engine_api import GenerateChunk, GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import PartialCompletion, SamplingRequest, VersionSpan
 
 PARTIAL = PartialCompletion((11, 12, 13), (-1.0, -2.0, -3.0), (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)), 2)

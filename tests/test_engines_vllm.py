@@ -12,9 +12,9 @@ from vllm_house import SLOTS, House
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, Interrupt
 from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.trainer_api import ExportResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from asyncrl.base.errors import EngineError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import ExportChunkResponse, GenerateChunk
+from asyncrl.messages.engine_api import GenerateChunk, Interrupt
 from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked
 
 

@@ -30,7 +30,7 @@ from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 

@@ -18,8 +18,8 @@ from test_tasks_prompt_source import Numbers
 
 from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.testing.virtual_time import run_virtual

@@ -23,8 +23,8 @@ from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.tasks.epochs import Epochs

@@ -33,7 +33,7 @@ from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine
 from asyncrl.launch.nodes import Needs, Node, Order, look, with_addresses
 from asyncrl.launch.processes import ChildProcess, ForeignProcess
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import Publisher
 from asyncrl_servers.vllm.arguments import VllmSpec
 
@@ -260,7 +260,7 @@ async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: i
     async def before_start() -> None:
         prepared.append(None)
 
-    config = SupervisionConfig(max_restarts=max_restarts, restart_window_s=None)
+    config = SupervisionConfig(max_restarts=max_restarts)
     starting = startup.start_again(
         start, [killed, other], config, warn=warned.append, before_start=before_start
     )

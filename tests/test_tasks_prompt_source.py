@@ -96,7 +96,7 @@ def test_task_stays_within_one_draw_of_its_share(
 
 def difficult(size: int, *, told: list[tuple[str, int, str]] | None = None, name: str = "") -> Epochs:
     tell = (lambda epoch, text: None) if told is None else (lambda *what: told.append((name, *what)))
-    return Epochs(size, seed=3, shuffle=True, reward_range=(0.0, 1.0), on_epoch=tell)
+    return Epochs(size, seed=3, shuffle=True, by_difficulty=True, on_epoch=tell)
 
 
 def make_mixed_source(
@@ -185,16 +185,6 @@ def test_useless_prompts_are_in_one_epoch_of_ten() -> None:
     useless = [counts[index] for index in (*range(100), *range(200, 300))]
     assert 0.8 * FLOOR < np.mean(useless) / 79 < 1.2 * FLOOR
     assert min(useless) > 0
-
-
-@pytest.mark.parametrize(
-    ("rewards", "low", "high"), [([-1.0, 1.0, 0.0], -1.0, 1.0), ([2.0, 9.0, 5.5], 2.0, 9.0)]
-)
-def test_reward_range_says_what_is_right(rewards: list[float], low: float, high: float) -> None:
-    order = Epochs(3, seed=0, shuffle=False, reward_range=(low, high))
-    counts = Counter(index for epoch in epochs_of(order, rewards, 200)[1:] for index in epoch)
-    assert counts[2] == 199
-    assert max(counts[0], counts[1]) < 60
 
 
 def test_rewards_of_the_same_version_do_not_count_yet() -> None:

@@ -27,7 +27,7 @@ from asyncrl.config import load_config
 from asyncrl.job import start as startup
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.launch.devices import place
-from asyncrl.messages.calls import (
+from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
     ExportChunkRequest,

@@ -23,9 +23,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import TakingTurns
 from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
-from asyncrl.messages.base import Moved
-from asyncrl.messages.calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
+from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
+from asyncrl.messages.trainer_api import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -82,7 +82,7 @@ class TurnTrainer(FakeTrainerServer):
         if isinstance(body, OffloadRequest) and path not in self.refuse:
             before = len(self.away)
             self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
-            return Moved(num_bytes=abs(len(self.away) - before), seconds=0.0)
+            return TransferStats(num_bytes=abs(len(self.away) - before), seconds=0.0)
         if lacking := NEEDS.get(path, set()) & self.away:
             raise CallRefused(self.name, path, 409, ErrorBody(error=f"{lacking} offloaded"))
         if isinstance(body, ExportChunkRequest):

@@ -19,11 +19,12 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.http import Caller
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.messages.calls import Canary, EngineHealth, ExportResponse, GenerateRequest
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.messages.engine_api import EngineHealth, GenerateRequest
+from asyncrl.messages.trainer_api import Canary, ExportResponse
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
@@ -44,8 +45,8 @@ class House:
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def facts(self, **changes: Any) -> VllmFacts:
-        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
+    def facts(self, **changes: Any) -> VllmRequirements:
+        facts = VllmRequirements(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
         return replace(facts, **changes)
 
     def run(

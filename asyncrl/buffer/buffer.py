@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.base.errors import TaskError, WouldWait
 from asyncrl.base.spans import note_span
@@ -22,6 +22,9 @@ from asyncrl.messages.records import (
     WaitReport,
     by_task,
 )
+
+MAX_FILTERED_GROUPS = 256
+"""Consecutive filtered groups that end a run."""
 
 
 class WaitMeter:
@@ -80,11 +83,8 @@ class Buffer:
         num_groups: int,
         num_batches: int,
         on_requeued: OnRequeued,
-        filters: Mapping[str, str] | None = None,
     ) -> None:
-        """`filters`: buffer.filter by task name, if tasks differ."""
         self.config, self._on_requeued = config, on_requeued
-        self._filters = filters or {}
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -147,11 +147,10 @@ class Buffer:
     def finish_nowait(self, group: Group) -> Finished:
         """The group has all its rollouts: it is ready, or buffer.filter replaces it.
 
-        Raises TaskError with the last of buffer.max_filtered_groups in a row. If `mask` leaves nothing of it,
+        Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. If `mask` leaves nothing of it,
         it goes straight to `on_requeued`; a filtered group does not, for its prompt is not sampled again.
         """
-        kind = self._filters.get(group.prompt.task, self.config.filter)
-        if kind == "equal_rewards" and len(rewards_of(group)) == 1:
+        if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
             self._filter(group)
             return "filtered"
         self._filtered_in_a_row = 0
@@ -168,14 +167,13 @@ class Buffer:
         train.
         """
         self._filtered_in_a_row += 1
-        if self._filtered_in_a_row >= self.config.max_filtered_groups:
+        if self._filtered_in_a_row >= MAX_FILTERED_GROUPS:
             raise TaskError(
                 self.name,
                 f"{self._filtered_in_a_row} groups in a row had one reward for all their rollouts, as has "
                 f"group {group.group_id}, prompt {group.prompt.prompt_id}: {rewards_of(group).pop():g}",
-                rule="buffer.filter replaces them; buffer.max_filtered_groups of them in a row end the run",
-                way_out="give easier prompts (harder ones at the highest reward), or set buffer.filter=none "
-                "(task.filter, where the task has its own).",
+                rule="buffer.filter replaces them; MAX_FILTERED_GROUPS of them in a row end the run",
+                way_out="give easier prompts (harder ones at the highest reward), or set buffer.filter=none.",
             )
         self.rule.fail_nowait(group.group_id)
         self._num_filtered[group.prompt.task] += 1

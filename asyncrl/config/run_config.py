@@ -25,7 +25,7 @@ from asyncrl.config.operation import (
     is_cpu,
 )
 from asyncrl.config.weight_sync import WeightSyncConfig
-from asyncrl.messages.base import Interrupt
+from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)
 MOST_IN_TURN = 10_000
@@ -103,12 +103,6 @@ class RunConfig(FrozenConfig):
         return {name: count // math.gcd(*counts.values()) for name, count in counts.items()}
 
     @property
-    def filters(self) -> Mapping[str, str]:
-        """Return buffer.filter of each task."""
-        own = {name: task.filter for name, task in self.tasks.items()}
-        return {name: self.buffer.filter if kind == "auto" else kind for name, kind in own.items()}
-
-    @property
     def best_eval(self) -> str | None:
         """Return the evaluation that decides the best checkpoint, if any."""
         named = self.checkpoint.keep_best
@@ -183,7 +177,7 @@ class RunConfig(FrozenConfig):
         if rollout.group_size == 1:
             advantage = self.algorithm.advantage if self.algorithm.advantage in GROUP_ADVANTAGES else None
             advantage = advantage if self.algorithm.reward_weight > 0 else None
-            if advantage or "equal_rewards" in self.filters.values():
+            if advantage or self.buffer.filter == "equal_rewards":
                 what = f"algorithm.advantage={advantage}" if advantage else "buffer.filter=equal_rewards"
                 raise ValueError(
                     f"{what} compares the rollouts of a prompt, and rollout.group_size=1; set it to 2 or "
@@ -266,7 +260,7 @@ class RunConfig(FrozenConfig):
                 f"teacher compares logprobs with those of the policy, and the tokens of "
                 f"rollout.engine={self.rollout.engine} are no model's; remove it"
             )
-        if weight > 0 and "equal_rewards" in self.filters.values():
+        if weight > 0 and self.buffer.filter == "equal_rewards":
             raise ValueError(
                 "buffer.filter=equal_rewards replaces groups from which no reward is learnt, and "
                 "algorithm.distill_weight learns from each token of them; set buffer.filter=none"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.base.waits import loop_turn
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.messages import frames
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages import codec
+from asyncrl.messages.engine_api import GenerateChunk, GenerateRequest, GenerateResponse
 
 OnChunk = Callable[[GenerateChunk], None]
 OnInterrupted = Callable[[GenerateResponse], bool]
@@ -123,11 +123,11 @@ class Link:
                     if first:
                         await asyncio.sleep(0)
                     batch = asked[first : first + FRAME_REQUESTS]
-                    rows = [frames.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
-                    await socket.send(frames.submit_frame(rows))
+                    rows = [codec.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
+                    await socket.send(codec.submit_frame(rows))
                 for kind, numbers in said.items():
                     if numbers:
-                        await socket.send(frames.numbers_frame(kind, numbers))
+                        await socket.send(codec.numbers_frame(kind, numbers))
         except Exception as error:  # CallLost, or an invalid request
             self._break(error)
             self._running.cancel()
@@ -136,9 +136,9 @@ class Link:
         while True:
             data = await socket.receive()
             try:
-                frame = frames.read_frame(data)
+                frame = codec.read_frame(data)
                 if frame.kind == "sampled":
-                    rows = iter(frames.read_sampled(frame))
+                    rows = iter(codec.read_sampled(frame))
                     while turn := [*itertools.islice(rows, TURN_ROWS)]:
                         async with loop_turn():
                             for row in turn:
@@ -150,7 +150,7 @@ class Link:
             except (ValueError, LookupError) as error:
                 raise CallGarbled(self._caller.name, PATH, str(error)) from error
 
-    def _take(self, row: frames.Sampled) -> None:
+    def _take(self, row: codec.Sampled) -> None:
         opened = self._open.get(row.number)
         if opened is None:
             return
@@ -163,13 +163,13 @@ class Link:
             if answer is not None:
                 self._answer(opened, answer)
 
-    def _passed(self, opened: OpenRequest, row: frames.Sampled) -> GenerateResponse | None:
+    def _passed(self, opened: OpenRequest, row: codec.Sampled) -> GenerateResponse | None:
         token_ids, logprobs, newest = row.token_ids.tolist(), row.logprobs.tolist(), self._newest()
         answer = GenerateResponse(
             request_id=opened.request.request_id,
             token_ids=token_ids,
             logprobs=logprobs,
-            version_spans=frames.spans_from(row.spans),
+            version_spans=codec.spans_from(row.spans),
             finish_reason="abort" if row.then in ("more", "interrupted") else row.then,
             top_logprobs=list(row.top),
             routing=row.routing,
@@ -200,8 +200,8 @@ class Link:
         else:
             opened.done.set_exception(answer)
 
-    def _refused(self, frame: frames.Frame) -> None:
-        status, body = frames.read_refused(frame)
+    def _refused(self, frame: codec.Frame) -> None:
+        status, body = codec.read_refused(frame)
         for number in frame.numbers:
             if (opened := self._open.get(number)) is not None:
                 self._answer(opened, CallRefused(self._caller.name, PATH, status, body))

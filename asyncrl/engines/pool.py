@@ -15,7 +15,7 @@ from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.segment_check import EmptySegments, RoutedTokens
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, TopLogprobs, VersionSpan
 
 ABORT_TIMEOUT_S = 2.0

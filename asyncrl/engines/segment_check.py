@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import EngineError
-from asyncrl.messages.base import NO_EXPERT
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import NO_EXPERT, GenerateChunk, GenerateRequest, GenerateResponse
 
 MAX_EMPTY_SEGMENTS = 32
 if TYPE_CHECKING:

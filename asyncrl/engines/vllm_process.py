@@ -14,8 +14,7 @@ from asyncrl.base.errors import ConfigError, EngineError
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.engines.link import OnChunk
 from asyncrl.engines.vllm_routes import GENERATE, LabelInfo, Routes, Said, ServerInfo, vllm_request
-from asyncrl.messages.base import EnginePart
-from asyncrl.messages.calls import GenerateRequest
+from asyncrl.messages.engine_api import EnginePart, GenerateRequest
 
 START_LABEL = "default"
 GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
@@ -52,7 +51,7 @@ class Segment:
 class VllmProcess(Routes):
     """vLLM process of a server.
 
-    Life: open, or closed while weights change or parts sleep -> cut, like any Lifeline. It is broken if its
+    Life: open, or closed while weights change or parts sleep -> cut, like any CallScope. It is broken if its
         weights belong to no version.
     Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began before its
         answer, until the weights are known. change_nowait wakes both.
@@ -178,7 +177,7 @@ class VllmProcess(Routes):
 
 
 @dataclass(frozen=True, slots=True)
-class VllmFacts:
+class VllmRequirements:
     """Requirements of the run.
 
     `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name; a stop
@@ -199,7 +198,7 @@ class VllmFacts:
     returns_routing: bool = False
 
 
-def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
+def check_settings(name: str, info: ServerInfo, facts: VllmRequirements) -> None:
     """Raise ConfigError, with the flag for vLLM, if a setting differs from the run's requirements."""
     config, keep_alive_s = info.vllm_config, info.vllm_env.get(_KEEP_ALIVE)
     model, scheduler = config.get("model_config") or {}, config.get("scheduler_config") or {}
@@ -227,7 +226,7 @@ def _at_least(found: object, least: int) -> bool:
     return isinstance(found, int | float) and found >= least
 
 
-async def make_ready(process: VllmProcess, facts: VllmFacts) -> None:
+async def make_ready(process: VllmProcess, facts: VllmRequirements) -> None:
     """Wait until the server is up and configured; the caller sets the limit. Raises ConfigError, CallRefused
     or CallLost.
     """

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from asyncrl.base.http import Answer, CallGarbled, CallRefused
 from asyncrl.base.message import ErrorBody
-from asyncrl.engines.engine import Lifeline
+from asyncrl.engines.engine import CallScope
 
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
@@ -137,7 +137,7 @@ def vllm_request(
     }
 
 
-class Routes(Lifeline):
+class Routes(CallScope):
     """Calls to one vLLM process. They raise CallRefused with vLLM's error, or CallLost. `timeout_s` None: no
     limit.
     """

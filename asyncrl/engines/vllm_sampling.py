@@ -18,9 +18,15 @@ from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmFacts, VllmProcess
+from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmProcess, VllmRequirements
 from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
-from asyncrl.messages.calls import MAX_TOP_LOGPROBS, GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.engine_api import (
+    MAX_TOP_LOGPROBS,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    Span,
+)
 from asyncrl.messages.records import TopLogprobs
 
 Decode = Callable[[Sequence[int]], str]
@@ -32,7 +38,7 @@ _SLACK = 8
 """Tokens checked beyond the longest stop string's bytes; special tokens have no bytes."""
 
 
-def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFacts) -> None:
+def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmRequirements) -> None:
     """Raise RequestRefused for a request that vLLM would change (truncate, raise the temperature), or that
     would end its engine (an id outside the vocabulary).
     """
@@ -68,7 +74,7 @@ def ids_of(request: GenerateRequest) -> list[int]:
 
 
 async def sample(
-    process: VllmProcess, segment: Segment, facts: VllmFacts, decode: Decode | None
+    process: VllmProcess, segment: Segment, facts: VllmRequirements, decode: Decode | None
 ) -> GenerateResponse:
     """Return the segment's answer. `decode`: for stop strings across two segments. Raises RequestRefused,
     EngineLost or EngineError.
@@ -95,7 +101,7 @@ async def sample(
             return sampled.response()
 
 
-def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict[str, Any]:
+def generate_body(segment: Segment, facts: VllmRequirements, model: str | None) -> dict[str, Any]:
     """Return vLLM's request body. vLLM restarts its random stream per request, so the seed (63 bits) depends
     on the segment's position.
     """

@@ -11,22 +11,23 @@ from urllib.parse import urlencode
 from asyncrl.base.errors import EngineError
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import OnChunk, OnInterrupted
-from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess, make_ready
+from asyncrl.engines.vllm_process import Segment, VllmProcess, VllmRequirements, make_ready
 from asyncrl.engines.vllm_routes import LabelInfo, Said
 from asyncrl.engines.vllm_sampling import Decode, check_request, sample
 from asyncrl.engines.vllm_weights import ChunkLoad, Commit, Load, PushRules, load_of
-from asyncrl.messages.base import EnginePart, Interrupt, Moved
-from asyncrl.messages.calls import (
+from asyncrl.messages.engine_api import (
     CommitResponse,
     EngineHealth,
-    ExportChunkResponse,
-    ExportResponse,
+    EnginePart,
     GenerateRequest,
     GenerateResponse,
+    Interrupt,
     LoadChunkRequest,
+    TransferStats,
 )
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 
@@ -34,8 +35,8 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 class VllmServer:
     """EngineClient of a vLLM server.
 
-    Life: made -> ready() -> given up by cut_nowait(), or broken by a failed commit -> renew_nowait(): a new
-        process with the same name, again before ready(). It lives as long as its `caller`.
+    Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait(): a new
+        process with the same name, again before ready().
     Waits: generate_segment sleeps during commits and sleeps, then until vLLM answers; prepare and commit
         until vLLM is done. The caller sets limits: rollout.timeout_s, weight_sync.timeout_s, and the run's
         heartbeat.
@@ -50,14 +51,14 @@ class VllmServer:
         self,
         caller: Caller,
         *,
-        facts: VllmFacts,
+        facts: VllmRequirements,
         rules: PushRules,
         policy_version: int = 0,
         decode: Decode | None = None,
         mark: str = "",
     ) -> None:
         self._caller, self.facts, self._rules, self.name = caller, facts, rules, caller.name
-        self.meeting: Broadcasts | None = None
+        self.broadcast_group: BroadcastGroup | None = None
         """Meeting for broadcast weights; set before the first push."""
         self.num_commits = 0
         self._start_version, self._decode, self._mark = policy_version, decode, mark
@@ -73,12 +74,12 @@ class VllmServer:
     def policy_version(self) -> int:
         return self._process.version
 
-    def cut_nowait(self) -> None:
-        self._process.cut_nowait()
-        self._leave_meeting_nowait()
+    def disconnect_nowait(self) -> None:
+        self._process.disconnect_nowait()
+        self._leave_group_nowait()
 
-    def renew_nowait(self) -> None:
-        self.cut_nowait()
+    def reset_nowait(self) -> None:
+        self.disconnect_nowait()
         self._begin_nowait()
 
     async def ready(self, timeout_s: float) -> EngineHealth:
@@ -139,7 +140,7 @@ class VllmServer:
 
     async def prepare(self, manifest: ExportResponse) -> str:
         self._check_weights_awake(f"policy_version {manifest.version} cannot be prepared")
-        self._staged, load = None, load_of(self.name, manifest, self._rules, self.meeting)
+        self._staged, load = None, load_of(self.name, manifest, self._rules, self.broadcast_group)
         async with self._process.calls():
             digest = await load.stage(self._process)
         self._staged = load
@@ -151,7 +152,7 @@ class VllmServer:
         self._check_weights_awake(f"policy_version {version} cannot be committed")
         is_same = (version, digest) == (process.version, process.digest)
         if is_same and process.is_settled and process.has_content:
-            self._leave_meeting_nowait()
+            self._leave_group_nowait()
             return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
         self._num_chunks = 0
         is_other = version == process.version and process.digest not in ("", digest)
@@ -176,13 +177,13 @@ class VllmServer:
             process.is_committing = False
             process.change_nowait()
             if report is None:
-                self._leave_meeting_nowait()
+                self._leave_group_nowait()
         if process is self._process:
             is_checked = process.is_settled or "weights" in process.asleep  # a sleep drops these weights
             self._staged, self._unchecked = None, None if is_checked else commit
         return report
 
-    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
+    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
         """Put parts to sleep.
 
         vLLM sleeps as a whole, so the other parts are woken again. Weights are dropped (level 2) and pushed
@@ -209,9 +210,9 @@ class VllmServer:
                 await process.end(process.sent)
                 if not stays:
                     await self._wake(_TAGS.keys() - process.asleep)
-        return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
-    async def wake(self, parts: Sequence[EnginePart]) -> Moved:
+    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
         """Wake parts. Weights have no content until a push is committed."""
         process, started = self._process, asyncio.get_running_loop().time()
         if woken := process.asleep & set(parts):
@@ -225,7 +226,7 @@ class VllmServer:
                 await commit.check()
             process.asleep -= woken
             process.change_nowait()
-        return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         """Load a chunk; workers refuse wrong or corrupt chunks."""
@@ -268,9 +269,9 @@ class VllmServer:
         async with within(timeout_s, lambda: process.lost(what)), process.calls():
             yield
 
-    def _leave_meeting_nowait(self) -> None:
-        if self.meeting is not None:
-            self.meeting.leave_nowait(self.name)
+    def _leave_group_nowait(self) -> None:
+        if self.broadcast_group is not None:
+            self.broadcast_group.leave_nowait(self.name)
 
     def _check_weights_awake(self, what: str) -> None:
         if "weights" in self._process.asleep:

@@ -17,12 +17,12 @@ from urllib.parse import urlencode
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import uncut
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.vllm_process import Segment, VllmProcess
 from asyncrl.engines.vllm_routes import GENERATE, Generated, vllm_request
-from asyncrl.messages.base import GroupSeat, Interrupt
-from asyncrl.messages.calls import Canary, CommitResponse, ExportResponse
 from asyncrl.messages.digest import weights_digest
+from asyncrl.messages.engine_api import CommitResponse, GroupMember, Interrupt
+from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.weights.tensor_files import (
     RESEND,
     SCALE,
@@ -71,9 +71,11 @@ class Load:
         raise NotImplementedError
 
 
-def load_of(name: str, manifest: ExportResponse, rules: PushRules, meeting: Broadcasts | None) -> Load:
-    if meeting is not None and manifest.is_held:
-        return BroadcastLoad(name, manifest, meeting)
+def load_of(
+    name: str, manifest: ExportResponse, rules: PushRules, broadcast_group: BroadcastGroup | None
+) -> Load:
+    if broadcast_group is not None and manifest.is_held:
+        return BroadcastLoad(name, manifest, broadcast_group)
     if manifest.kind == "lora":
         return AdapterLoad(name, manifest)
     return FileLoad(name, manifest, rules.chunk_bytes)
@@ -120,27 +122,27 @@ class BroadcastLoad(Load):
     It cannot be repeated for one engine.
     """
 
-    def __init__(self, name: str, manifest: ExportResponse, meeting: Broadcasts) -> None:
+    def __init__(self, name: str, manifest: ExportResponse, broadcast_group: BroadcastGroup) -> None:
         super().__init__(name, manifest)
-        self._meeting = meeting
+        self._broadcast_group = broadcast_group
 
     async def stage(self, process: VllmProcess) -> str:
         """Announce this engine and its workers. They compare the digest later, as they load."""
         workers = await process.rpc("asyncrl_facts", {})
-        self._meeting.expect_nowait(self.name, self.version, len(workers))
+        self._broadcast_group.expect_nowait(self.name, self.version, len(workers))
         return self.digest
 
     async def load(self, process: VllmProcess) -> None:
         expected = self.manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
-        async def take(seat: GroupSeat) -> None:
-            if seat.is_new:
-                await process.tell("/init_weight_transfer_engine", {"init_info": seat.model_dump()})
+        async def take(member: GroupMember) -> None:
+            if member.is_new:
+                await process.tell("/init_weight_transfer_engine", {"init_info": member.model_dump()})
             await process.tell("/start_weight_update")
             await process.tell("/update_weights", {"update_info": expected})
             await process.tell("/finish_weight_update", {})
 
-        await self._meeting.receive(self.name, self.version, take)
+        await self._broadcast_group.receive(self.name, self.version, take)
 
 
 class AdapterLoad(Load):

@@ -14,7 +14,7 @@ from asyncrl.base.errors import EngineLost
 from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.weight_sync import fetches_files
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.check import Found, look, read_tasks
@@ -34,8 +34,8 @@ from asyncrl.launch.devices import Placement
 from asyncrl.launch.lease import ROUTINE
 from asyncrl.launch.nodes import with_addresses
 from asyncrl.launch.plan import EVAL_ENGINE
-from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
 from asyncrl.rollouts.generators import Taught
 from asyncrl.rollouts.producers import Producers
@@ -71,7 +71,7 @@ class Parts:
         """Kept out of `servers`: the run survives its loss. None: the rollout engines evaluate."""
         self.eval_target: EngineClient | None = None
         self.teaching: Teaching | None = None
-        self.meeting: Broadcasts | None = None
+        self.broadcast_group: BroadcastGroup | None = None
         self.files: NodeFiles | None = None
         self.harnessing: Harnessing | None = None
         self.evaluation: Evaluation | None = None
@@ -156,11 +156,11 @@ class Parts:
                 recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
             ),
         )
-        if sync.facts.is_one_kept:
+        if sync.facts.is_collective:
             how: Any = {"timeout_s": sync.timeout_s, "wait_up": self.trainer.wait_up}
             how["store"] = lambda: with_addresses(store, job.launcher.nodes)
-            self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, **how)
-        self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
+            self.broadcast_group = BroadcastGroup(self.trainer.broadcast, self.staging_dir, **how)
+        self.targets = [maker.client(server, self.broadcast_group) for server in self._engine_servers]
         """Without the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
         how = {"on_change": self._resize, "num_first": self._num_first}
@@ -221,7 +221,6 @@ class Parts:
             config.buffer,
             num_groups=config.trainer.num_groups,
             num_batches=config.trainer.num_steps,
-            filters=config.filters,
             on_requeued=lambda *group: self.producers.requeued(*group),
         )
         if config.generator.is_harness:
@@ -257,7 +256,7 @@ class Parts:
             on_published=self._published,
             on_lost=self._on_lost,
             is_rolling=sync.rolling,
-            is_one_kept=sync.facts.is_one_kept,
+            is_collective=sync.facts.is_collective,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
             wait_released=at_once if self.evaluation is None else self.evaluation.wait_released,
@@ -296,8 +295,8 @@ class Parts:
 
     async def _forget_rendezvous(self) -> None:
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
-        if self.meeting is not None:
-            self.meeting.sender_gone_nowait()
+        if self.broadcast_group is not None:
+            self.broadcast_group.sender_gone_nowait()
 
     def _published(self, manifest: ExportResponse) -> None:
         self.journal.published_nowait(manifest.version, manifest.digest)

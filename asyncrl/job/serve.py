@@ -79,9 +79,8 @@ def open_folder(
     """
     with ExitStack() as stack:
         launcher = stack.enter_context(opened(config.launcher))
-        rollout, num = config.rollout, config.rollout.engine_range.first  # serve never scales
-        given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
-        config = config.model_copy(update={"rollout": rollout.model_copy(update=given)})
+        rollout, num = config.rollout, config.rollout.engine_range.min  # serve never scales
+        config = config.model_copy(update={"rollout": rollout.model_copy(update={"num_engines": num})})
         config, settled = settle(config, launcher.nodes)
         for words in settled:
             Voice().say(words)

@@ -12,7 +12,7 @@ from asyncrl.launch.fit import import_folder
 from asyncrl.launch.machine import find_cuda_devices, this_machine
 from asyncrl.launch.nodes import LOOPBACK, Launcher, Needs, Node, Order, look, misfit
 from asyncrl.launch.processes import ChildProcess, bind_socket
-from asyncrl.messages.base import FileRequest
+from asyncrl.messages.engine_api import FileRequest
 
 IMPORTS = "imports"
 """Folder in a run's specs, with links to our packages for another Python."""

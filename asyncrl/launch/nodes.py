@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.launch.machine import Machine, described_machine
-from asyncrl.messages.base import FileRequest
+from asyncrl.messages.engine_api import FileRequest
 
 LOOPBACK = "127.0.0.1"
 

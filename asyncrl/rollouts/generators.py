@@ -12,7 +12,7 @@ from asyncrl.base.errors import PromptUnusable, RolloutFailure
 from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.teacher import Teacher
-from asyncrl.messages.base import NO_EXPERT
+from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,
     Outcome,

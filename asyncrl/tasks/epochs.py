@@ -24,8 +24,8 @@ UNIT = 10**9
 class Epochs:
     """Order of one task's prompts. Draws and epochs are counted from 0.
 
-    Without `reward_range`, each epoch has every prompt once. With it, epochs prefer prompts of mixed rewards:
-    a prompt with mean reward p so far (scaled to 0..1 by `reward_range`) is in an epoch with probability
+    Each epoch has every prompt once. With `by_difficulty`, epochs prefer prompts of mixed rewards:
+    a prompt with mean reward p so far (clipped to 0..1) is in an epoch with probability
     max(FLOOR, 4p(1 - p)), drawn again each time; an unobserved prompt always is. p(1 - p), the variance of a
     binary reward, measures its gradient: "learnability" of https://arxiv.org/abs/2408.15099 (Sampling For
     Learnability), used for language models in https://arxiv.org/abs/2502.12272.
@@ -44,13 +44,13 @@ class Epochs:
         *,
         seed: int,
         shuffle: bool,
-        reward_range: tuple[float, float] | None = None,
+        by_difficulty: bool = False,
         on_epoch: Callable[[int, str], None] = lambda epoch, text: None,
     ) -> None:
         self.num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._range = reward_range
+        self._by_difficulty = by_difficulty
         self._on_epoch = on_epoch
         self._order = lru_cache(maxsize=4)(self._make_order)
         self._sums = np.zeros(num_prompts, np.int64)
@@ -69,14 +69,14 @@ class Epochs:
             "num_prompts": self.num_prompts,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "reward_range": None if self._range is None else list(self._range),
+            "by_difficulty": self._by_difficulty,
         }
 
     def reach_nowait(self, draw: int, version: int | None) -> None:
         """Prepare a new draw for a group that starts at policy_version `version` (None: later than all groups
         before).
         """
-        if self._range is None:
+        if not self._by_difficulty:
             return
         for earlier in [start for start in self._later if version is None or start < version]:
             for index, reward in self._later.pop(earlier):
@@ -90,19 +90,18 @@ class Epochs:
 
     def observe_nowait(self, index: int, reward: float, version: int) -> None:
         """Record the mean reward of a prompt's finished group, which started at policy_version `version`."""
-        if self._range is not None:
-            low, high = self._range
-            fraction = min(max((reward - low) / (high - low), 0.0), 1.0)
+        if self._by_difficulty:
+            fraction = min(max(reward, 0.0), 1.0)
             self._later.setdefault(version, []).append((index, round(fraction * UNIT)))
 
     def place(self, draw: int) -> tuple[int, int]:
         """Return (epoch, index of the prompt) of a reached draw."""
-        epoch = draw // self.num_prompts if self._range is None else bisect_right(self._ends, draw)
+        epoch = bisect_right(self._ends, draw) if self._by_difficulty else draw // self.num_prompts
         return epoch, int(self._order(epoch)[0][draw - self._start(epoch)])
 
     def draw_of(self, epoch: int, index: int) -> int:
         """Return the draw of a place. Raises IndexError."""
-        if self._range is not None and not 0 <= epoch < len(self._epochs):
+        if self._by_difficulty and not 0 <= epoch < len(self._epochs):
             raise IndexError(f"epoch {epoch} has not begun")
         if (place := int(self._order(epoch)[1][index])) < 0:
             raise IndexError(f"epoch {epoch} has no prompt {index}")
@@ -118,7 +117,7 @@ class Epochs:
 
     def memory(self) -> dict[str, Any]:
         """Return state for JSON; {} if none."""
-        if self._range is None:
+        if not self._by_difficulty:
             return {}
         return {
             "epochs": list(self._epochs),
@@ -148,7 +147,7 @@ class Epochs:
         return chosen
 
     def _start(self, epoch: int) -> int:
-        if self._range is None:
+        if not self._by_difficulty:
             return epoch * self.num_prompts
         return self._ends[epoch - 1] if epoch else 0
 
@@ -163,7 +162,7 @@ class Epochs:
         order = np.arange(self.num_prompts)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(order)
-        if self._range is not None:
+        if self._by_difficulty:
             order = order[self._has(self._epochs[epoch])[order]]
         places = np.full(self.num_prompts, -1, np.int64)
         places[order] = np.arange(len(order))

@@ -11,6 +11,7 @@ from typing import Any
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.base.user_code import check_call, load_function, load_object
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
+from asyncrl.config.generation import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.epochs import Epochs
@@ -84,7 +85,7 @@ def make_prompt_source(
             len(tasks[name]),
             seed=config.seed,
             shuffle=shuffle,
-            reward_range=settings.reward_range if settings.sampling == "by_difficulty" else None,
+            by_difficulty=settings.sampling == "by_difficulty",
             on_epoch=partial(on_epoch, name),
         )
         source = TaskPrompts(
@@ -162,19 +163,19 @@ def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
     too few or invalid prompts.
     """
     with _named_eval(label):
-        return _taken(config, build_task(config.task, config.seed), label)
+        return _taken(config, build_task(config.task, EVAL_SEED), label)
 
 
 def look_at_eval_task(config: EvalConfig, label: str = "") -> tuple[EvalTask | None, str]:
     """Return the eval task before the start, like look_at_task."""
     with _named_eval(label):
-        task, words = look_at_task(config.task, config.seed)
+        task, words = look_at_task(config.task, EVAL_SEED)
         return (None if task is None else _taken(config, task, label)), words
 
 
 def _taken(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
     prompt, name, label = config.task.system_prompt, task_name(config.task), label or config.name or ""
-    prompts = TaskPrompts(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name, label=label)
+    prompts = TaskPrompts(task, seed=EVAL_SEED, shuffle=False, system_prompt=prompt, name=name, label=label)
     if len(task) < config.num_prompts:
         what = f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task"
         raise ConfigError(what, way_out=f"set eval.num_prompts={len(task)}, or give a larger task.")

@@ -46,8 +46,10 @@ from asyncrl.base.serving import (
     secret_of,
     serve,
 )
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved
-from asyncrl.messages.calls import (
+from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.trainer_api import (
+    BroadcastRequest,
+    BroadcastResponse,
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
@@ -58,7 +60,7 @@ from asyncrl.messages.calls import (
     TrainResponse,
     unpack_batch,
 )
-from asyncrl.trainer.model.parts import resolve_device
+from asyncrl.trainer.model.build_model import resolve_device
 from asyncrl.trainer.ranks import BEATS, Command, join_ranks, loss_behind
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import hold_record
@@ -240,12 +242,12 @@ class TrainerService:
         await self.call("load_state", path=message.path)
         return await self.health()
 
-    async def offload(self, message: OffloadRequest) -> Moved:
-        moved: Moved = await self.call("offload", parts=message.parts)
+    async def offload(self, message: OffloadRequest) -> TransferStats:
+        moved: TransferStats = await self.call("offload", parts=message.parts)
         return moved
 
-    async def onload(self, message: OffloadRequest) -> Moved:
-        moved: Moved = await self.call("onload", parts=message.parts)
+    async def onload(self, message: OffloadRequest) -> TransferStats:
+        moved: TransferStats = await self.call("onload", parts=message.parts)
         return moved
 
     def _follow(self) -> NoReturn:

@@ -17,17 +17,13 @@ from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import computed, waiting
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
-from asyncrl.messages.base import (
-    NO_EXPERT,
-    BroadcastRequest,
-    BroadcastResponse,
-    Moved,
-    TrainerPart,
-    TransportName,
-)
-from asyncrl.messages.calls import (
+from asyncrl.messages.engine_api import NO_EXPERT, TransferStats, TransportName
+from asyncrl.messages.records import Batch, Trajectory
+from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
+    BroadcastRequest,
+    BroadcastResponse,
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
@@ -35,11 +31,11 @@ from asyncrl.messages.calls import (
     SaveRequest,
     StateRequest,
     TrainerHealth,
+    TrainerPart,
     TrainResponse,
     TrajectoryHeader,
     pack_batch,
 )
-from asyncrl.messages.records import Batch, Trajectory
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -164,12 +160,12 @@ class TrainerClient:
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         return await self._post("/broadcast", request, BroadcastResponse)
 
-    async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
+    async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
         """Move these parts off the trainer's device. Idempotent. An error moves nothing."""
-        return await self._post("/offload", OffloadRequest(parts=list(parts)), Moved)
+        return await self._post("/offload", OffloadRequest(parts=list(parts)), TransferStats)
 
-    async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        return await self._post("/onload", OffloadRequest(parts=list(parts)), Moved)
+    async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
+        return await self._post("/onload", OffloadRequest(parts=list(parts)), TransferStats)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
         request = ExportChunkRequest(version=version, index=index)

@@ -16,9 +16,16 @@ from asyncrl.job.supervision.supervise import GRACE_S, Supervision, Supervisor
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
-from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainResponse
+from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import (
+    BroadcastRequest,
+    BroadcastResponse,
+    ExportChunkResponse,
+    ExportResponse,
+    TrainerPart,
+    TrainResponse,
+)
 from asyncrl.trainer.trainer_client import TrainerClient
 
 if TYPE_CHECKING:
@@ -126,12 +133,12 @@ class SupervisedTrainer(Supervisor):
         self._check_up()
         return await self.client.broadcast(request)
 
-    async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
+    async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
         moved = await self._when_up(lambda: self.client.offload(parts))
         self._offloaded |= frozenset(parts)
         return moved
 
-    async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
+    async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
         moved = await self._when_up(lambda: self.client.onload(parts))
         self._offloaded -= frozenset(parts)
         return moved

@@ -30,7 +30,7 @@ from asyncrl.launch.machine import CudaDevice, Machine, find_cuda_devices, this_
 from asyncrl.launch.nodes import Needs, Node, NodeHas, Order, look, misfit
 from asyncrl.launch.on_ray.fetched_files import FetchedFiles
 from asyncrl.launch.processes import ChildProcess
-from asyncrl.messages.base import FileRequest
+from asyncrl.messages.engine_api import FileRequest
 
 DESCRIBE_S = 120.0
 """Limit for each node's first answer: Ray starts a Python there."""

@@ -23,7 +23,7 @@ from asyncrl.launch.nodes import Needs, Node, Order, misfit, with_addresses
 from asyncrl.launch.on_ray.ray_groups import PIN, TRY_S, alive, bundle_of, free_words, in_words, pin_of
 from asyncrl.launch.on_ray.ray_host import DESCRIBE_S, RUNTIME_ENV, Host, ask_each
 from asyncrl.launch.on_ray.ray_node import LOST_S, RayNode, RayProcess
-from asyncrl.messages.base import FileRequest
+from asyncrl.messages.engine_api import FileRequest
 
 logger = logging.getLogger("asyncrl.launch.on_ray.ray_launcher")
 

@@ -161,9 +161,8 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     if share >= FILTERED_SHARE:
         tokens = several(steps.newest("rollout/filtered_tokens"), "token")
         advice = " Prompts of another difficulty would teach more." if share >= HOPELESS_SHARE else ""
-        kind = next((one for one in config.filters.values() if one != "none"), "none")
         yield (
-            f"buffer.filter={kind} replaced {several(filtered, 'group')} ({share:.1%} of "
+            f"buffer.filter={config.buffer.filter} replaced {several(filtered, 'group')} ({share:.1%} of "
             f"those that finished; {tokens}) because all their rewards were the same.{advice}"
         )
     if given_up := steps.newest("rollout/given_up"):

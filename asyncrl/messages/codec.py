@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.message import ErrorBody
-from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import TopLogprobs
 
 Arrays = Mapping[str, npt.NDArray[Any]]
