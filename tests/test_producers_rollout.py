@@ -174,7 +174,7 @@ def test_the_journal_counts_every_sampled_token_once(
         if ends[-1] == "hangs":  # the group is dropped while it runs
             await engine.hangs.wait()
             running.cancel()
-            journal.group_ended_nowait(group_id, "handed_back", "dropped")
+            journal.group_ended_nowait(group_id, "requeued", "dropped")
             await asyncio.wait({running})
         elif isinstance(outcome := await running, FailedRollout):
             journal.rollout_failed_nowait(group_id, 1, outcome.num_attempts, "no")
