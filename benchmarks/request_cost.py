@@ -66,7 +66,6 @@ async def simulated(slots: int, folder: Path) -> AsyncIterator[tuple[EngineServe
     secret = secrets.token_hex(16)
     spec = {"name": "engine-0", "slots": slots, "max_length": 2**24, "vocab_size": 32_000}
     spec |= {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": STEP_S, "per_row_s": 0.0}
-    spec |= {"prefill_s_per_token": 0.0, "swap_s": 0.0}
     child = ChildProcess(
         "engine-0", "asyncrl_servers.simulated", json.dumps(spec), run_dir=folder, secret=secret
     )

@@ -98,10 +98,10 @@ class FakeTokenizer:
 
 
 class FakeSource:
-    """In place of a Feed, one that never ends: prompts p0, p1, ..., after those that were handed back."""
+    """A PromptSource without end: prompts p0, p1, ..., after requeued ones."""
 
     def __init__(self) -> None:
-        self.handed_back: list[Prompt] = []
+        self.requeued: list[Prompt] = []
         self.front: deque[Prompt] = deque()
         self._numbers = count()
 
@@ -115,9 +115,9 @@ class FakeSource:
         name = f"p{next(self._numbers)}"
         return Prompt(name, ({"role": "user", "content": name},))
 
-    def hand_back_nowait(self, prompt: Prompt) -> None:
+    def requeue_nowait(self, prompt: Prompt) -> None:
         """To the front."""
-        self.handed_back.append(prompt)
+        self.requeued.append(prompt)
         self.front.appendleft(prompt)
 
 
@@ -244,13 +244,13 @@ class MemoryJournal:
     def group_ended_nowait(
         self,
         group_id: GroupId,
-        state: Literal["ready", "failed", "filtered", "handed_back"],
+        state: Literal["ready", "failed", "filtered", "requeued"],
         reason: str,
         *,
         requeued: int | None = None,
     ) -> None:
         found = self.states.get(group_id)
-        self._refuse_unless(found == "running" or (found, state) == ("ready", "handed_back"), group_id)
+        self._refuse_unless(found == "running" or (found, state) == ("ready", "requeued"), group_id)
         self._note("group_ended", group_id, state, reason, requeued)
         self.states[group_id] = state
 

@@ -116,7 +116,7 @@ async def tell_a_run(journal: Journal) -> None:
     admit(journal, 5)
     journal.segment_nowait(GroupId(5), 0, 0, 0, make_partial(3))
     journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
-    journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
+    journal.group_ended_nowait(GroupId(5), "requeued", "dropped", requeued=1)
     await journal.batch_taken(make_batch(0, 0, 1))
     journal.trained_nowait(0, {"policy/loss": 0.25})
     journal.published_nowait(1, "digest")

@@ -100,7 +100,7 @@ def test_resume_samples_only_the_rest_with_its_seeds(states: list[str], attempt:
             assert (house.producers.prompts_out(), house.journal.states) == ([], {GroupId(7): "ready"})
         else:
             assert house.sink.failed == [7]
-            aside = [replace(PROMPT, num_handed_back=1)]
+            aside = [replace(PROMPT, num_requeued=1)]
             assert house.producers.prompts_out() == aside, "set aside until a group has not failed"
 
     rollouts, failures = {index: done(index) for index in known("done")}, known("failed", (2, "no"))

@@ -29,7 +29,7 @@ from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 
@@ -175,7 +175,7 @@ def test_the_journal_counts_every_sampled_token_once(
         if ends[-1] == "hangs":  # the group is dropped while it runs
             await engine.hangs.wait()
             running.cancel()
-            journal.group_ended_nowait(group_id, "handed_back", "dropped")
+            journal.group_ended_nowait(group_id, "requeued", "dropped")
             await asyncio.wait({running})
         elif isinstance(outcome := await running, FailedRollout):
             journal.rollout_failed_nowait(group_id, 1, outcome.num_attempts, "no")

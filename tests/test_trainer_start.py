@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.trainer.model import loading
+from asyncrl.trainer.model.build_model import TrainedModel
 from asyncrl.trainer.model.loading import meta_model, stored_weights
-from asyncrl.trainer.model.parts import TrainedModel
 from asyncrl.trainer.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateRequest, LoadChunkRequest
 from asyncrl.messages.trainer_api import ExportChunkRequest, ExportChunkResponse, ExportResponse
 from asyncrl.sync.push import Push
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]

@@ -34,7 +34,7 @@ class TransportCapabilities:
     sends_adapters: bool = False
     is_transfer: bool = False
     """Tensors go from device to device."""
-    is_one_kept: bool = False
+    is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
     """When colocated, engines open the chunks in the trainer's device memory."""
@@ -51,7 +51,7 @@ TRANSPORTS: dict[TransportName, TransportCapabilities] = {
     "disk": TransportCapabilities(is_file_shared=True),
     "stream": TransportCapabilities(is_fetched=True),
     "lora": TransportCapabilities(sends_adapters=True, is_fetched=True),
-    "nccl": TransportCapabilities(is_transfer=True, is_one_kept=True),
+    "nccl": TransportCapabilities(is_transfer=True, is_collective=True),
     "ipc": TransportCapabilities(
         is_transfer=True, shares_device=True, bound="its handles name memory of one machine's devices"
     ),
@@ -115,7 +115,7 @@ class WeightSyncConfig(FrozenConfig):
 def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
     """Return True if, on several nodes, files of weights are fetched by other nodes."""
     facts = config.weight_sync.facts
-    return facts.is_fetched or (facts.is_one_kept and has_eval_engine)
+    return facts.is_fetched or (facts.is_collective and has_eval_engine)
 
 
 def choose_transport(
@@ -170,7 +170,7 @@ def refuse_transport(
     if is_turns and facts.sends_adapters:
         rule = "an engine that sleeps has freed the base weights that adapters are added to"
         raise ConfigError(f"{name}, and trainer and engines take turns", rule=rule, way_out=way_out)
-    if facts.is_one_kept:
+    if facts.is_collective:
         if config.weight_sync.rolling:
             what = f"{name} sends each version once, to all engines together, and weight_sync.rolling=true"
             raise ConfigError(what, way_out=f"set weight_sync.rolling=false, or {TO_SHM}.")
@@ -212,7 +212,7 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
 def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
     """Return the transport during generation, and the reason."""
     sync = config.weight_sync
-    if sync.facts.is_one_kept:
+    if sync.facts.is_collective:
         library = "NCCL" if is_on_cuda else "gloo"
         return f"all weights go by {library}, in one broadcast to all engines, from a copy of the trainer's"
     what = "the adapters alone" if sync.facts.sends_adapters else "all weights"

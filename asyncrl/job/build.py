@@ -42,7 +42,7 @@ from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.sync.node_files import NodeFiles
 from asyncrl.sync.publisher import Publisher, at_once
-from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
+from asyncrl.tasks.from_config import EvalTask, make_prompt_source, read_eval_task
 from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask, RowTask
@@ -125,7 +125,7 @@ class Parts:
         pinned |= {f"eval/{name}": task for name, (task, _) in held_out.items()}
         digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
         self.data_pin = DataPin(job.run_dir, digests, is_free=may_change)
-        self.feed = make_feed(config, found.tasks, on_epoch=self.journal.epoch_nowait)
+        self.feed = make_prompt_source(config, found.tasks, on_epoch=self.journal.epoch_nowait)
         self.scorer = Scorers(found.tasks, config.tasks, seed=config.seed, warn=job.warn)
         job.closes("rewards", self.scorer.aclose)
         return held_out
@@ -156,7 +156,7 @@ class Parts:
                 recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
             ),
         )
-        if sync.facts.is_one_kept:
+        if sync.facts.is_collective:
             how: Any = {"timeout_s": sync.timeout_s, "wait_up": self.trainer.wait_up}
             how["store"] = lambda: with_addresses(store, job.launcher.nodes)
             self.broadcast_group = BroadcastGroup(self.trainer.broadcast, self.staging_dir, **how)
@@ -221,8 +221,7 @@ class Parts:
             config.buffer,
             num_groups=config.trainer.num_groups,
             num_batches=config.trainer.num_steps,
-            filters=config.filters,
-            on_handed_back=lambda *group: self.producers.handed_back(*group),
+            on_requeued=lambda *group: self.producers.requeued(*group),
         )
         if config.generator.is_harness:
             self.harnessing = Harnessing(job, self.engines, self.tokenizer, self.supervision)
@@ -237,7 +236,7 @@ class Parts:
             group_size=rollout.group_size,
             capacity=num_rollouts(config, self.scale.wanted),
             max_failed_groups=rollout.max_failed_groups,
-            max_hand_backs=rollout.max_hand_backs,
+            max_requeues=rollout.max_requeues,
             journal=self.journal,
             on_failed=partial(job.voice.rollout_failed, self.tokenizer),
         )
@@ -257,7 +256,7 @@ class Parts:
             on_published=self._published,
             on_lost=self._on_lost,
             is_rolling=sync.rolling,
-            is_one_kept=sync.facts.is_one_kept,
+            is_collective=sync.facts.is_collective,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
             wait_released=at_once if self.evaluation is None else self.evaluation.wait_released,
@@ -322,7 +321,7 @@ class Parts:
 
     def controller_state(self) -> ControllerState:
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
-        out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
+        out = {prompt.prompt_id: prompt.num_requeued for prompt in prompts}
         return ControllerState(feed=self.feed.state(), out=out, next_group_id=self.buffer.next_group_id)
 
     def put_back(self, state: ControllerState, version: int) -> None:
@@ -330,8 +329,8 @@ class Parts:
         TaskError for prompts that the task cannot make.
         """
         self.feed.load_state(state.feed)
-        for prompt_id, num_handed_back in state.out.items():
-            self.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
+        for prompt_id, num_requeued in state.out.items():
+            self.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
         self.buffer.restore_nowait(version, state.next_group_id, [], [])
 
 

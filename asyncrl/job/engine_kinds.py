@@ -71,7 +71,7 @@ class Embedded:
         """
         is_replayed = self.config.algorithm.router_replay and name != EVAL_ENGINE
         sync = self.config.weight_sync
-        is_sent = sync.facts.is_one_kept and self.rollout.facts.stages_weights and name != EVAL_ENGINE
+        is_sent = sync.facts.is_collective and self.rollout.facts.stages_weights and name != EVAL_ENGINE
         return {
             "name": name,
             "slots": self.slots(name),

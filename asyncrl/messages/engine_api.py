@@ -41,10 +41,6 @@ class LatencyModel(Message):
     """Seconds of a decode step, however many sequences run."""
     per_row_s: float = Field(default=0.0001, ge=0)
     """Seconds that each running sequence adds to a decode step."""
-    prefill_s_per_token: float = Field(default=0.00002, ge=0)
-    """Seconds per prompt token, during which decoding stops."""
-    swap_s: float = Field(default=0.001, ge=0)
-    """Seconds that a weight swap stops decoding."""
     mean_tokens: float = Field(default=64.0, ge=1)
     """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
     sigma: float = Field(default=1.0, ge=0)

@@ -32,7 +32,7 @@ TopLogprobs = Sequence[tuple[int, float]]
 likeliest first.
 """
 
-Finished = Literal["ready", "filtered", "handed_back"]
+Finished = Literal["ready", "filtered", "requeued"]
 """Fate of a finished group: ready; replaced by buffer.filter because it has no gradient; dropped earlier; or
 all its tokens are too old and its prompt is queued again."""
 
@@ -70,14 +70,14 @@ class Prompt:
 
     `prompt_id` is unique within a run: epoch/index, or task/epoch/index with several tasks. `messages` are
     chat messages (role and content). Only the reward function sees `answer` and `info`; no model does.
-    `num_handed_back`: times that its group failed or became too old.
+    `num_requeued`: times that its group failed or became too old.
     """
 
     prompt_id: str
     messages: tuple[Mapping[str, str], ...]
     answer: Any = None
     info: Mapping[str, Any] = field(default_factory=dict)
-    num_handed_back: int = 0
+    num_requeued: int = 0
 
     @property
     def task(self) -> str:
@@ -89,9 +89,7 @@ class Prompt:
         """The prompt's part of each seed. It changes when the group is dropped, so that the same long
         completion is not sampled again.
         """
-        return (
-            f"{self.prompt_id} handed back {self.num_handed_back}" if self.num_handed_back else self.prompt_id
-        )
+        return f"{self.prompt_id} requeued {self.num_requeued}" if self.num_requeued else self.prompt_id
 
 
 def task_of(prompt_id: str) -> str:

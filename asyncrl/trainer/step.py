@@ -32,9 +32,9 @@ from asyncrl.messages.trainer_api import (
     TrainerPart,
 )
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.model.build_model import reshard
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import pack_texts
-from asyncrl.trainer.model.parts import reshard
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks

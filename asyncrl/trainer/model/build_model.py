@@ -24,8 +24,8 @@ from asyncrl.base.serving import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.model.attention import choose_flash
-from asyncrl.trainer.model.dealing import heads_of
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
+from asyncrl.trainer.model.load_balance import heads_of
 from asyncrl.trainer.model.loading import (
     StoredWeights,
     fill,
