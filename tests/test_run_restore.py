@@ -26,7 +26,7 @@ from asyncrl.journal.read import run_story
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
-from asyncrl.tasks import Feed
+from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.tasks.epochs import Epochs
 
 
@@ -40,8 +40,8 @@ class Questions:
         return f"Question {index}"
 
 
-def make_feed(seed: int = 0) -> Feed:
-    return Feed(Questions(), seed=seed, shuffle=False)  # type: ignore[arg-type]
+def make_feed(seed: int = 0) -> PromptSource:
+    return PromptSource(TaskPrompts(Questions(), seed=seed, shuffle=False))  # type: ignore[arg-type]
 
 
 class Life:
@@ -103,7 +103,7 @@ class Life:
 
     def next_prompts(self, number: int) -> list[tuple[str, int]]:
         prompts = [self.feed.next_nowait() for _ in range(number)]
-        return [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts]
+        return [(prompt.prompt_id, prompt.num_requeued) for prompt in prompts]
 
     # As reporter and producers.
 
@@ -117,7 +117,7 @@ class Life:
         self.steps.append((batch, report))
 
     def returns_nowait(self, version: int, prompt: Prompt) -> None:
-        self.returned.append((version, prompt.prompt_id, prompt.num_handed_back))
+        self.returned.append((version, prompt.prompt_id, prompt.num_requeued))
 
 
 def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
@@ -144,7 +144,7 @@ async def leave_something_of_everything(life: Life) -> None:
     life.journal.rollout_failed_nowait(nine.group_id, 0, 3, "it timed out")
     life.journal.segment_nowait(nine.group_id, 2, 1, 0, make_partial(5))
     life.journal.admitted_nowait(Ticket(GroupId(10), 3), life.feed.next_nowait())
-    life.journal.group_ended_nowait(GroupId(10), "handed_back", "dropped", requeued=1)
+    life.journal.group_ended_nowait(GroupId(10), "requeued", "dropped", requeued=1)
     for group_id, version in ((11, 3), (12, 4)):
         life.journal.admitted_nowait(Ticket(GroupId(group_id), version), life.feed.next_nowait())
         life.journal.group_ended_nowait(GroupId(group_id), "failed", "no reward", requeued=2)
@@ -244,7 +244,7 @@ def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
         if refusal == "order":
             life.feed = make_feed(seed=1)
         elif refusal == "task":
-            life.feed._epochs = Epochs(1, seed=0, shuffle=False)
+            life.feed._tasks[""].epochs = Epochs(1, seed=0, shuffle=False)
         elif refusal == "state":
             error = TrainerError("trainer-0", "the state is of another model")
             life.trainer.recover = AsyncMock(side_effect=error)  # type: ignore[method-assign]

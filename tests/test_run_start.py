@@ -260,7 +260,7 @@ async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: i
     async def before_start() -> None:
         prepared.append(None)
 
-    config = SupervisionConfig(max_restarts=max_restarts, restart_window_s=None)
+    config = SupervisionConfig(max_restarts=max_restarts)
     starting = startup.start_again(
         start, [killed, other], config, warn=warned.append, before_start=before_start
     )

@@ -80,10 +80,6 @@ class WeightSyncConfig(FrozenConfig):
     canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
     """After each push to vLLM, the largest allowed difference between its logprobs of a fixed text and the
     trainer's, in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
-    retries: int = Field(default=1, ge=0)
-    """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run
-    ends.
-    """
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again,
     an export or a handover that does ends the run."""

@@ -109,7 +109,7 @@ class Teacher:
                 return await self._caller.post("/score", request, ScoreResponse, timeout_s=self._timeout_s)
             except CallLost as failure:
                 what = f"({self._caller.url}) gave no answer to {failure.path}: {failure.why}"
-                rule = f"teacher.timeout_s={self._timeout_s:g} is the limit of one answer"
+                rule = f"an answer may take at most {self._timeout_s:g} s"
                 raise self._line.lost(what, rule=rule) from failure
             except CallRefused as refusal:
                 if refusal.status != 400:

@@ -15,7 +15,7 @@ from typing import Literal
 from asyncrl.base.host import num_cores
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.generation import ENGINES, EngineCapabilities
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS, TEACHER_SLOTS
 from asyncrl.config.weight_sync import transport_words
 from asyncrl.launch.choice import NO_DEVICE, NodeDevice
 from asyncrl.launch.devices import Placement, place
@@ -176,7 +176,7 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
         add(EVAL_ENGINE, "eval", beside, [own], memory)
     if (teacher := config.teacher) is not None and (own := placement.teacher) is not None:
         shape = model_shape(ModelConfig(path=teacher.path, revision=teacher.revision))
-        memory = engine_memory(config, shape, ENGINES["embedded"], teacher.slots + 1, [own], stages=False)
+        memory = engine_memory(config, shape, ENGINES["embedded"], TEACHER_SLOTS + 1, [own], stages=False)
         add(TEACHER, "eval", beside, [own], memory)
     return tuple(plans)
 

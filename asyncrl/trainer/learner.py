@@ -55,6 +55,9 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
 
+MAX_SKIPPED_STEPS = 3
+"""Consecutive steps with a gradient that is not finite that end a run."""
+
 
 class StepSums:
     """Sums over micro-batches; logprobs and entropies [N] are set for loss tokens.
@@ -301,9 +304,8 @@ class Learner:
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1
-        limit = self.spec.trainer.max_skipped_steps
-        if self.num_skipped_in_a_row >= limit:
-            rule = f"trainer.max_skipped_steps={limit} steps in a row may be skipped before the run ends"
+        if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
             raise self._refused_saved(batch, what, rule)
         log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
 

@@ -71,7 +71,6 @@ class CallRules:
     max_length: int
     vocab_size: int
     on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
-    constrained: Literal["context", "exact"] = "exact"
     reads_effort: bool = False
     """The chat template reads `reasoning_effort`."""
 

@@ -15,6 +15,7 @@ from typing import Any
 from asyncrl.base.http import Caller
 from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
+from asyncrl.config.learning import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.engine_kinds import engine_kind
@@ -69,10 +70,10 @@ class ServerMaker:
         """
         servers, module = list[Server](), "asyncrl.trainer.rank_process"
         for rank in range(self.config.trainer.world_size):
-            name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
+            name = f"trainer-{rank}"
             spec = self.trainer_spec(rank, staging_dir, store, weights_store).model_dump_json()
             devices = [self.placement.trainer[other] for other in self._ranks_beside(rank)]
-            child = self._process(name, module, spec, devices, port, self.placement.rank_node(rank))
+            child = self._process(name, module, spec, devices, None, self.placement.rank_node(rank))
             caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
             servers.append(Server(child, caller, TrainerHealth, start_s))
         return servers
@@ -124,11 +125,10 @@ class ServerMaker:
             key = os.environ.get(KEY_ENV, "")
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [self._engine_server(child, key) for child in foreign]
-        ports: Sequence[int | None] = rollout.ports or [None] * rollout.max_engines
         placement = self.placement
         return [
-            self._engine(f"engine-{number}", placement.engines[number], port, placement.engine_node(number))
-            for number, port in enumerate(ports)
+            self._engine(f"engine-{number}", placement.engines[number], None, placement.engine_node(number))
+            for number in range(rollout.max_engines)
         ]
 
     def eval_engine(self) -> Server:
@@ -142,7 +142,7 @@ class ServerMaker:
         spec = {
             "name": TEACHER,
             "slots": 1,
-            "score_slots": config.teacher.slots,
+            "score_slots": TEACHER_SLOTS,
             "max_length": config.rollout.max_length,
             "model_path": str(folder),
             "dtype": config.model.dtype,
