@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +14,6 @@ from asyncrl.config import RolloutConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.launch.fit import find_python, import_folder
 from asyncrl.launch.processes import ChildProcess
 from asyncrl.messages.engine_api import EngineHealth
@@ -92,6 +90,6 @@ async def _client(kind: str, caller: Caller, model: Path, slots: int, max_length
         end_ids=(),
         device="cpu",
     )
-    client = VllmServer(caller, facts=facts, rules=PushRules(math.inf, retries=0))
+    client = VllmServer(caller, facts)
     await client.ready(START_S)
     return client

@@ -52,7 +52,6 @@ async def engine(folder: Path, secret: str, core: int, vocab_size: int) -> Async
         "vocab_size": vocab_size,
         "decode_step_s": STEP_S,
         "per_row_s": 0.0,
-        "prefill_s_per_token": 0.0,
         "mean_tokens": TOKENS,
         "sigma": 0.0,
         "core": core,

@@ -18,7 +18,6 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.sync.push import Push
@@ -158,9 +157,8 @@ async def test_vllm_commit_calls_its_routes_in_order() -> None:
     broadcasts, servers = BroadcastGroup(FakeSender().broadcast, Path("/staging"), timeout_s=5.0), []
     fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
     for fake in fakes:
-        facts = VllmRequirements("/model", "float32", fake.slots, 1000, (), "cpu")
-        servers.append(VllmServer(fake, facts=facts, rules=PushRules(1e-3)))
-        servers[-1].broadcast_group = broadcasts
+        needed = VllmRequirements("/model", "float32", fake.slots, 1000, (), "cpu", canary_limit=1e-3)
+        servers.append(VllmServer(fake, needed, broadcast_group=broadcasts))
         await servers[-1].ready(10.0)
         fake.calls.clear()
     for version in (1, 2):

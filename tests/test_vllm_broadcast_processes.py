@@ -21,7 +21,6 @@ from asyncrl.base.http import Caller
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.messages.engine_api import GenerateRequest, LoadChunkRequest
 from asyncrl.messages.trainer_api import ExportChunkRequest, ExportChunkResponse, ExportResponse
 from asyncrl.sync.push import Push
@@ -40,15 +39,24 @@ class House(BroadcastHouse):
     async def client_of(
         self, server: VllmProcess, caller: Caller, broadcast_group: BroadcastGroup
     ) -> VllmServer:
-        engine = self.client(caller, served(server))
+        engine = self.client(caller, served(server), broadcast_group)
         await engine.ready(200)
-        engine.broadcast_group = broadcast_group
         return engine
 
-    def client(self, caller: Caller, version: int = 0) -> VllmServer:
-        facts = VllmRequirements(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
-        rules = PushRules(1e-3, chunk_bytes=40_000)
-        return VllmServer(caller, facts=facts, rules=rules, policy_version=version)
+    def client(
+        self, caller: Caller, version: int = 0, broadcast_group: BroadcastGroup | None = None
+    ) -> VllmServer:
+        needed = VllmRequirements(
+            str(self.model_path),
+            "float32",
+            SLOTS,
+            MAX_LENGTH,
+            (),
+            "cpu",
+            canary_limit=1e-3,
+            chunk_bytes=40_000,
+        )
+        return VllmServer(caller, needed, policy_version=version, broadcast_group=broadcast_group)
 
 
 def served(server: VllmProcess) -> int:

@@ -42,12 +42,12 @@ from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.sync.node_files import NodeFiles
 from asyncrl.sync.publisher import Publisher, at_once
-from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
+from asyncrl.tasks.from_config import EvalTask, make_prompt_source, read_eval_task
 from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
+from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 if TYPE_CHECKING:
     from asyncrl.job.resume import ResumePoint
@@ -125,7 +125,7 @@ class Parts:
         pinned |= {f"eval/{name}": task for name, (task, _) in held_out.items()}
         digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
         self.data_pin = DataPin(job.run_dir, digests, is_free=may_change)
-        self.feed = make_feed(config, found.tasks, on_epoch=self.journal.epoch_nowait)
+        self.feed = make_prompt_source(config, found.tasks, on_epoch=self.journal.epoch_nowait)
         self.scorer = Scorers(found.tasks, config.tasks, seed=config.seed, warn=job.warn)
         job.closes("rewards", self.scorer.aclose)
         return held_out
@@ -146,14 +146,16 @@ class Parts:
         store = await maker.find_weights_store()
         self._ranks = maker.trainers(self.staging_dir, await maker.find_store(), store)
         self._engine_servers = maker.engines()
-        client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
-            client,
             self._ranks,
             self.supervision,
+            timeout_s=config.trainer.timeout_s,
             before_start=self._before_trainer_starts,
-            recover=partial(
-                recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
+            bring_back=partial(
+                recover_trainer,
+                journal=self.journal,
+                checkpoints=self.checkpoints,
+                num_batches=config.trainer.num_steps,
             ),
         )
         if sync.facts.is_collective:
@@ -221,7 +223,7 @@ class Parts:
             config.buffer,
             num_groups=config.trainer.num_groups,
             num_batches=config.trainer.num_steps,
-            on_handed_back=lambda *group: self.producers.handed_back(*group),
+            on_requeued=lambda *group: self.producers.requeued(*group),
         )
         if config.generator.is_harness:
             self.harnessing = Harnessing(job, self.engines, self.tokenizer, self.supervision)
@@ -236,7 +238,7 @@ class Parts:
             group_size=rollout.group_size,
             capacity=num_rollouts(config, self.scale.wanted),
             max_failed_groups=rollout.max_failed_groups,
-            max_hand_backs=rollout.max_hand_backs,
+            max_requeues=rollout.max_requeues,
             journal=self.journal,
             on_failed=partial(job.voice.rollout_failed, self.tokenizer),
         )
@@ -321,7 +323,7 @@ class Parts:
 
     def controller_state(self) -> ControllerState:
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
-        out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
+        out = {prompt.prompt_id: prompt.num_requeued for prompt in prompts}
         return ControllerState(feed=self.feed.state(), out=out, next_group_id=self.buffer.next_group_id)
 
     def put_back(self, state: ControllerState, version: int) -> None:
@@ -329,8 +331,8 @@ class Parts:
         TaskError for prompts that the task cannot make.
         """
         self.feed.load_state(state.feed)
-        for prompt_id, num_handed_back in state.out.items():
-            self.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
+        for prompt_id, num_requeued in state.out.items():
+            self.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
         self.buffer.restore_nowait(version, state.next_group_id, [], [])
 
 

@@ -23,7 +23,7 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import RunLock, write_whole
 from asyncrl.base.spans import span
-from asyncrl.base.user_code import end_what_is_left
+from asyncrl.base.user_code import cancel_remaining
 from asyncrl.base.waits import computed
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Parts, open_parts
@@ -119,7 +119,7 @@ def run_job(
                 job.interrupts = interrupts
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
                     logger.info("%s", words)
-                return asyncio.run(end_what_is_left(job.run()))
+                return asyncio.run(cancel_remaining(job.run()))
         finally:
             lock.release()
 

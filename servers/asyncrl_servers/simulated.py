@@ -28,6 +28,8 @@ from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
 PART_BYTES = 2**20
 """Reported size of a memory part."""
+SWAP_S = 0.001
+"""Seconds that a weight swap stops decoding."""
 EPSILON = 1e-9
 
 
@@ -160,7 +162,7 @@ class SimulatedEngine:
         self._update()
 
     def commit(self, request: engine_api.CommitRequest) -> asyncio.Future[engine_api.CommitResponse]:
-        """Serve the new version and answer after swap_s. Raises Refused (409)."""
+        """Serve the new version and answer after SWAP_S. Raises Refused (409)."""
         self._update()
         answer = self.weights.begin_commit(request)
         committed: asyncio.Future[engine_api.CommitResponse] = asyncio.get_running_loop().create_future()
@@ -201,19 +203,15 @@ class SimulatedEngine:
         assert self.weights.swapping is not None
         request = self.weights.swapping[0]
         num_interrupted = len(self._running)
-        pause_s = self.spec.swap_s
         if request.interrupt == "abort":
             self._end([(run, "interrupted") for run in self._running])
-        elif request.interrupt == "keep":  # the KV cache is recomputed
-            lengths = [len(run.request.prompt_ids) + run.num_sampled(self._clock) for run in self._running]
-            pause_s += self.spec.prefill_s_per_token * sum(lengths)
         self.weights.settle(request.version, request.digest)
         self._changes.append((self._clock, request.version))
-        self._stall(pause_s)
+        self._stall(SWAP_S)
         answer = engine_api.CommitResponse(
-            version=request.version, digest=request.digest, pause_s=pause_s, num_interrupted=num_interrupted
+            version=request.version, digest=request.digest, pause_s=SWAP_S, num_interrupted=num_interrupted
         )
-        asyncio.get_running_loop().call_later(pause_s, self._committed.set_result, answer)
+        asyncio.get_running_loop().call_later(SWAP_S, self._committed.set_result, answer)
 
     def _stall(self, seconds: float) -> None:
         self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
@@ -271,7 +269,6 @@ class SimulatedEngine:
         if run.is_streamed:
             self._streamed[run] = None
         heapq.heappush(self._ends, (run.end, next(self._order), run))
-        self._stall(self.spec.prefill_s_per_token * (len(request.prompt_ids) + run.first))
 
     def _end(self, ended: Iterable[tuple[SimulatedRun, str]]) -> None:
         rows = []

@@ -252,7 +252,7 @@ class Answer:
         self._add(self._answer.finish())
         if self.thoughts is not None:
             self._end_thought(self.thoughts, completion)
-        self._completion, self.finish_reason = completion, completion.finish_reason
+        self._completion, self.finish_reason = completion, completion.finish_reason or ""
         self.stopped_by = self._answer.stopped_by
         text = self.prefill + self._text
         parsed = self.tool_format.parse(text, self._tools)

@@ -10,6 +10,8 @@ from asyncrl.config import SupervisionConfig
 
 RESTART_WINDOW_S = 3600.0
 """Seconds of work after which a restart no longer counts."""
+NODE_WAIT_S = 600.0
+"""Seconds to wait for a lost node without which the run cannot continue."""
 
 
 class Restarts:
@@ -19,7 +21,7 @@ class Restarts:
     Invariant: a restart counts until the part has worked for RESTART_WINDOW_S afterwards: a part that dies
         once a day never uses up max_restarts; a part that never comes up, or dies after each long recovery,
         always does. A missing node does not count while the run can do without it, nor within the first
-        node_wait_s; nor does the restart that discovers it.
+        NODE_WAIT_S; nor does the restart that discovers it.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
@@ -80,8 +82,7 @@ class Restarts:
             return ""
         self._gone_since_s = now_s if self._gone_since_s is None else self._gone_since_s
         if goes_on:
-            return "once the node is there; the run goes on meanwhile"
-        most_s = self._config.node_wait_s
-        if now_s - self._gone_since_s >= most_s:
+            return "once the node is back; the run continues without it"
+        if now_s - self._gone_since_s >= NODE_WAIT_S:
             return ""
-        return f"once the node is there: the run waits for it, supervision.node_wait_s={most_s:g} at most"
+        return f"once the node is back; the run waits for it, {NODE_WAIT_S:g} s at most"
