@@ -53,7 +53,7 @@ from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.journal import Journal
-from asyncrl.launch.processes import ChildProcess
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.calls import (
     EngineHealth,
     ExportResponse,
@@ -264,9 +264,8 @@ class Controller:
         spec = {"name": name, "slots": self.num // ENGINES, "max_length": 1024, "vocab_size": vocab_size}
         spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s, "per_row_s": 0.0}
         spec |= {"prefill_s_per_token": 0.0, "swap_s": 0.001}
-        child = ChildProcess(
-            name, "asyncrl_servers.simulated", json.dumps(spec), run_dir=self.folder, secret=secret
-        )
+        module = "asyncrl_servers.simulated"
+        child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), self.folder, secret))
         await child.start()
         stack.push_async_callback(child.aclose)
         caller = Caller(name, child.url, secret)

@@ -16,7 +16,7 @@ from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.supervision.restarts import Restarts
-from asyncrl.launch.nodes import Process
+from asyncrl.launch.processes import Process
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
