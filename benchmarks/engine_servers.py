@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,12 +13,11 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.launch.fit import find_python
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.messages.engine_api import EngineHealth
 
 START_S = 600.0
 
@@ -78,7 +76,7 @@ async def _client(kind: str, caller: Caller, model: Path, slots: int, max_length
     if kind != "vllm":
         await caller.get("/health", EngineHealth, timeout_s=START_S)
         return EngineServer(caller)
-    facts = VllmFacts(
+    facts = VllmRequirements(
         model_path=str(model),
         dtype="float32",
         slots=slots,
@@ -86,6 +84,6 @@ async def _client(kind: str, caller: Caller, model: Path, slots: int, max_length
         end_ids=(),
         device="cpu",
     )
-    client = VllmServer(caller, facts=facts, rules=PushRules(math.inf, retries=0))
+    client = VllmServer(caller, facts)
     await client.ready(START_S)
     return client

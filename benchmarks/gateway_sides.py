@@ -20,7 +20,7 @@ from pydantic_core import from_json, to_json
 
 from asyncrl.base.http import Caller
 from asyncrl.launch.processes import ChildProcess, ProcessSpec, bind_socket
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.messages.engine_api import EngineHealth
 
 HERE = Path(__file__).parent
 START_S = 120.0
@@ -52,7 +52,6 @@ async def engine(folder: Path, secret: str, core: int, vocab_size: int) -> Async
         "vocab_size": vocab_size,
         "decode_step_s": STEP_S,
         "per_row_s": 0.0,
-        "prefill_s_per_token": 0.0,
         "mean_tokens": TOKENS,
         "sigma": 0.0,
         "core": core,

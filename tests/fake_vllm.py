@@ -22,13 +22,12 @@ from pydantic import BaseModel
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_routes import GENERATE
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import Canary, ExportResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, Interrupt
 from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.testing.virtual_time import run_virtual
 
 DECODE_S, TRANSIT_S = 0.01, 0.004
@@ -69,8 +68,6 @@ class FakeVllm(Caller):
     def __init__(self) -> None:
         super().__init__("engine-0", "fake://engine-0", "")
         self.calls: list[str] = []
-        self.warnings: list[str] = []
-        """Of the client over it."""
         self.hooks: dict[str, Callable[[], Awaitable[None]]] = {}
         """By route: awaited once, after the route took effect and before it answers."""
         self.refused: dict[str, tuple[int, str]] = {}
@@ -261,9 +258,10 @@ class FakeVllm(Caller):
 
 
 def server_over(fake: FakeVllm, *, mark: str = "", starts_fresh: bool = True) -> VllmServer:
-    facts = VllmFacts("/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh)
-    rules = PushRules(1e-3, warn=fake.warnings.append)
-    return VllmServer(fake, facts=facts, rules=rules, mark=mark)
+    needed = VllmRequirements(
+        "/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh, canary_limit=1e-3
+    )
+    return VllmServer(fake, needed, mark=mark)
 
 
 def with_server(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

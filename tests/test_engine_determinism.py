@@ -19,7 +19,7 @@ from engine_in_process import (
 )
 from engine_replies import ask
 
-from asyncrl.messages.calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 

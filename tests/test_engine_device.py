@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from asyncrl.messages.calls import CommitRequest, GenerateResponse, SleepRequest, WakeRequest
+from asyncrl.messages.engine_api import CommitRequest, GenerateResponse, SleepRequest, WakeRequest
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.runner import MOST_GRAPHS

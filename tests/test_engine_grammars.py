@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.serving import Refused
 from asyncrl.messages import token_grammars
-from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, GenerateResponse
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl_servers.embedded.build_engine import build_engine

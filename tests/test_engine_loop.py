@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
-from asyncrl.messages.calls import CommitRequest
+from asyncrl.messages.engine_api import CommitRequest
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.sequence import moves_after_removal
 

@@ -13,7 +13,7 @@ from trainer_cases import batch_of, changed
 from trainer_cases import make_spec as make_trainer_spec
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import CommitRequest, PrepareRequest
+from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.decode_loop import Engine

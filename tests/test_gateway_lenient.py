@@ -94,13 +94,13 @@ async def test_settings_of_the_template_are_passed_on_and_an_effort_where_the_te
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     got: list[Any] = []
-    draft = Capture.draft
+    draft = Capture.match
 
     def drafting(*args: Any, settings: Any = None, **more: Any) -> Any:
         got.append(settings)
         return draft(*args, **more)
 
-    monkeypatch.setattr(Capture, "draft", drafting)
+    monkeypatch.setattr(Capture, "match", drafting)
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     for reads_effort, effort in ((True, {"reasoning_effort": "low"}), (False, {})):
         async with gateway_world(reads_effort=reads_effort) as world:

@@ -31,7 +31,7 @@ from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.machine import CudaDevice, Machine
 from asyncrl.launch.nodes import Node, NodeRequirements
 from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import Publisher
 from asyncrl_servers.vllm.arguments import VllmSpec
 
@@ -257,7 +257,7 @@ async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: i
     async def before_start() -> None:
         prepared.append(None)
 
-    config = SupervisionConfig(max_restarts=max_restarts, restart_window_s=None)
+    config = SupervisionConfig(max_restarts=max_restarts)
     starting = startup.start_again(
         start, [killed, other], config, warn=warned.append, before_start=before_start
     )

@@ -118,7 +118,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBack
     ("trainer", "values", "has_mesh"),
     [
         ({"lora": {"rank": 2, "alpha": 4}}, {"algorithm": {"kl_coefficient": 0.1}}, False),
-        ({"lora": {"rank": 2, "merge": "step"}}, {"dtype": "bfloat16"}, False),
+        ({"lora": {"rank": 2}}, {"dtype": "bfloat16"}, False),
         ({"gradient_checkpointing": True}, {"algorithm": {"kl_coefficient": 0.1}}, True),
         ({"gradient_checkpointing": True, "lora": {"rank": 2}}, {"dtype": "bfloat16"}, True),
     ],

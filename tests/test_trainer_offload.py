@@ -16,8 +16,8 @@ from trainer_cases import MakeStep, full_disk, learned, make_batch
 from asyncrl.base.errors import TrainerError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import Moved, TrainerPart
-from asyncrl.messages.calls import StateRequest, TrainerHealth
+from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.trainer_api import StateRequest, TrainerHealth, TrainerPart
 from asyncrl.trainer import offload
 from asyncrl.trainer.offload import PARTS, HostMemory
 from asyncrl.trainer.ranks import Ranks
@@ -182,8 +182,10 @@ def loss(current, *rest):
 """
 
 
-def move(group: Group, what: str, *parts: TrainerPart) -> Moved:
-    moved: Moved = group.ask(lambda caller: getattr(TrainerClient(caller, timeout_s=TIMEOUT_S), what)(parts))
+def move(group: Group, what: str, *parts: TrainerPart) -> TransferStats:
+    moved: TransferStats = group.ask(
+        lambda caller: getattr(TrainerClient(caller, timeout_s=TIMEOUT_S), what)(parts)
+    )
     return moved
 
 

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.base.serving import Refused
 from asyncrl.messages import digest
-from asyncrl.messages.calls import ExportChunkResponse
+from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
 from asyncrl.weights.export import (

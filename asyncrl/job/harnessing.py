@@ -57,7 +57,7 @@ TASK_SEED_TURN = -1
 
 
 def model_name(config: RunConfig) -> str:
-    return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
+    return Path(config.model.path).name if config.model.path else "policy"
 
 
 MAX_SAID = 500
@@ -122,7 +122,6 @@ def make_gateway(
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=override,
         reads_effort="reasoning_effort" in tokenizer.template,
-        constrained=config.gateway.constrained,
     )
     gateway = Gateway(
         engines,

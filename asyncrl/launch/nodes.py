@@ -18,7 +18,7 @@ import asyncrl
 from asyncrl.base.errors import ConfigError
 from asyncrl.launch.machine import Machine, described_machine
 from asyncrl.launch.processes import Process, ProcessSpec
-from asyncrl.messages.base import FileRequest
+from asyncrl.messages.engine_api import FileRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | N
     spec.write_text(json.dumps(values), encoding="utf-8")
     with tempfile.TemporaryFile() as output:
         arguments, files = ["--spec", str(spec)], [output.fileno()] * 3
-        process = await start_process("asyncrl.trainer.model.scratch", arguments, files=files)
+        process = await start_process("asyncrl.trainer.model.random_init", arguments, files=files)
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), MAKE_TIMEOUT_S)

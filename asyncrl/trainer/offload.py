@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.base.host import available_memory
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import Moved, TrainerPart
+from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.weights.ipc import ALIGNMENT
 
@@ -109,7 +110,7 @@ class Offload:
         self._copies: dict[TrainerPart, Copies] = {}
         self.away: frozenset[TrainerPart] = frozenset()
 
-    def offload(self, parts: Iterable[TrainerPart]) -> Moved:
+    def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move `parts` that are here. Raises Refused and moves nothing."""
         started, moving = time.perf_counter(), [part for part in PARTS if part in set(parts) - self.away]
         is_cpu = self._device.type == "cpu"
@@ -130,7 +131,7 @@ class Offload:
             torch.cuda.empty_cache()
         return self._moved(num_bytes, started)
 
-    def onload(self, parts: Iterable[TrainerPart]) -> Moved:
+    def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Restore `parts` that are away, bit for bit. Raises Refused and moves nothing."""
         started, moving = time.perf_counter(), [part for part in PARTS if part in self.away & set(parts)]
         copied = [entry for part in moving for entry in self._copies[part]]
@@ -230,8 +231,10 @@ class Offload:
             rule = "if a part cannot be moved on one rank, it stays where it was on all ranks"
             raise Refused(507, what, rule=rule, way_out=way_out) from error
 
-    def _moved(self, num_bytes: int, started: float) -> Moved:
-        return Moved(num_bytes=sum(self._ranks.gather(num_bytes)), seconds=time.perf_counter() - started)
+    def _moved(self, num_bytes: int, started: float) -> TransferStats:
+        return TransferStats(
+            num_bytes=sum(self._ranks.gather(num_bytes)), seconds=time.perf_counter() - started
+        )
 
 
 def local_of(tensor: Tensor) -> Tensor:

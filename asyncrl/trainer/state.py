@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncrl.base.serving import Refused
-from asyncrl.trainer.model.parts import MasterWeights
+from asyncrl.trainer.model.build_model import MasterWeights
 from asyncrl.trainer.offload import HostMemory, local_of
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -99,7 +99,7 @@ class TrainerState:
     ) -> None:
         self._masters, self._optimizer, self._device = masters, optimizer, device
         self._model_path, lora = spec.model_path, spec.trainer.lora
-        self._lora = None if lora is None else lora.model_dump(mode="json", exclude={"merge"})
+        self._lora = None if lora is None else lora.model_dump(mode="json")
         self._ranks = ranks.beside()
         self._group = {"process_group": self._ranks.group, "no_dist": self._ranks.group is None}
         self._host: dict[str, Tensor] = {}

@@ -17,10 +17,10 @@ import numpy as np
 from pydantic import Field
 
 from asyncrl.base.serving import Refused, die_with_parent
-from asyncrl.messages import calls
-from asyncrl.messages.base import EnginePart, LatencyModel, Moved
+from asyncrl.messages import engine_api
+from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.digest import tensor_digest
-from asyncrl.messages.frames import Asked, Sampled, spans_of
+from asyncrl.messages.engine_api import EnginePart, LatencyModel, TransferStats
 from asyncrl.weights.tensor_files import read_or_refuse
 from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
@@ -28,6 +28,8 @@ from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
 PART_BYTES = 2**20
 """Reported size of a memory part."""
+SWAP_S = 0.001
+"""Seconds that a weight swap stops decoding."""
 EPSILON = 1e-9
 
 
@@ -44,7 +46,7 @@ class SimulatedSpec(LatencyModel, EngineSpec):
 class SimulatedWeights(WeightState):
     """Read and verify weights, then drop them."""
 
-    def read(self, request: calls.PrepareRequest) -> dict[str, Any]:
+    def read(self, request: engine_api.PrepareRequest) -> dict[str, Any]:
         if request.kind != "weights":
             raise Refused(
                 400,
@@ -55,7 +57,7 @@ class SimulatedWeights(WeightState):
         check_arrived(request.path, _arrived(request.path), request)
         return {}
 
-    def load(self, request: calls.LoadChunkRequest) -> Arrived:
+    def load(self, request: engine_api.LoadChunkRequest) -> Arrived:
         return _arrived(request.path)
 
 
@@ -105,7 +107,7 @@ class SimulatedEngine:
         self._changes: list[tuple[float, int]] = [(0.0, 0)]
         """(clock time, policy_version from then on), in order."""
         self._timer: asyncio.TimerHandle | None = None
-        self._committed: asyncio.Future[calls.CommitResponse]
+        self._committed: asyncio.Future[engine_api.CommitResponse]
         self._num_tokens = 0
         self._busy_s = 0.0
 
@@ -113,10 +115,10 @@ class SimulatedEngine:
     def num_queued(self) -> int:
         return len(self._queued)
 
-    def health(self) -> calls.EngineHealth:
+    def health(self) -> engine_api.EngineHealth:
         self._advance()
         num_untold = sum(run.num_sampled(self._clock) - run.num_told for run in self._running)
-        return calls.EngineHealth(
+        return engine_api.EngineHealth(
             name=self.spec.name,
             kind="simulated",
             policy_version=self.weights.version,
@@ -159,11 +161,11 @@ class SimulatedEngine:
         self._end([(run, "abort") for run in runs if not run.is_over])
         self._update()
 
-    def commit(self, request: calls.CommitRequest) -> asyncio.Future[calls.CommitResponse]:
-        """Serve the new version and answer after swap_s. Raises Refused (409)."""
+    def commit(self, request: engine_api.CommitRequest) -> asyncio.Future[engine_api.CommitResponse]:
+        """Serve the new version and answer after SWAP_S. Raises Refused (409)."""
         self._update()
         answer = self.weights.begin_commit(request)
-        committed: asyncio.Future[calls.CommitResponse] = asyncio.get_running_loop().create_future()
+        committed: asyncio.Future[engine_api.CommitResponse] = asyncio.get_running_loop().create_future()
         if answer is not None:
             if self._changes[-1][1] != request.version:
                 self._changes.append((self._clock, request.version))
@@ -175,7 +177,7 @@ class SimulatedEngine:
         self._update()
         return committed
 
-    def sleep(self, request: calls.SleepRequest) -> asyncio.Future[Moved]:
+    def sleep(self, request: engine_api.SleepRequest) -> asyncio.Future[TransferStats]:
         self._update()
         self._end([(run, "interrupted") for run in self._running])
         if self.weights.swapping is not None:
@@ -185,35 +187,31 @@ class SimulatedEngine:
             self.weights.set_asleep(part)
         return self._moved(parts)
 
-    def wake(self, request: calls.WakeRequest) -> asyncio.Future[Moved]:
+    def wake(self, request: engine_api.WakeRequest) -> asyncio.Future[TransferStats]:
         parts = set(request.parts) & set(self.weights.asleep)
         for part in parts:
             self.weights.set_awake(part)
         return self._moved(parts)
 
-    def _moved(self, parts: set[EnginePart]) -> asyncio.Future[Moved]:
+    def _moved(self, parts: set[EnginePart]) -> asyncio.Future[TransferStats]:
         self._update()
-        moved: asyncio.Future[Moved] = asyncio.get_running_loop().create_future()
-        moved.set_result(Moved(num_bytes=PART_BYTES * len(parts), seconds=0.0))
+        moved: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
+        moved.set_result(TransferStats(num_bytes=PART_BYTES * len(parts), seconds=0.0))
         return moved
 
     def _swap(self) -> None:
         assert self.weights.swapping is not None
         request = self.weights.swapping[0]
         num_interrupted = len(self._running)
-        pause_s = self.spec.swap_s
         if request.interrupt == "abort":
             self._end([(run, "interrupted") for run in self._running])
-        elif request.interrupt == "keep":  # the KV cache is recomputed
-            lengths = [len(run.request.prompt_ids) + run.num_sampled(self._clock) for run in self._running]
-            pause_s += self.spec.prefill_s_per_token * sum(lengths)
         self.weights.settle(request.version, request.digest)
         self._changes.append((self._clock, request.version))
-        self._stall(pause_s)
-        answer = calls.CommitResponse(
-            version=request.version, digest=request.digest, pause_s=pause_s, num_interrupted=num_interrupted
+        self._stall(SWAP_S)
+        answer = engine_api.CommitResponse(
+            version=request.version, digest=request.digest, pause_s=SWAP_S, num_interrupted=num_interrupted
         )
-        asyncio.get_running_loop().call_later(pause_s, self._committed.set_result, answer)
+        asyncio.get_running_loop().call_later(SWAP_S, self._committed.set_result, answer)
 
     def _stall(self, seconds: float) -> None:
         self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
@@ -271,7 +269,6 @@ class SimulatedEngine:
         if run.is_streamed:
             self._streamed[run] = None
         heapq.heappush(self._ends, (run.end, next(self._order), run))
-        self._stall(self.spec.prefill_s_per_token * (len(request.prompt_ids) + run.first))
 
     def _end(self, ended: Iterable[tuple[SimulatedRun, str]]) -> None:
         rows = []

@@ -13,15 +13,15 @@ from typing import Any
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, GatewayTokenizer, invalid
-from asyncrl.agents.endpoint.chats import opens_thought
-from asyncrl.agents.endpoint.drafting import Prefill, no_prefill
+from asyncrl.agents.endpoint.prefix_match import Prefill, no_prefill
+from asyncrl.agents.endpoint.reasoning import opens_thought
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.messages.grammar_checks import GrammarProcess
 from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES
 
 _NUM_KNOWN = 256
-STRICT_NEEDS = "it needs gateway.constrained=exact, and a tool format whose calls begin with a marker: hermes"
+STRICT_NEEDS = "it needs a tool format whose calls begin with a marker: hermes"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

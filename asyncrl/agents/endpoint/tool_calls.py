@@ -23,7 +23,7 @@ from asyncrl.agents.tool_markup import (
     skip,
 )
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.base.user_code import is_for_us, load_function, raised
+from asyncrl.base.user_code import load_function, raised
 
 MAX_TOOLS = 128
 """Most tools of a call, and most calls in a message."""
@@ -292,9 +292,7 @@ class UserFormat(ToolFormat):
             found = self._function(text) or ()
         except (ValueError, RecursionError):
             return ParsedAnswer(text)
-        except BaseException as error:  # an error in user code is data, as in a reward function
-            if is_for_us(error):
-                raise
+        except Exception as error:  # an error in user code is data, as in a reward function
             raise self._misused(raised(error)) from error
         content, pairs = None, found
         if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None):

@@ -15,7 +15,8 @@ from typing import Any
 from asyncrl.base.http import Caller
 from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.config.learning import TEACHER_SLOTS
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers.teaching import KEY
@@ -27,7 +28,8 @@ from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.launch.nodes import Launcher, NodeRequirements
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import LOOPBACK, ForeignProcess, Process, ProcessSpec
-from asyncrl.messages.calls import EngineHealth, TrainerHealth
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model_folder import find_model, load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -55,7 +57,7 @@ class ServerMaker:
 
     async def find_weights_store(self) -> str:
         """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
-        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_one_kept
+        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective
         return await self._free_place() if is_far else ""
 
     async def _free_place(self) -> str:
@@ -68,10 +70,10 @@ class ServerMaker:
         """
         servers, module = list[Server](), "asyncrl.trainer.rank_process"
         for rank in range(self.config.trainer.world_size):
-            name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
+            name = f"trainer-{rank}"
             spec = self.trainer_spec(rank, staging_dir, store, weights_store).model_dump_json()
             devices = [self.placement.trainer[other] for other in self._ranks_beside(rank)]
-            child = self._process(name, module, spec, devices, port, self.placement.rank_node(rank))
+            child = self._process(name, module, spec, devices, None, self.placement.rank_node(rank))
             caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
             servers.append(Server(child, caller, TrainerHealth, start_s))
         return servers
@@ -125,11 +127,10 @@ class ServerMaker:
             key = os.environ.get(KEY_ENV, "")
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [self._engine_server(child, key) for child in foreign]
-        ports: Sequence[int | None] = rollout.ports or [None] * rollout.max_engines
         placement = self.placement
         return [
-            self._engine(f"engine-{number}", placement.engines[number], port, placement.engine_node(number))
-            for number, port in enumerate(ports)
+            self._engine(f"engine-{number}", placement.engines[number], None, placement.engine_node(number))
+            for number in range(rollout.max_engines)
         ]
 
     def eval_engine(self) -> Server:
@@ -143,7 +144,7 @@ class ServerMaker:
         spec = {
             "name": TEACHER,
             "slots": 1,
-            "score_slots": config.teacher.slots,
+            "score_slots": TEACHER_SLOTS,
             "max_length": config.rollout.max_length,
             "model_path": str(folder),
             "dtype": config.model.dtype,
@@ -169,11 +170,9 @@ class ServerMaker:
             chat_template_kwargs=model.chat_template_kwargs,
         )
 
-    def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
-        """Create an engine server's client before its start. `meeting`: broadcast group. The first call
-        blocks.
-        """
-        server.engine = engine_kind(self.config).client(server, self, meeting)
+    def client(self, server: Server, broadcast_group: BroadcastGroup | None = None) -> EngineClient:
+        """Create an engine server's client before its start. The first call blocks."""
+        server.engine = engine_kind(self.config).client(server, self, broadcast_group)
         return server.engine
 
     def _engine(self, name: str, devices: Sequence[str], port: int | None, node: int) -> Server:

@@ -21,7 +21,7 @@ from asyncrl.launch.machine import CudaDevice, Machine, find_cuda_devices, this_
 from asyncrl.launch.nodes import NodeReport, NodeRequirements, inspect_node
 from asyncrl.launch.on_ray.fetched_files import FetchedFiles
 from asyncrl.launch.processes import ChildProcess, ProcessSpec, free_port_at
-from asyncrl.messages.base import FileRequest
+from asyncrl.messages.engine_api import FileRequest
 
 ORPHANS_S = 20
 """Limit for processes whose actor has ended: longer than a vLLM server and its group take to end."""

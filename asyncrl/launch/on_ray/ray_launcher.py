@@ -27,7 +27,7 @@ from asyncrl.launch.nodes import Launcher, Node, NodeRequirements, unmet
 from asyncrl.launch.on_ray.ray_host import RUNTIME_ENV, Host, describe
 from asyncrl.launch.on_ray.ray_node import LOST_S, RayNode, RayProcess
 from asyncrl.launch.processes import ProcessSpec
-from asyncrl.messages.base import FileRequest
+from asyncrl.messages.engine_api import FileRequest
 
 logger = logging.getLogger("asyncrl.launch.on_ray.ray_launcher")
 

@@ -30,8 +30,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.trainer.model.dealing import Heads
 from asyncrl.trainer.model.kernel_calls import KernelCall, Places, calls_of, to_device
+from asyncrl.trainer.model.load_balance import Heads
 from asyncrl.trainer.model.tree import KernelPass, Layout, Piece
 
 log = logging.getLogger("asyncrl.trainer")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import GenerateRequest
+from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, TokenMatcher
 from asyncrl_servers.embedded.decoder import LoadedModel, to_device
 from asyncrl_servers.embedded.sequence import Sequence

@@ -21,7 +21,7 @@ from asyncrl.agents.endpoint.forms.responses_written import (
     KeptResponses,
     WrittenResponse,
 )
-from asyncrl.agents.endpoint.forms.thoughts import unsealed
+from asyncrl.agents.endpoint.reasoning import unsealed
 from asyncrl.agents.endpoint.requests import parse_json
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
 

@@ -161,7 +161,7 @@ class GroupTree:
         ]
 
 
-def deal(
+def assign(
     groups: Sequence[Sequence[TokenRange]],
     token_ids: npt.NDArray[np.int32],
     costs: Costs,
