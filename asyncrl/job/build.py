@@ -47,7 +47,7 @@ from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
+from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 if TYPE_CHECKING:
     from asyncrl.job.resume import ResumePoint
@@ -146,14 +146,16 @@ class Parts:
         store = await maker.find_weights_store()
         self._ranks = maker.trainers(self.staging_dir, await maker.find_store(), store)
         self._engine_servers = maker.engines()
-        client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
-            client,
             self._ranks,
             self.supervision,
+            timeout_s=config.trainer.timeout_s,
             before_start=self._before_trainer_starts,
-            recover=partial(
-                recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
+            bring_back=partial(
+                recover_trainer,
+                journal=self.journal,
+                checkpoints=self.checkpoints,
+                num_batches=config.trainer.num_steps,
             ),
         )
         if sync.facts.is_collective:
