@@ -37,8 +37,8 @@ from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
+from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep
@@ -69,8 +69,13 @@ class SyncRun:
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
         self.special_tokens = special_tokens(config, self.tokenizer)
         self.task = build_task(config.task, config.seed)
-        self.feed = Feed(
-            self.task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt
+        self.feed = PromptSource(
+            TaskPrompts(
+                self.task,
+                seed=config.seed,
+                shuffle=config.task.shuffle,
+                system_prompt=config.task.system_prompt,
+            )
         )
 
     def parts(self) -> SyncParts:

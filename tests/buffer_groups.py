@@ -58,5 +58,5 @@ def make_buffer(
         BufferConfig.model_validate({"look_ahead": values["max_staleness"], **values}),
         num_groups=num_groups,
         num_batches=num_batches,
-        on_handed_back=HandedBackLog() if log is None else log,
+        on_requeued=HandedBackLog() if log is None else log,
     )

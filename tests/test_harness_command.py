@@ -36,16 +36,16 @@ def own_temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert list(folder.iterdir()) == [], "the folders of commands are removed"
 
 
-def shell(script: str, *, max_output_bytes: int = 2**16, **env: str) -> CommandHarness:
-    return made("/bin/bash", "-c", script, env=env, max_output_bytes=max_output_bytes)
+def shell(script: str, **env: str) -> CommandHarness:
+    return made("/bin/bash", "-c", script, env=env)
 
 
 def made(*command: str, **settings: Any) -> CommandHarness:
     return CommandHarness(GeneratorConfig(command=list(command), **settings))
 
 
-def run(script: str, session: Session = SESSION, **settings: int) -> Outcome:
-    harness = shell(script, **settings)  # type: ignore[arg-type]
+def run(script: str, session: Session = SESSION) -> Outcome:
+    harness = shell(script)
     try:
         return asyncio.run(harness.run(TASK, session))
     finally:
@@ -149,8 +149,8 @@ def test_bad_exit_or_flood_is_a_failure() -> None:
     for script, said in (
         ("echo last words >&2; exit 3", "exited with code 3; the end of its standard error: last words"),
         ("kill -SEGV $$", r"was killed by SIGSEGV; the end of its standard error: \(empty\)"),
-        (flood, "printed more than 65536 bytes to standard output"),
-        (f"{flood} >&2", "printed more than 65536 bytes to standard error"),
+        (flood, "printed more than 1048576 bytes to standard output"),
+        (f"{flood} >&2", "printed more than 1048576 bytes to standard error"),
     ):
         with pytest.raises(RolloutFailure, match=said):
             run(script)

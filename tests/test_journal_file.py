@@ -38,7 +38,7 @@ from asyncrl.base.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
 from asyncrl.journal.tokens import decode_partial, decode_trajectory, encode_partial, encode_trajectory
-from asyncrl.messages.records import Credit, GrammarSpan, GroupId, PartialCompletion, Trajectory, VersionSpan
+from asyncrl.messages.records import Completion, Credit, GrammarSpan, GroupId, Trajectory, VersionSpan
 
 NUM_GROUPS = 30
 
@@ -273,7 +273,7 @@ def test_unfinished_completion_comes_back_with_every_bit(
     tokens: list[tuple[int, float]], spans: list[VersionSpan]
 ) -> None:
     ids, logprobs = tuple(token for token, _ in tokens), tuple(logprob for _, logprob in tokens)
-    partial = PartialCompletion(ids, logprobs, tuple(spans), 7)
+    partial = Completion(ids, logprobs, tuple(spans), num_interruptions=7)
     assert repr(decode_partial(encode_partial(3, 1, partial), 3, 1)) == repr(partial)
 
 

@@ -196,7 +196,7 @@ class NewTrainer:
         self.loaded: str | None = None
         self.trained: list[int] = []
 
-    async def recover(self, state: Path | None, batches: AsyncIterator[Batch], _: object) -> None:
+    async def catch_up(self, state: Path | None, batches: AsyncIterator[Batch], _: object) -> None:
         await self._pass("loading")
         self.loaded = None if state is None else (state / "weights").read_text()
         async for batch in batches:
@@ -210,7 +210,7 @@ class NewTrainer:
 
 
 async def recover(life: Life, house: House, trainer: Any) -> None:
-    await recover_trainer(trainer, life.journal, house.checkpoints, 3, num_batches=20)
+    await recover_trainer(trainer, 3, journal=life.journal, checkpoints=house.checkpoints, num_batches=20)
 
 
 async def begin(life: Life, house: House) -> None:

@@ -134,7 +134,8 @@ def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
         assert waits == pytest.approx([5.0] * len(waits))
         assert len(waits) > 100
         gone = "engine-1: the node far (10.0.0.2) is gone: no answer for 15 s"
-        assert house.told == [f"{gone}; restarting engine-1, when its node is back"]
+        then = "restarting engine-1, once its node is back; the run continues without it"
+        assert house.told == [f"{gone}; {then}"]
         house.trainer.step()
         house.processes[1].is_node_gone = False
         await asyncio.sleep(5.0 + START_S + 1.0)

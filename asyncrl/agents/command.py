@@ -46,6 +46,8 @@ ROLLOUT_ENV += ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
 OWN_PREFIX = "ASYNCRL_"
 """Prefix of asyncrl's own variables (keys and secrets included), hidden from commands."""
 STDERR_TAIL_BYTES = 2000
+MAX_OUTPUT_BYTES = 2**20
+"""Most that a command may print; more fails its rollout."""
 _CHUNK_BYTES = 2**16
 
 
@@ -77,7 +79,6 @@ class CommandHarness:
             rule = f"it is looked for in {Path.cwd()} and on PATH={self._env.get('PATH', '')}"
             raise ConfigError(what, rule=rule, way_out="correct the name, or make the file executable.")
         self.sandbox = find_sandbox(config, [program, *self.command])
-        self.max_output_bytes = config.max_output_bytes
         self.token = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._own_children: set[int] = set()
@@ -99,8 +100,8 @@ class CommandHarness:
             for name in ("work", "tmp", "shm"):
                 (folder / name).mkdir()
             with (
-                contextlib.closing(OutputPipe("standard output", self.max_output_bytes)) as output,
-                contextlib.closing(OutputPipe("standard error", self.max_output_bytes)) as errors,
+                contextlib.closing(OutputPipe("standard output", MAX_OUTPUT_BYTES)) as output,
+                contextlib.closing(OutputPipe("standard error", MAX_OUTPUT_BYTES)) as errors,
             ):
                 code = await self._run(task, session, folder, forwarder, output, errors)
                 if self._is_killed:  # killed by this process at its end: no result of the rollout
@@ -205,7 +206,7 @@ class CommandHarness:
             pipe.take()
             if pipe.is_over:
                 what = f"command {self.command[0]} printed more than {pipe.max_bytes} bytes to {pipe.name}"
-                raise RolloutFailure(what, way_out="print less, or raise generator.max_output_bytes.")
+                raise RolloutFailure(what, way_out="print less.")
         if code != 0:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             tail = errors.text()[-STDERR_TAIL_BYTES:].strip() or "(empty)"

@@ -31,7 +31,7 @@ from asyncrl.agents.harness import Harness, Session, build_harness, make_http_cl
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.message import WORKER_KEY_ENV, Message
-from asyncrl.base.user_code import end_what_is_left
+from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import HARNESSES
 from asyncrl.messages import work as wire
@@ -268,7 +268,7 @@ def work(
             await caller.aclose()
         return caught[0] if caught else 0
 
-    return asyncio.run(end_what_is_left(live()))
+    return asyncio.run(cancel_remaining(live()))
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ class WaitMeter:
         return WaitReport(**{f"{cause}_s": seconds for cause, seconds in self._seconds.items()})
 
 
-OnHandedBack = Callable[[GroupId, Group | None, str], None]
+OnRequeued = Callable[[GroupId, Group | None, str], None]
 """(group_id, the group if it was ready, None if it runs and must stop, "dropped" or "all_masked")."""
 
 
@@ -62,7 +62,7 @@ class Buffer:
     """Groups between admission and training.
 
     Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned through
-        `on_handed_back`, which frees the place.
+        `on_requeued`, which frees the place.
     Waits: producers sleep in wait_open until a version is served, look_ahead grows, or a group fails, is
         filtered or returned; the trainer sleeps in wait_batch until finish_nowait completes a batch. Both may
         be cancelled: a group or batch is delivered in one step without a sleep, so none is lost. After the
@@ -82,9 +82,9 @@ class Buffer:
         *,
         num_groups: int,
         num_batches: int,
-        on_handed_back: OnHandedBack,
+        on_requeued: OnRequeued,
     ) -> None:
-        self.config, self._on_handed_back = config, on_handed_back
+        self.config, self._on_requeued = config, on_requeued
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -113,7 +113,7 @@ class Buffer:
         served.
 
         Returns the groups that are not taken back, for the settings have changed and no batch can use them
-        any more. `on_handed_back` is not called for them.
+        any more. `on_requeued` is not called for them.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}
@@ -126,7 +126,7 @@ class Buffer:
 
     async def wait_open(self) -> None:
         """Return as soon as admit_nowait gives leave. Sleeps for ever once the run's groups are all out."""
-        with waiting(self._what_opens, on="a version served, or a group failed or handed back"):
+        with waiting(self._what_opens, on="a version served, or a group failed or requeued"):
             while not self.rule.num_open:
                 await self._opened.wait()
 
@@ -148,7 +148,7 @@ class Buffer:
         """The group has all its rollouts: it is ready, or buffer.filter replaces it.
 
         Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. If `mask` leaves nothing of it,
-        it goes straight to `on_handed_back`; a filtered group does not, for its prompt is not sampled again.
+        it goes straight to `on_requeued`; a filtered group does not, for its prompt is not sampled again.
         """
         if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
             self._filter(group)
@@ -159,8 +159,8 @@ class Buffer:
         self._ready[group.group_id] = group
         self._changed()
         if is_useless:
-            self._hand_back(group.group_id)
-        return "handed_back" if is_useless else "ready"
+            self._requeue(group.group_id)
+        return "requeued" if is_useless else "ready"
 
     def _filter(self, group: Group) -> None:
         """Hand its admission back. Without an end to a row of these a run would sample for ever and never
@@ -224,8 +224,8 @@ class Buffer:
         groups = tuple(self._ready.pop(group_id) for group_id in choice.group_ids)
         min_version = max(0, choice.version - self.rule.max_staleness)
         self._changed()
-        for group_id in choice.handed_back:
-            self._hand_back(group_id)
+        for group_id in choice.requeued:
+            self._requeue(group_id)
         return Batch(choice.version, groups, min_version, mask_older=self.rule.overdue.masks)
 
     # ---- queries
@@ -297,8 +297,8 @@ class Buffer:
             lacks = self._meter is not None and self.rule.lacks_groups
             self._auto.note(asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks)
 
-    def _hand_back(self, group_id: GroupId) -> None:
-        self._on_handed_back(group_id, self._ready.pop(group_id, None), self.rule.overdue.reason)
+    def _requeue(self, group_id: GroupId) -> None:
+        self._on_requeued(group_id, self._ready.pop(group_id, None), self.rule.overdue.reason)
 
 
 def _versions(group: Group) -> tuple[int, int]:

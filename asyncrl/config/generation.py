@@ -149,7 +149,7 @@ class RolloutConfig(FrozenConfig):
     """Retries of a failed rollout, within timeout_s."""
     max_failed_groups: int = Field(default=16, ge=1)
     """End the run when this many groups in a row had no usable rollout."""
-    max_hand_backs: int = Field(default=3, ge=0)
+    max_requeues: int = Field(default=3, ge=0)
     """Times that a prompt is sampled again, with other seeds, after its group failed, was dropped as too old,
     or had all its tokens masked. After the next time it is given up (rollout/given_up), and at once if it can
     never be sampled, being too long."""

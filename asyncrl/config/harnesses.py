@@ -91,8 +91,6 @@ class GeneratorConfig(FrozenConfig):
     give_answer: bool = False
     """Give the harness the `answer` of each prompt for its own reward. The model's tools may find the answer
     there."""
-    max_output_bytes: int = Field(default=2**20, ge=1024)
-    """Most that a command may print; more fails its rollout."""
     workers: PositiveInt = 1
     """Processes that run the rollouts of `python`, `command` and `verifiers`."""
     concurrency: PositiveInt | Literal["auto"] = "auto"

@@ -134,9 +134,6 @@ class SupervisionConfig(FrozenConfig):
     after it died or stopped answering (0 = the run ends at once)."""
     backoff_s: float = Field(default=1.0, ge=0)
     """Seconds before the first restart of a process; doubled each time, 30 at most."""
-    node_wait_s: float = Field(default=600.0, ge=0)
-    """Seconds to wait for a lost node that the run needs. A run with other engines continues without
-    waiting."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds until the first answer of a process, in addition to reading its model (vLLM: three times
     longer)."""

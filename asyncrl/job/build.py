@@ -42,9 +42,9 @@ from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.publisher import Publisher, at_once
-from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
+from asyncrl.tasks.from_config import EvalTask, make_prompt_source, read_eval_task
 from asyncrl.tasks.pinned_data import DataPin
+from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
@@ -71,7 +71,7 @@ class Components:
 
     fleet: Fleet
     journal: Journal
-    feed: Feed
+    feed: PromptSource
     scorer: Scorers
     pins: tuple[ModelPin, DataPin]
     tokenizer: HFChatTokenizer
@@ -113,7 +113,7 @@ async def build(
     journal, staging_dir = await _open_journal(life)
     tasks, eval_tasks = await _read_tasks(life)
     data_pin = _pin_data(life.run_dir, tasks, eval_tasks, is_free=may_change[1])
-    feed = make_feed(config, tasks, on_epoch=journal.epoch_nowait)
+    feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=log.warn)
     life.closes("rewards", scorer.aclose)
     log.activity("making the model" if config.model.scratch else "finding the model")
@@ -131,14 +131,14 @@ async def build(
     await fleet.start(num_first, asyncio.to_thread(model_pin.read, model_path), is_new=is_new)
 
     def requeued(*group: Any) -> None:
-        producers.handed_back(*group)
+        producers.requeued(*group)
 
     def resize(num_engines: int) -> None:
         producers.resize_nowait(num_rollouts(config, num_engines))
 
     num_groups = config.trainer.num_groups
     num_steps = config.trainer.num_steps
-    buffer = Buffer(config.buffer, num_groups=num_groups, num_batches=num_steps, on_handed_back=requeued)
+    buffer = Buffer(config.buffer, num_groups=num_groups, num_batches=num_steps, on_requeued=requeued)
     harnessing = None
     if config.generator.is_harness:
         harnessing = Harnessing(life, fleet.engines, tokenizer, fleet.supervision)
@@ -153,7 +153,7 @@ async def build(
         group_size=config.rollout.group_size,
         capacity=num_rollouts(config, num_first),
         max_failed_groups=config.rollout.max_failed_groups,
-        max_hand_backs=config.rollout.max_hand_backs,
+        max_requeues=config.rollout.max_requeues,
         journal=journal,
         on_failed=partial(listener.rollout_failed, tokenizer),
     )
@@ -349,7 +349,7 @@ def _supervise_engines(
     return tuple(supervisors)
 
 
-def controller_state(feed: Feed, producers: Producers, buffer: Buffer) -> ControllerState:
+def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> ControllerState:
     prompts = (*producers.prompts_out(), *buffer.prompts_ready())
-    out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
+    out = {prompt.prompt_id: prompt.num_requeued for prompt in prompts}
     return ControllerState(feed=feed.state(), out=out, next_group_id=buffer.next_group_id)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
@@ -42,8 +42,14 @@ from asyncrl.launch.plan import make_plan, nodes_of, plan_text
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
-from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, make_feed
+from asyncrl.tasks.from_config import (
+    EvalTask,
+    build_task,
+    look_at_eval_task,
+    look_at_task,
+    make_prompt_source,
+)
+from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 
@@ -171,7 +177,7 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
     prompts: list[Prompt] = []
     if len(found.tasks) == len(config.tasks):
         num = min(NUM_PROMPTS, sum(map(len, found.tasks.values())))
-        prompts = list(_drawn(make_feed(config, found.tasks), num))
+        prompts = list(_drawn(make_prompt_source(config, found.tasks), num))
     if config.model.scratch is not None:
         characters = config.model.scratch.characters
         every = itertools.chain(prompts, _prompts_of_rows(config, found.tasks))
@@ -220,11 +226,11 @@ def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iter
     for name, task in tasks.items():
         if isinstance(task, RowTask):
             system = config.tasks[name].system_prompt
-            feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=system, label=name)
-            yield from _drawn(feed, len(task))
+            prompts = TaskPrompts(task, seed=config.seed, shuffle=False, system_prompt=system, label=name)
+            yield from _drawn(PromptSource(prompts), len(task))
 
 
-def _drawn(feed: Feed, num: int) -> Iterator[Prompt]:
+def _drawn(feed: PromptSource, num: int) -> Iterator[Prompt]:
     try:
         for _ in range(num):
             yield feed.next_nowait()

@@ -21,14 +21,15 @@ logger = logging.getLogger("asyncrl.job.checkpointer")
 
 
 async def recover_trainer(
-    client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int
+    client: TrainerClient, version: int, *, journal: Journal, checkpoints: Checkpoints, num_batches: int
 ) -> None:
-    """Bring a restarted trainer to `version` from the newest complete checkpoint and the journal's batches.
+    """Bring a restarted trainer to `version` from the newest whole checkpoint and the journal's batches.
 
     Raises JournalError if batches in between are gone, CheckpointError for an unreadable checkpoint,
     TrainerError.
     """
-    # held to the end: a newer checkpoint would delete this one, and the batches since
+    # Hold the lock until recovery ends: a checkpoint that completes meanwhile would prune this one and its
+    # journaled batches.
     async with checkpoints.in_use:
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
         start = 0 if whole is None else whole.version
@@ -36,7 +37,7 @@ async def recover_trainer(
         journal.restored_nowait(start)
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
-        await client.recover(folder, load_batches(state, start, stop), lambda _batch, _report: None)
+        await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)
         for text in [found.why for found in damaged] + await asyncio.to_thread(set_aside, damaged):
             logger.warning("%s", text)
 
@@ -115,9 +116,8 @@ class Checkpointer:
             # only now: if the trainer had died, it would need to go back first
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    finish = self._checkpoints.finish
                     folder = await asyncio.to_thread(
-                        lambda: finish(pending, version, controller.model_dump())
+                        self._checkpoints.finish, pending, version, controller.model_dump()
                     )
                 self.num_made += 1
                 note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)

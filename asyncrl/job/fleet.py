@@ -23,7 +23,6 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
-from asyncrl.launch.nodes import with_addresses
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.server import Server, cancel_all, start_all
@@ -31,7 +30,7 @@ from asyncrl.launch.supervise import Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.node_files import NodeFiles
 from asyncrl.trainer.model_folder import find_model
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
+from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 TEACHER_TIMEOUT_S = 120.0
 """Seconds without an answer after which the teacher counts as lost."""
@@ -162,13 +161,17 @@ async def make_fleet(
     weights_store = await servers.weights_store()
     ranks = servers.trainers(staging_dir, await servers.rank_store(), weights_store)
     supervision = Supervision(config.supervision, config.observe.heartbeat_s, warn, journal.event_nowait)
-    client = TrainerClient(ranks[0].caller, timeout_s=config.trainer.timeout_s)
     trainer = SupervisedTrainer(
-        client,
         ranks,
         supervision,
+        timeout_s=config.trainer.timeout_s,
         before_start=before_trainer_starts,
-        recover=partial(recover_trainer, client, journal, checkpoints, num_batches=config.trainer.num_steps),
+        bring_back=partial(
+            recover_trainer,
+            journal=journal,
+            checkpoints=checkpoints,
+            num_batches=config.trainer.num_steps,
+        ),
     )
     group = None
     if config.weight_sync.facts.is_collective:
@@ -177,10 +180,10 @@ async def make_fleet(
             staging_dir,
             timeout_s=config.weight_sync.timeout_s,
             wait_up=trainer.wait_up,
-            store=lambda: with_addresses(weights_store, life.launcher.nodes),
+            store=lambda: weights_store,
         )
     engine_servers = servers.engines()
-    clients = tuple(servers.client(server, tokenizer, warn, group) for server in engine_servers)
+    clients = tuple(servers.client(server, tokenizer, group) for server in engine_servers)
     # with scaling, aborted calls of a leaving engine must not end the run
     on_lost = lost if config.supervision.max_restarts or config.rollout.is_scaled else None
     eval_server = None if servers.placement.evaluation is None else servers.eval_engine()
@@ -211,7 +214,7 @@ async def make_fleet(
         teacher_server=teacher_server,
         trainer=trainer,
         clients=clients,
-        eval_client=None if eval_server is None else servers.client(eval_server, tokenizer, warn),
+        eval_client=None if eval_server is None else servers.client(eval_server, tokenizer),
         engines=EnginePool(clients, slots=config.rollout.slots, on_lost=on_lost),
         teacher=teacher,
         node_files=_node_files(life, servers.placement, ranks[0]),

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.base.errors import RolloutFailure, RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import Caller
@@ -29,7 +29,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.supervise import WorkerSupervisor
-from asyncrl.launch.processes import ChildProcess
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
@@ -181,7 +181,8 @@ class Harnessing:
         for name in (f"worker-{index}" for index in range(generator.workers)):
             spec = json.dumps({"name": name, "url": self.url, "slots": slots, "harness": harness})
             secret, keys = secrets.token_hex(24), {WORKER_KEY_ENV: self.worker_key}
-            child = ChildProcess(name, "asyncrl.agents.worker", spec, run_dir, secret, secrets=keys)
+            module = "asyncrl.agents.worker"
+            child = ChildProcess(ProcessSpec(name, module, spec, run_dir, secret, secrets=keys))
             workers.append(Server(child, Caller(name, "", secret), WorkerHealth, start_s))
         return tuple(workers)
 

@@ -200,7 +200,6 @@ class Lifecycle:
 
     async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
         async with self.stack:
-            self.launcher.say = self.log.warn
             self.closes("launcher", self.launcher.aclose)
             try:
                 async with asyncio.TaskGroup() as self._group:

@@ -20,7 +20,7 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import RunLock, write_whole
 from asyncrl.base.spans import span
-from asyncrl.base.user_code import end_what_is_left
+from asyncrl.base.user_code import cancel_remaining
 from asyncrl.base.waits import computed
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Components, build
@@ -99,7 +99,7 @@ def run_job(
             reporter = Reporter(config, folder, name, trackers, goes_on=point is not None)
             job = Job(config, folder, reporter, point, plan.placement, launcher, num_first)
             job.life.interrupts = interrupts
-            return asyncio.run(end_what_is_left(job.life.run(job.live)))
+            return asyncio.run(cancel_remaining(job.life.run(job.live)))
 
 
 @contextlib.contextmanager

@@ -240,8 +240,8 @@ class Reporter:
             text += f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why"
             self.log.warn_once("gap", text)
         if metrics.get("rollout/given_up"):
-            tries = several(self.config.rollout.max_hand_backs + 1, "time")
-            text = f"a prompt that failed or became too old {tries} (rollout.max_hand_backs), or cannot be "
+            tries = several(self.config.rollout.max_requeues + 1, "time")
+            text = f"a prompt that failed or became too old {tries} (rollout.max_requeues), or cannot be "
             self.log.warn_once("given up", f"{text}sampled, is given up; logs/controller.log says why")
         if skipped := skipped_text(metrics):
             groups = ", ".join(str(group.group_id) for group in batch.groups)

@@ -46,10 +46,10 @@ FREE_KEYS = {
     launcher observe checkpoint journal supervision placement
     trainer.num_steps trainer.timeout_s trainer.world_size trainer.micro_batch_tokens trainer.compile
     trainer.gradient_checkpointing trainer.cpu_offload trainer.logprob_gap_limit
-    rollout.timeout_s rollout.slots rollout.max_failed_groups rollout.max_hand_backs
+    rollout.timeout_s rollout.slots rollout.max_failed_groups rollout.max_requeues
     weight_sync.timeout_s weight_sync.chunk_bytes weight_sync.disk_dir weight_sync.rolling
     weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
-    generator.workers generator.concurrency generator.max_output_bytes
+    generator.workers generator.concurrency
     gateway.host gateway.port gateway.public_url gateway.max_calls gateway.max_concurrent_calls
     gateway.max_body_bytes gateway.read_timeout_s gateway.max_connections gateway.lease_timeout_s
     """.split(),
@@ -280,7 +280,7 @@ async def restore(
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)
     for group_id, (prompt, why) in ended.items():  # the group did not fail: keep the same seeds
-        journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)
+        journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
     return unfinished
 
 
@@ -296,7 +296,7 @@ def _from_journal(
     ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
     for found in state.running:
         group_id, prompt = found.ticket.group_id, found.prompt
-        made = feed.make_again(prompt.prompt_id, prompt.num_handed_back)  # only the task has its answer
+        made = feed.make_again(prompt.prompt_id, prompt.num_requeued)  # only the task has its answer
         if tuple(map(dict, made.messages)) != prompt.messages:
             ended[group_id] = (prompt, "the task now makes a different prompt")
             continue
@@ -309,9 +309,9 @@ def _from_journal(
         ended[group_id] = (prompts[group_id], "too old for the changed settings")
         whole.pop(group_id, None)
     for prompt, _ in ended.values():
-        feed.hand_back_nowait(prompt)
+        feed.requeue_nowait(prompt)
     for prompt_id in state.returning:
-        prompt = Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id])
+        prompt = Prompt(prompt_id, (), num_requeued=state.requeued[prompt_id])
         run.producers.returns_nowait(state.next_version, prompt)
     return tuple(whole.values()), ended
 
@@ -320,8 +320,8 @@ def _from_checkpoint_alone(checkpoint: Whole, run: Components) -> None:
     try:
         state = ControllerState.model_validate(checkpoint.controller)
         run.feed.load_state(state.feed)
-        for prompt_id, num_handed_back in state.out.items():  # in flight: generated again
-            run.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
+        for prompt_id, num_requeued in state.out.items():  # in flight: generated again
+            run.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
         run.buffer.restore_nowait(checkpoint.version, state.next_group_id, [], [])
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # `feed` is checked by its reader
         raise CheckpointError(

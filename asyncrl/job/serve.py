@@ -22,7 +22,7 @@ from asyncrl.agents.command import passed_env
 from asyncrl.agents.command_processes import hide_memory
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock, write_whole
-from asyncrl.base.user_code import end_what_is_left
+from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.build import load_tokenizer
@@ -46,7 +46,7 @@ from asyncrl.launch.supervise import Supervision, heartbeat
 from asyncrl.observe.run_numbers import several
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.from_config import make_feed
+from asyncrl.tasks.from_config import make_prompt_source
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import make_model_folder
@@ -70,13 +70,13 @@ def serve_gateway(
     passed_env(config.generator.pass_env)
     with _opened_lifecycle(config, run_dir, name) as life:
         live = partial(_live_gateway, life, record, num_rollouts)
-        return asyncio.run(end_what_is_left(life.run(live)))
+        return asyncio.run(cancel_remaining(life.run(live)))
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     """Serve one engine until Ctrl-C; return the exit code. Raises AsyncrlError."""
     with _opened_lifecycle(config, run_dir, name) as life:
-        return asyncio.run(end_what_is_left(life.run(partial(_live_engine, life))))
+        return asyncio.run(cancel_remaining(life.run(partial(_live_engine, life))))
 
 
 @contextmanager
@@ -139,7 +139,7 @@ async def _start(life: Lifecycle, servers: Sequence[Server]) -> None:
 async def _live_engine(life: Lifecycle) -> int:
     servers, tokenizer = await _make_servers(life)
     engine = servers.engines()[0]
-    servers.client(engine, tokenizer, life.log.warn)
+    servers.client(engine, tokenizer)
     await _start(life, [engine])
     header = '-H "Authorization: Bearer $ENGINE_KEY"'
     sampling = {"max_tokens": 8, "temperature": life.config.rollout.temperature, "seed": 0}
@@ -165,7 +165,7 @@ async def _live_gateway(life: Lifecycle, path: Path | None, num_rollouts: int | 
     recorder = RolloutRecorder(tokenizer)
     if path is not None:
         recorder.open(path)
-    clients = [servers.client(engine, tokenizer, life.log.warn) for engine in engines]
+    clients = [servers.client(engine, tokenizer) for engine in engines]
     pool = EnginePool(clients, slots=life.config.rollout.slots)
     await _start(life, engines)
     life.spawn(life.wait_broken(), name="watch gateway")
@@ -195,7 +195,7 @@ async def _serve_users(
     user = UserKey(gateway, queue, recorder, life)
     messages: Any = [{"role": "user", "content": "Hello"}]
     if len(tasks) == len(config.tasks):
-        first = make_feed(config, tasks, in_order=True).next_nowait()
+        first = make_prompt_source(config, tasks, in_order=True).next_nowait()
         messages = [dict(message) for message in first.messages]
     call = _json_data({"model": name, "messages": messages})
     header = "Authorization: Bearer"
@@ -229,7 +229,7 @@ async def _try_agent(
     num_rollouts: int,
 ) -> int:
     config = life.config
-    feed = make_feed(config, tasks)
+    feed = make_prompt_source(config, tasks)
     prompts = [feed.next_nowait() for _ in range(-(-num_rollouts // config.rollout.group_size))]
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
     life.closes("rewards", scorer.aclose)

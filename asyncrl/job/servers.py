@@ -19,9 +19,9 @@ from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.launch.devices import Placement, chunk_devices
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.machine import find_cuda_devices
-from asyncrl.launch.nodes import LOOPBACK, Launcher, Needs, Order, Process, address_of
+from asyncrl.launch.nodes import Launcher, NodeRequirements
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
-from asyncrl.launch.processes import ForeignProcess
+from asyncrl.launch.processes import LOOPBACK, ForeignProcess, Process, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
@@ -60,7 +60,7 @@ class Servers:
 
     async def _store(self) -> str:
         first = self.placement.rank_node(0)
-        return f"{address_of(first)}:{await self.launcher.free_port(first)}"
+        return f"{self.launcher.nodes[first].address}:{await self.launcher.free_port(first)}"
 
     def trainers(self, staging_dir: Path, store: str = "", weights_store: str = "") -> list[Server]:
         """Return the ranks of the trainer; the first takes requests. Ranks meet at `store`, engines at
@@ -98,7 +98,7 @@ class Servers:
             threads=threads_on(config, placement, node)[1],
             rank=rank,
             local_rank=self._ranks_on_node_of(rank).index(rank),
-            address=address_of(node) if store or weights_store else LOOPBACK,
+            address=self.launcher.nodes[node].address if store or weights_store else LOOPBACK,
             store=store,
             meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
             weights_store=weights_store,
@@ -170,14 +170,10 @@ class Servers:
         return Server(child, Caller(TEACHER, "", self.secret), EngineHealth, self._start_s(folder))
 
     def client(
-        self,
-        server: Server,
-        tokenizer: HFChatTokenizer,
-        warn: Callable[[str], None],
-        group: BroadcastGroup | None = None,
+        self, server: Server, tokenizer: HFChatTokenizer, group: BroadcastGroup | None = None
     ) -> EngineClient:
         """Create the client of an engine server, which also asks its health, before the server's start."""
-        client = self.kind.client(server, self.placement, self.model_path, tokenizer, warn, group)
+        client = self.kind.client(server, self.placement, self.model_path, tokenizer, group)
         server.client_health = lambda timeout_s: client.health(timeout_s=timeout_s)
         return client
 
@@ -199,8 +195,8 @@ class Servers:
         node: int,
         python: Callable[[], Path] | None = None,
     ) -> Process:
-        order = Order(name, module, spec, self.run_dir, self.secret, devices, python=python)
-        return self.launcher.process(node, order)
+        process = ProcessSpec(name, module, spec, self.run_dir, self.secret, devices, python=python)
+        return self.launcher.process(node, process)
 
     def _start_s(self, folder: Path | None = None) -> float:
         return self.config.supervision.start_timeout_s + load_limit_s(folder or self.model_path)
@@ -230,7 +226,7 @@ class Servers:
         }
         await self.launcher.hold(parts, needs)
 
-    def _needs(self, node: int, staging_dir: Path | None) -> Needs:
+    def _needs(self, node: int, staging_dir: Path | None) -> NodeRequirements:
         """Return files (one of the model's) and packages that the node's processes need. Blocks."""
         config = self.config
         placement = self.placement
@@ -239,13 +235,15 @@ class Servers:
         has_engine = node in {one.node for one in engines}
         has_engine |= is_beside and placement.evaluation is not None
         paths = [self.model_path / "config.json"]
+        if (self.run_dir / "run.id").is_file():
+            paths.append(self.run_dir / "run.id")
         if staging_dir is not None and node in {one.node for one in placement.ranks}:
             template = config.model.chat_template
-            paths += [self.run_dir / "run.id", *([Path(template)] if template else [])]
+            paths += [Path(template)] if template else []
         if is_beside and node and config.teacher is not None:
             teacher = find_model(config.teacher.path, config.teacher.revision, TEACHER_KEY)
             paths.append(teacher / "config.json")
         files = {str(path.absolute()): path.read_text(encoding="utf-8") for path in paths}
         if staging_dir is not None and config.weight_sync.disk_dir is not None:
             files[str((staging_dir / LOCK).absolute())] = ""
-        return Needs(files, self.kind.package if has_engine else None)
+        return NodeRequirements(files, self.kind.package if has_engine else None)

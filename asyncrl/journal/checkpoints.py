@@ -46,9 +46,8 @@ class ControllerState(BaseModel, frozen=True):
     """What a checkpoint says of the run beside the trainer's state: enough to go on without the journal. It
     is read only where the journal is gone: a resume that has the journal knows more, and takes it from there.
 
-    Written as controller.json. `feed`: Feed.state(). `out`: prompts that were drawn and are in no batch yet,
-    by id, with how often they were handed back. A new field needs a default, or checkpoints from before
-    cannot be read.
+    Written as controller.json. `feed`: PromptSource.state(). `out`: prompts that were drawn and are in no
+    batch yet, by id, with how often they were requeued.
     """
 
     feed: dict[str, Any]

@@ -52,8 +52,8 @@ class Journal:
     at once; awaited methods return when it is durable.
 
     Life: of a group: admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or
-        failed, filtered, handed_back. A ready group may still become handed_back. Prompts of failed or
-        handed_back groups may be requeued.
+        failed, filtered, requeued. A ready group may still become requeued. Prompts of failed or
+        requeued groups may be requeued.
     Waits: batch_taken, flush, compact and read_resume sleep until the commit; wait_failed until a failure.
         The thread sleeps in the queue, which the staleness rule bounds: the run awaits each batch.
     Invariant: a group has one state and at most one batch; a prompt has one group that runs, is ready or

@@ -29,8 +29,8 @@ _COUNTED = {
     "rollout/failed_groups": "total(state = 'failed')",
     "rollout/filtered": "total(state = 'filtered')",
     "rollout/filtered_tokens": "total(iif(state = 'filtered', num_sampled, 0))",
-    "rollout/dropped": "total(state = 'handed_back' AND reason IN ('dropped', 'all_masked'))",
-    "rollout/given_up": "total(state IN ('handed_back', 'failed') AND requeued IS NULL)",
+    "rollout/dropped": "total(state = 'requeued' AND reason IN ('dropped', 'all_masked'))",
+    "rollout/given_up": "total(state IN ('requeued', 'failed') AND requeued IS NULL)",
 }
 """Run-wide counters, by the names of observe/metrics.py. Dropped: by the staleness rule, not by a resume.
 """
@@ -41,7 +41,7 @@ class ResumeState:
     """State of a run that resumes from weights `checkpoint_version`.
 
     Batches checkpoint_version .. next_version - 1 are trained again unchanged. `ready` and `running` groups
-    continue, oldest first. `requeued` prompts (id -> num_handed_back) are repeated in their old order, those
+    continue, oldest first. `requeued` prompts (id -> num_requeued) are repeated in their old order, those
     in `returning` only after version next_version, at which their groups failed. `num_drawn` different
     prompts were ever admitted, including before a lost journal. Prompts have no answer or info: the task
     makes them again.
@@ -65,7 +65,7 @@ class ResumeState:
     observed: Sequence[tuple[str, float, int]] = ()
     """(prompt_id, mean reward, start version) of finished groups, if there are such epochs."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """Feed.memory when the journal began, if an older journal was lost."""
+    """PromptSource.memory when the journal began, if an older journal was lost."""
 
     def load_batch(self, version: int) -> Batch:
         """Load a batch. Blocks. Raises JournalError if it is missing or its tokens were deleted."""
@@ -129,7 +129,7 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
         "SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)
     ).fetchone()
     rows = connection.execute(
-        "SELECT g.group_id, prompt_id, num_handed_back, messages FROM batch_groups b"
+        "SELECT g.group_id, prompt_id, num_requeued, messages FROM batch_groups b"
         " JOIN groups g USING (group_id) WHERE b.version = ? ORDER BY b.position",
         (version,),
     ).fetchall()
@@ -204,7 +204,7 @@ def _alive(
 ) -> tuple[tuple[tuple[Ticket, Group], ...], tuple[UnfinishedGroup, ...]]:
     ready, running = list[tuple[Ticket, Group]](), list[UnfinishedGroup]()
     for state, start_version, group_id, *prompt in connection.execute(
-        "SELECT state, start_version, group_id, prompt_id, num_handed_back, messages FROM groups"
+        "SELECT state, start_version, group_id, prompt_id, num_requeued, messages FROM groups"
         " WHERE state IN ('running', 'ready') ORDER BY group_id"
     ).fetchall():
         ticket = Ticket(GroupId(group_id), start_version)
@@ -226,12 +226,12 @@ def _group(connection: sqlite3.Connection, group_id: int, *prompt: Any) -> Group
     return Group(GroupId(group_id), _prompt(*prompt), branches)
 
 
-def _prompt(prompt_id: str, num_handed_back: int, messages: str) -> Prompt:
-    return Prompt(prompt_id, tuple(json.loads(messages)), num_handed_back=num_handed_back)
+def _prompt(prompt_id: str, num_requeued: int, messages: str) -> Prompt:
+    return Prompt(prompt_id, tuple(json.loads(messages)), num_requeued=num_requeued)
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
-    """Return (num_handed_back, version of the failure if any) by prompt id, in order of first admission."""
+    """Return (num_requeued, version of the failure if any) by prompt id, in order of first admission."""
     rows = connection.execute(
         "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END,"
         " (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
@@ -269,7 +269,7 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
     query = "SELECT state, count(*), sum(num_sampled) FROM groups GROUP BY state"
     states = {state: (num, num_sampled) for state, num, num_sampled in connection.execute(query)}
     wasted = {"retried": numbers.pop("retried")}
-    wasted |= {state: states.get(state, (0, 0))[1] for state in ("failed", "filtered", "handed_back")}
+    wasted |= {state: states.get(state, (0, 0))[1] for state in ("failed", "filtered", "requeued")}
     query = "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?"
     events = _rows(connection, query, MAX_EVENTS)
     return {

@@ -30,11 +30,11 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 -- messages: of the prompt; NULL once the tokens of the group are deleted. num_rollouts .. reward_sum: of its
 -- finished rollouts. lost_tokens: sampled tokens that are in no trajectory. requeued: with this
--- num_handed_back the prompt of a group that has ended is sampled again; NULL: it is not.
+-- num_requeued the prompt of a group that has ended is sampled again; NULL: it is not.
 CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, num_handed_back INTEGER NOT NULL,
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, num_requeued INTEGER NOT NULL,
     start_version INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('running', 'ready', 'taken', 'failed', 'filtered', 'handed_back')),
+    state TEXT NOT NULL CHECK (state IN ('running', 'ready', 'taken', 'failed', 'filtered', 'requeued')),
     reason TEXT NOT NULL DEFAULT '', admitted_s REAL NOT NULL, ended_s REAL, messages TEXT,
     num_rollouts INTEGER NOT NULL DEFAULT 0, num_failed INTEGER NOT NULL DEFAULT 0,
     num_sampled INTEGER NOT NULL DEFAULT 0, oldest_version INTEGER, reward_sum REAL NOT NULL DEFAULT 0,

@@ -8,6 +8,8 @@ from collections import deque
 from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.config import SupervisionConfig
 
+NODE_WAIT_S = 600.0
+"""Seconds to wait for a lost node without which the run cannot continue."""
 RESTART_WINDOW_S = 3600.0
 """Seconds of work after which a restart no longer counts."""
 
@@ -18,7 +20,7 @@ class Restarts:
     Life: works_nowait() when it works -> again_nowait() when it is lost, and for each failed start.
     Invariant: a restart counts until the component has worked for RESTART_WINDOW_S afterwards, so one that
         dies once a day never uses up max_restarts, and one that dies after each long recovery does. A missing
-        node does not count while the run can do without it, nor within the first node_wait_s; nor does the
+        node does not count while the run can do without it, nor within the first NODE_WAIT_S; nor does the
         restart that discovers it.
     """
 
@@ -68,9 +70,10 @@ class Restarts:
         if isinstance(lost, NodeLost):
             if self._gone_since_s is None:
                 self._gone_since_s = now_s
-            if is_dispensable or now_s - self._gone_since_s < self._config.node_wait_s:
+            if is_dispensable or now_s - self._gone_since_s < NODE_WAIT_S:
                 self.num += 1
-                return "when its node is back"
+                limit_text = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
+                return f"once its node is back; the run {limit_text}"
         if len(self._counting) >= limit:
             rule = f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
             rule = f"{lost.rule}; {rule}".lstrip("; ")

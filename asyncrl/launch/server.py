@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from asyncrl.base.errors import EngineError, RoomError
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.launch.nodes import Process
+from asyncrl.launch.processes import Process
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.messages.work import WorkerHealth

@@ -166,5 +166,5 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
             f"those that finished; {tokens}) because all their rewards were the same.{advice}"
         )
     if given_up := steps.newest("rollout/given_up"):
-        bound = f"rollout.max_hand_backs={config.rollout.max_hand_backs}"
+        bound = f"rollout.max_requeues={config.rollout.max_requeues}"
         yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
