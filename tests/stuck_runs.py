@@ -102,7 +102,7 @@ class House:
             trainer=trainer,
             publisher=publisher,
             scheduler=no_gauges,
-            scorer=scorer,
+            scorer=no_gauges,
             checkpointer=no_gauges,
             scale=no_gauges,
             evaluation=None,

@@ -275,7 +275,7 @@ class Reporter:
             }
         )
 
-    def finish(self, state: str, why: str, can_go_on: bool) -> None:
+    def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
         """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises RoomError if
         writing fails.
         """
