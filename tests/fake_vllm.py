@@ -76,7 +76,7 @@ class FakeVllm(Caller):
         """Weights that the next loads bring instead of the right ones."""
         self.ignored: set[str] = set()
         """Routes that answer and do nothing."""
-        self.ignores_salt = self.keeps_cache = self.gives_nan = False
+        self.ignores_salt = self.keeps_cache = False
         self.transit_s = TRANSIT_S
         self.staged: dict[str, Any] = {}
         self.restart()
@@ -227,7 +227,7 @@ class FakeVllm(Caller):
         if not run.spans or run.spans[-1]["version"] != self.label:
             run.spans.append({"version": self.label, "start": len(run.tokens)})
         logprob = -(1 + self.weights + 10 * (self.weights - run.kv)) / 100
-        run.logprobs.append(-9999.0 if self.gives_nan else logprob)
+        run.logprobs.append(logprob)
         run.tokens.append((len(run.body["token_ids"]) + len(run.tokens)) % VOCABULARY)
         run.spans[-1]["end"] = len(run.tokens)
         if len(run.tokens) == run.body["sampling_params"]["max_tokens"]:

@@ -140,7 +140,7 @@ def test_wrongly_loaded_weights_are_not_announced(house: House, fault: str) -> N
         with pytest.raises(EngineError, match=f"does not compute with policy_version {before + 1}"):
             await push(server, next_of(server, house, 30 + before))
         assert server.policy_version == before
-        with pytest.raises(EngineLost, match="weights are those of no version"):
+        with pytest.raises(EngineLost, match="belong to no version"):
             await server.generate_segment(house.request())
 
     house.run(story)

@@ -30,7 +30,8 @@ from test_gateway_capture_matrix import (
 from text_tokenizers import byte_level, save
 
 from asyncrl.agents.endpoint.reasoning import close_thought
-from asyncrl.agents.endpoint.tool_calls import ToolFormat, find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, ParsedAnswer, ToolFormat, overlap
-from asyncrl.agents.tool_markup import Tools
+from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until, overlap
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat
+from asyncrl.agents.endpoint.tool_markup import Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 

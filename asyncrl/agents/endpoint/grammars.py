@@ -16,7 +16,7 @@ from asyncrl.agents.endpoint.answers import ApiError, GatewayTokenizer, invalid
 from asyncrl.agents.endpoint.prefix_match import Prefill, no_prefill
 from asyncrl.agents.endpoint.reasoning import opens_thought
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest
-from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.messages.grammar_checks import GrammarProcess
 from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES
 
