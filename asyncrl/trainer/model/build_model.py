@@ -23,7 +23,6 @@ from asyncrl.base.serving import Refused
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.model.attention import choose_flash
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
-from asyncrl.trainer.model.load_balance import heads_of
 from asyncrl.trainer.model.loading import check_memory, load_model, loading, meta_model, scatter
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
@@ -186,7 +185,7 @@ class TrainedModel:
             prepare_cuda(os.environ)
         model, whole, self.adapters = _load(spec, ranks, self.device, self.dtype)
         if self.device.type == "cuda":
-            flash = choose_flash(torch.cuda.get_device_capability(), heads_of(model.config), self.device)
+            flash = choose_flash(torch.cuda.get_device_capability())
             log.info("attention on CUDA: %s", flash)
         with loading(spec.model_path):
             plan = find_plan(probe_model(model.config, self.device, self.dtype))
