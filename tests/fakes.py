@@ -17,7 +17,6 @@ from asyncrl.messages.records import (
     Batch,
     Completion,
     GroupId,
-    PartialCompletion,
     Prompt,
     SamplingRequest,
     Ticket,
@@ -44,15 +43,15 @@ class FakeEngine:
         self.policy_version = 0
         self.requests: list[SamplingRequest] = []
         self.cancelled: list[str] = []
-        self.resumed: dict[str, PartialCompletion] = {}
+        self.resumed: dict[str, Completion] = {}
         self.running = self.peak_running = 0
 
     async def generate(
         self,
         request: SamplingRequest,
         *,
-        partial: PartialCompletion | None = None,
-        on_segment: Callable[[PartialCompletion], None] | None = None,
+        partial: Completion | None = None,
+        on_segment: Callable[[Completion], None] | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
         on_spent: Callable[[int], None] | None = None,
     ) -> Completion:

@@ -176,12 +176,6 @@ def test_wrong_graphs_are_given_up_and_reported(
     assert f"without CUDA graphs: {engine.runner.graphs and engine.runner.graphs.given_up}" in caplog.text
 
 
-def test_deterministic_engine_has_no_graphs(folder: Path) -> None:
-    engine = build_engine(make_spec(folder))
-    engine.runner.take_graphs(4, Recorded)
-    assert engine.runner.graphs is None
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_on_a_device_give_the_computed_bits(

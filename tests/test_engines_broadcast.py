@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngineServer
-from fake_vllm import FakeVllm
 from rollout_cases import virtual
 
 from asyncrl.base.errors import EngineError, EngineLost, TrainerError, TrainerLost, WeightsLost
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
-from asyncrl.engines.vllm_process import VllmRequirements
-from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.sync.push import Push
@@ -129,51 +125,6 @@ async def test_early_failure_ends_the_group_for_all(who: str) -> None:
     await asyncio.gather(*engines.meet(1))
     assert sender.asked[-1].member.is_new
     assert sender.asked[-1].member.path != sender.asked[0].member.path
-
-
-class ReceivingVllm(FakeVllm):
-    """The fake, with vLLM's own weight-transfer routes."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.infos: list[dict[str, Any]] = []
-
-    async def _control(self, route: str, sent: dict[str, Any], query: dict[str, str]) -> Any:
-        if route in ("/init_weight_transfer_engine", "/update_weights"):
-            self.infos.append(sent)
-        if route == "/finish_weight_update":
-            assert self.pause is not None, "a load while something may run"
-            self.weights = float(self.infos[-1]["update_info"]["version"])
-        return await super()._control(route, sent, query)
-
-
-UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-UPDATE += ["/update_weight_version", "/resume"]
-JOIN = "/init_weight_transfer_engine"
-
-
-@virtual
-async def test_vllm_commit_calls_its_routes_in_order() -> None:
-    broadcasts, servers = BroadcastGroup(FakeSender().broadcast, Path("/staging"), timeout_s=5.0), []
-    fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
-    for fake in fakes:
-        facts = VllmRequirements("/model", "float32", fake.slots, 1000, (), "cpu")
-        servers.append(VllmServer(fake, facts=facts, rules=PushRules(1e-3)))
-        servers[-1].broadcast_group = broadcasts
-        await servers[-1].ready(10.0)
-        fake.calls.clear()
-    for version in (1, 2):
-        sent = {"version": version, "digest": f"d{version}", "num_tensors": 2, "num_bytes": 8}
-        manifest = ExportResponse(path="", is_held=True, **sent)
-        await asyncio.gather(*(server.prepare(manifest) for server in servers))
-        await asyncio.gather(*(server.commit(version, f"d{version}", "abort") for server in servers))
-    assert [server.policy_version for server in servers] == [2, 2]
-    for fake in fakes:
-        routes = [call.partition("?")[0] for call in fake.calls]
-        ours = [route for route in routes if route in (*UPDATE, JOIN, "/pause")]
-        assert ours == ["/pause", JOIN, *UPDATE, "/pause", *UPDATE]
-        assert fake.infos[1]["update_info"] == sent | {"version": 1, "digest": "d1"}
 
 
 class SentEngine(FakeEngineServer):

@@ -18,7 +18,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import Interrupt
-from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.testing.virtual_time import all_blocked
 
@@ -84,7 +84,7 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
     num_kept = num_kept if num_kept < len(expected.token_ids) else 0
     if num_kept:
         ids, logprobs = expected.token_ids[:num_kept], expected.behaviour_logprobs[:num_kept]
-        partial = PartialCompletion(ids, logprobs, (VersionSpan(0, num_kept, 0, engine=0),), 0)
+        partial = Completion(ids, logprobs, (VersionSpan(0, num_kept, 0, engine=0),))
     pool, fakes = make_pool(2, leaves_lost=True, slots=2, swap_s=0.003, end_fraction=end_fraction)
     for fake in fakes:
         fake.chunk_tokens = chunk_tokens or 1
@@ -164,7 +164,7 @@ async def test_interrupted_requests_keep_their_slots() -> None:
 @virtual
 async def test_every_token_has_its_version_and_server() -> None:
     pool, fakes = make_pool(2, leaves_lost=True)
-    kept = PartialCompletion((97,), (-1.0,), (VersionSpan(0, 1, 0),))
+    kept = Completion((97,), (-1.0,), (VersionSpan(0, 1, 0),))
     request = make_request(max_tokens=10)
     async with asyncio.TaskGroup() as tasks:
         moved = tasks.create_task(pool.generate(request, on_tokens=lambda _: None))

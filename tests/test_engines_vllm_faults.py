@@ -57,11 +57,11 @@ async def test_failed_canary_ends_the_commit_and_requests_move_on(
         server.disconnect_nowait()
 
     pool = EnginePool([server], slots=SLOTS, on_lost=on_lost)
-    fake.wrong_loads = [2.0, 3.0]
+    fake.wrong_loads = [2.0]
     async with asyncio.TaskGroup() as tasks:
         running = some(tasks, pool, SLOTS, 100)
         await asyncio.sleep(5 * DECODE_S)
-        says = r"engine-0: does not compute with the weights of policy_version 1 .*2 of 2 attempts"
+        says = "engine-0: does not compute with policy_version 1"
         with pytest.raises(EngineError, match=says) as caught:
             await publish(server, 1, interrupt)
         assert not isinstance(caught.value, EngineLost)
@@ -86,8 +86,8 @@ async def test_wrong_weights_behind_a_200_are_not_announced(
     elif fault == "wrong label":
         fake.ignored.add("/update_weight_version")
     else:
-        fake.wrong_loads = [fake.weights] * 2
-    with pytest.raises(EngineError, match="does not compute with the weights of policy_version 2"):
+        fake.wrong_loads = [fake.weights]
+    with pytest.raises(EngineError, match="does not compute with policy_version 2"):
         await publish(server, 2)
     assert server.policy_version == 1
 
@@ -141,15 +141,6 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
         await another_process(fake, server)
         await publish(server, 1, interrupt)
     check_logprobs(await server.generate_segment(request("again")))
-
-
-@with_server
-async def test_impossible_answer_is_an_error_and_none_a_loss(fake: FakeVllm, server: VllmServer) -> None:
-    fake.gives_nan = True
-    with pytest.raises(EngineError, match="logprob nan"):
-        await server.generate_segment(request())
-    fake.die()
-    assert "the connection broke" in str(await lost(server.generate_segment(request())))
 
 
 @with_server

@@ -22,7 +22,7 @@ from asyncrl.base.http import Caller
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.cli import app
 from asyncrl.config import GeneratorConfig
-from asyncrl.launch.processes import ChildProcess
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.work import WorkerHealth
 
 
@@ -189,8 +189,10 @@ async def started(
 ) -> AsyncIterator[tuple[ChildProcess, Caller]]:
     spec = WorkerSpec(name="worker-0", url=gateway.url, slots=2, harness=harness).model_dump_json()
     env, keys = {"PYTHONPATH": str(Path(__file__).parent)} | more, {WORKER_KEY_ENV: WORKER_KEY}
-    settings = {"run_dir": run_dir, "secret": "own-secret", "env": env, "secrets": keys}
-    process = ChildProcess("worker-0", "asyncrl.agents.worker", spec, **settings)  # type: ignore[arg-type]
+    module = "asyncrl.agents.worker"
+    process = ChildProcess(
+        ProcessSpec("worker-0", module, spec, run_dir, "own-secret", env=env, secrets=keys)
+    )
     await process.start()
     caller = Caller("worker-0", process.url, "own-secret")
     try:

@@ -20,7 +20,6 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Completion,
     GroupId,
-    PartialCompletion,
     Prompt,
     Rollout,
     SamplingRequest,
@@ -115,10 +114,12 @@ class Spends(FakeEngine):
         self.hangs = asyncio.Event()
 
     async def generate(self, request: SamplingRequest, **options: Any) -> Completion:
-        before = options["partial"] or PartialCompletion()
+        before = options["partial"] or Completion()
         options["on_spent"](2)
         tokens = before.token_ids + (98, 99)
-        kept = PartialCompletion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), 1)
+        kept = Completion(
+            tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), num_interruptions=1
+        )
         options["on_segment"](kept)
         options["on_spent"](self._rest)
         self.spent += 2 + self._rest

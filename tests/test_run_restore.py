@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from buffer_groups import make_buffer
-from fake_server import FakeTrainerServer
+from fake_server import FakeProcess, FakeTrainerServer
 from journal_cases import asked, make_group, make_partial, make_rollout, open_journal, same_group
 from test_trainer_supervision import batch_at, weights_of
 
@@ -28,7 +28,6 @@ from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.tasks.epochs import Epochs
-from asyncrl.trainer.trainer_client import TrainerClient
 
 
 class Questions:
@@ -56,9 +55,10 @@ class Life:
         self.journal, self.buffer, self.feed = open_journal(path), make_buffer(num_batches=20), make_feed()
         self.worker = FakeTrainerServer(train_s=0.0)
         self.worker.export_s = self.worker.load_s = self.worker.save_s = self.worker.write_s = 0.0
-        self.client = TrainerClient(self.worker)
         supervision, never = Supervision(SupervisionConfig(), 1.0, print, print), AsyncMock()
-        self.trainer = SupervisedTrainer(self.client, [], supervision, before_start=never, recover=never)
+        self.trainer = SupervisedTrainer(
+            [FakeProcess(self.worker)], supervision, before_start=never, bring_back=never
+        )
         self.producers = self
         self.steps: list[tuple[Batch, TrainResponse]] = []
         self.returned: list[tuple[int, str, int]] = []
@@ -85,7 +85,7 @@ class Life:
         batch = self.buffer.take_nowait()
         await self.journal.batch_taken(batch)
         if is_trained:
-            report = await self.client.train(batch)
+            report = await self.trainer.train(batch)
             self.journal.trained_nowait(batch.version, report.metrics)
             self.buffer.set_served_nowait(report.policy_version)
 
@@ -156,7 +156,7 @@ def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path
         if version == 4:  # no checkpoint can be ahead of the journal: its batch was trained
             life.journal.trained_nowait(3, {})
         (nine,) = await life.restore(Whole(version, tmp_path / "step", {}) if version else None)
-        assert (life.restored, life.worker.weights, life.client.policy_version) == (1, weights_of(4), 4)
+        assert (life.restored, life.worker.weights, life.trainer.policy_version) == (1, weights_of(4), 4)
         assert [batch.version for batch, _ in life.steps] == list(range(version, 4))
         for batch, report in life.steps:
             expected = batch_at(batch.version)
@@ -220,7 +220,7 @@ def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
     async def third(life: Life) -> None:
         life.buffer = make_buffer(num_batches=20, max_staleness=0)
         assert await life.restore() == ()
-        assert life.client.policy_version == 3
+        assert life.trainer.policy_version == 3
         state = await life.journal.read_resume(0)
         assert state.counted["rollout/dropped"] == 0, "no batch left them too old"
         assert life.next_prompts(2) == [("0/5", 0), ("0/7", 0)]
@@ -279,7 +279,7 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
 
     async def second(life: Life) -> None:
         assert await life.restore(whole) == ()
-        assert (life.worker.weights, life.client.policy_version) == (weights_of(3), 3)
+        assert (life.worker.weights, life.trainer.policy_version) == (weights_of(3), 3)
         assert life.numbers() == (3, 0, 0)
         assert [life.admit().group_id for _ in range(4)] == [8, 9, 10, 11]
 
@@ -288,7 +288,7 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
         assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
         assert life.next_prompts(1) == [("0/10", 0)], "0 to 5 are consumed, though this journal saw none"
         assert life.buffer.next_group_id == 12
-        with pytest.raises(JournalError, match="begins at version 3, the newest whole checkpoint is of 2"):
+        with pytest.raises(JournalError, match="begins at version 3, after the newest checkpoint, 2"):
             await life.journal.read_resume(2)
 
     lives(tmp_path / "lost.sqlite", first)
@@ -326,7 +326,7 @@ def test_new_trainer_gets_its_checkpoint_and_answered_batches(tmp_path: Path, sa
             life.worker.states[str(checkpoints.root / f"step_{version}" / "trainer")] = weights_of(version)
         unfinished = checkpoints.begin()
         life.worker.restart()
-        await recover_trainer(life.client, life.journal, checkpoints, 3, num_batches=20)
+        await recover_trainer(life.trainer, 3, journal=life.journal, checkpoints=checkpoints, num_batches=20)
         assert life.worker.weights == weights_of(3), "batch 3 is asked for again by the call that waits"
         assert life.worker.calls.count("/train") == 3 + 3 - max(saved, default=0)
         assert unfinished.folder.exists(), "one may be in the making"

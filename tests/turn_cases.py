@@ -189,14 +189,12 @@ class House(EngineRooms):
         self.worker_process = FakeProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
         self.batches: list[Batch] = []
-        self.client = TrainerClient(self.worker)
         config = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1)
         trainer = SupervisedTrainer(
-            self.client,
             [self.worker_process],
             Supervision(config, HEARTBEAT_S, print, self.tell),
             before_start=lambda: self.turns.wait_room_for_trainer(),
-            recover=self._recover,
+            bring_back=self._bring_back,
         )
         super().__init__(
             tasks,
@@ -257,12 +255,12 @@ class House(EngineRooms):
             await asyncio.sleep(0.05)
             self.check()
 
-    async def _recover(self, version: int) -> None:
+    async def _bring_back(self, client: TrainerClient, version: int) -> None:
         async def batches() -> Any:
             for batch in self.batches[:version]:
                 yield batch
 
-        await self.client.recover(None, batches(), lambda *_: None)
+        await client.catch_up(None, batches(), lambda *_: None)
 
 
 Rooms = TypeVar("Rooms", bound=EngineRooms)

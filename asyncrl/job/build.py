@@ -32,7 +32,6 @@ from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.lease import ROUTINE
-from asyncrl.launch.nodes import with_addresses
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
@@ -47,7 +46,7 @@ from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
+from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 if TYPE_CHECKING:
     from asyncrl.job.resume import ResumePoint
@@ -146,19 +145,21 @@ class Parts:
         store = await maker.find_weights_store()
         self._ranks = maker.trainers(self.staging_dir, await maker.find_store(), store)
         self._engine_servers = maker.engines()
-        client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
-            client,
             self._ranks,
             self.supervision,
+            timeout_s=config.trainer.timeout_s,
             before_start=self._before_trainer_starts,
-            recover=partial(
-                recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
+            bring_back=partial(
+                recover_trainer,
+                journal=self.journal,
+                checkpoints=self.checkpoints,
+                num_batches=config.trainer.num_steps,
             ),
         )
         if sync.facts.is_collective:
             how: Any = {"timeout_s": sync.timeout_s, "wait_up": self.trainer.wait_up}
-            how["store"] = lambda: with_addresses(store, job.launcher.nodes)
+            how["store"] = lambda: store
             self.broadcast_group = BroadcastGroup(self.trainer.broadcast, self.staging_dir, **how)
         self.targets = [maker.client(server, self.broadcast_group) for server in self._engine_servers]
         """Without the eval engine."""

@@ -19,7 +19,6 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.launch.choice import NO_DEVICE
 from asyncrl.launch.fit import find_python, find_version
 from asyncrl.launch.fork_server import KEY_ENV
@@ -171,7 +170,12 @@ class Vllm(Embedded):
         device = placement.evaluation if is_eval else placement.rollout[0]
         if device is None or device == NO_DEVICE:  # rollout.urls: the run places no engine server
             device = placement.trainer[0]
-        facts = VllmRequirements(
+        limit = config.weight_sync.canary_limit
+        if limit is None:
+            limit = math.inf
+        elif limit == "auto":
+            limit = CANARY_LIMITS[config.model.dtype]
+        needed = VllmRequirements(
             model_path=str(maker.model_path),
             dtype=config.model.dtype,
             slots=self.slots(server.name),
@@ -182,17 +186,16 @@ class Vllm(Embedded):
             starts_fresh=is_eval or self.rollout.urls is None,
             stays=placement.stays and not is_eval,
             returns_routing=config.algorithm.router_replay and not is_eval,
-        )
-        limit = config.weight_sync.canary_limit
-        limit = CANARY_LIMITS[facts.dtype] if limit == "auto" else math.inf if limit is None else limit
-        rules = PushRules(
             canary_limit=limit,
             chunk_bytes=config.weight_sync.chunk_bytes,
-            warn=maker.warn,
         )
-        mark = secrets.token_hex(4)
-        client = VllmServer(server.caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
-        client.broadcast_group = broadcast_group
+        client = VllmServer(
+            server.caller,
+            needed,
+            decode=tokenizer.decode,
+            mark=secrets.token_hex(4),
+            broadcast_group=broadcast_group,
+        )
         limit_s = VLLM_STARTS * maker.config.supervision.start_timeout_s + load_limit_s(maker.model_path)
         server.ready = partial(client.ready, limit_s)
         return client

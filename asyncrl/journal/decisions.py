@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.base.errors import JournalError
 from asyncrl.journal.tokens import encode_partial, encode_trajectory
-from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
+from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Rollout, Ticket
 
 Ended = Literal["ready", "failed", "filtered", "requeued"]
 _GROUPS_A_STEP = 200
@@ -82,7 +82,7 @@ def segment(
     sample_index: int,
     attempt: int,
     turn: int,
-    partial: PartialCompletion,
+    partial: Completion,
 ) -> None:
     """Replace the rollout's unfinished completion."""
     state, has_ended, before = _rollout(connection, group_id, sample_index)
@@ -185,7 +185,7 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken"
     if found == this:
         return "replayed"
     if found is not None:
-        raise _not_this_batch(version, f"it was taken as {found}; this is {this}")
+        raise _not_this_batch(version, f"it was recorded as {found}; this one is {this}")
     newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
     if newest is not None and version != newest + 1:
         raise _not_this_batch(version, f"the newest batch is {newest}")
@@ -283,8 +283,8 @@ def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: 
 def _not_this_batch(version: int, found: str) -> JournalError:
     return JournalError(
         f"batch {version} cannot be taken: {found}",
-        rule="batches follow each other, and a group is trained on exactly once, when it is ready",
-        way_out="resume: the journal is whole, and its batches are trained again as they are.",
+        rule="batches are consecutive, and each ready group is trained exactly once",
+        way_out="resume; the journal is whole, and its batches are trained again unchanged.",
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import ConfigDict, Field
 
 from asyncrl.base.message import Message
-from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.records import TopLogprobs, VersionSpan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,14 +151,6 @@ class ScoreResponse(Message):
 MAX_TOP_LOGPROBS = 20
 
 
-class Span(Message):
-    """Sampled tokens [start, end) of this answer were sampled under policy_version `version`."""
-
-    start: int
-    end: int
-    version: int
-
-
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Sample up to `max_tokens` after `prompt_ids`, int [P].
@@ -182,50 +174,23 @@ class GenerateRequest:
     top_logprobs: int = 0
 
 
-class GenerateChunk(Message):
-    """Some tokens of a streamed answer, all sampled under policy_version `version`; `logprobs` and
-    `top_logprobs` as in GenerateResponse.
-    """
-
-    token_ids: list[int] = Field(min_length=1)
-    logprobs: list[float]
-    version: int
-    top_logprobs: list[TopLogprobs] = []
-
-    @property
-    def version_spans(self) -> list[Span]:
-        """Like GenerateResponse."""
-        return [Span(start=0, end=len(self.token_ids), version=self.version)]
-
-
 class GenerateResponse(Message):
-    """`finish_reason` abort: the partial answer of a request that a publish, a sleep or an abort ended early.
+    """Sampled tokens of a request: its answer, or without `finish_reason` a chunk of a streamed answer.
 
-    `logprobs`: float32 values in nats, of the distribution that was sampled from (temperature and top_p
-    applied; temperature 0 is greedy, with the logprobs of temperature 1), restricted to the allowed tokens
-    under a grammar. Spans cover every token once, in order. `top_logprobs`: one entry per token if requested,
-    or empty.
+    `finish_reason` abort: a push, a sleep or an abort ended the request early. `logprobs`: float32 in nats,
+    of the distribution that was sampled from: after temperature (0 is greedy, with the logprobs of
+    temperature 1), top_p and grammar. `version_spans` cover every token once, in order. `top_logprobs`: one
+    entry per token if requested.
     """
 
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
-    version_spans: list[Span]
-    finish_reason: Literal["stop", "length", "abort"]
+    version_spans: list[VersionSpan]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
     top_logprobs: list[TopLogprobs] = []
     routing: bytes = Field(default=b"", exclude=True)
-    """Over a link: what RoutedTokens of engines/segment_check.py is made of."""
-
-    def after(self, num_tokens: int) -> GenerateResponse:
-        """Return the segment without its first tokens, which were already sent."""
-        spans = [
-            Span(start=max(0, span.start - num_tokens), end=span.end - num_tokens, version=span.version)
-            for span in self.version_spans
-            if span.end > num_tokens
-        ]
-        lists = ("token_ids", "logprobs", "top_logprobs")
-        rest = {name: getattr(self, name)[num_tokens:] for name in lists}
-        return self.model_copy(update={**rest, "version_spans": spans})
+    """Input of RoutedTokens (engines/segment_check.py). Only sent over a link."""
 
 
 class WeightsBody(Message):

@@ -128,31 +128,20 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The completion of one logical request, from all its segments.
+    """Tokens of one logical request, joined from its segments; so far, if it has no `finish_reason`.
 
-    `behaviour_logprobs` are float32 values in nats of the sampled distribution, one per token;
-    `version_spans` cover every token exactly once, in order. `top_logprobs`: the requested most likely tokens
-    at each place with their logprobs, the likeliest first; empty for tokens sampled in an earlier process.
-    `routing`: RoutedTokens.known of engines/segment_check.py, or None.
+    `behaviour_logprobs`: float32 in nats of the sampled distribution, one per token. `version_spans` cover
+    every token once, in order. `top_logprobs`: the requested most likely tokens at each place, the likeliest
+    first; empty for tokens of an earlier process. `routing`: RoutedTokens.known of engines/segment_check.py.
     """
-
-    token_ids: tuple[int, ...]
-    behaviour_logprobs: tuple[float, ...]
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: Literal["stop", "length"]
-    num_interruptions: int = 0
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    routing: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class PartialCompletion:
-    """Tokens sampled so far for an unfinished logical request; fields as in Completion."""
 
     token_ids: tuple[int, ...] = ()
     behaviour_logprobs: tuple[float, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
+    finish_reason: Literal["stop", "length"] | None = None
     num_interruptions: int = 0
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    routing: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +291,7 @@ class UnfinishedGroup:
     prompt: Prompt
     rollouts: Mapping[int, Rollout] = field(default_factory=dict)
     failures: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    partials: Mapping[int, tuple[int, PartialCompletion]] = field(default_factory=dict)
+    partials: Mapping[int, tuple[int, Completion]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ class OneAnswer:
         if rows[-1].then == "interrupted":
             self._engine.resume([self._run])
         elif not self._done.done():
-            self._done.set_result(codec.joined(self._run.request.request_id, self._rows))
+            self._done.set_result(codec.response(self._run.request.request_id, *self._rows))
 
 
 def check_queue(num_free: int) -> None:

@@ -47,13 +47,6 @@ class SimulatedWeights(WeightState):
     """Read and verify weights, then drop them."""
 
     def read(self, request: engine_api.PrepareRequest) -> dict[str, Any]:
-        if request.kind != "weights":
-            raise Refused(
-                400,
-                f"policy_version {request.version} contains adapters",
-                rule="the simulated engine accepts whole weights only",
-                way_out="set weight_sync.transport=shm, or rollout.engine=embedded.",
-            )
         check_arrived(request.path, _arrived(request.path), request)
         return {}
 
@@ -62,16 +55,13 @@ class SimulatedWeights(WeightState):
 
 
 class SimulatedRun(Run):
-    """A request, admitted at clock time `start` with `first` tokens."""
+    """A request, admitted at clock time `start` with `first` tokens, to end `length` steps later."""
 
-    def __init__(self, asked: Asked, listener: Listener) -> None:
-        super().__init__(asked, listener)
-        self.start = 0.0
-        self.length = 0
-        self.is_stop = False
-        self.first = 0
-        self.num_told = 0
-        self.is_over = False
+    start = 0.0
+    length = 0
+    is_stop = False
+    first = 0
+    num_told = 0
 
     @property
     def end(self) -> float:
@@ -86,7 +76,7 @@ class SimulatedEngine:
     """Engine that costs one heap entry per request.
 
     All running requests get one token per step, so one step clock describes them. It advances by one every
-    decode_step_s + n * per_row_s seconds and stops during prefill and swaps. A request ends at start +
+    decode_step_s + n * per_row_s seconds and stops during swaps. A request ends at start +
     length. Tokens are drawn at its end, or per step if streamed.
 
     Invariant: the clock never goes back, and no answer has tokens beyond the clock.
@@ -136,12 +126,9 @@ class SimulatedEngine:
         """Return a run. Stop strings never match. Raises Refused (400)."""
         check_request(asked, self.spec.max_length, self.spec.vocab_size)
         if asked.request.grammar is not None or asked.request.top_logprobs:
-            raise Refused(
-                400,
-                f"request {asked.request.request_id} has a grammar or top_logprobs",
-                rule="the simulated engine draws tokens uniformly",
-                way_out="set rollout.engine to embedded or vllm.",
-            )
+            what = f"request {asked.request.request_id} has a grammar or top_logprobs"
+            way_out = "set rollout.engine to embedded or vllm."
+            raise Refused(400, what, rule="the simulated engine draws tokens uniformly", way_out=way_out)
         return SimulatedRun(asked, listener)
 
     def submit(self, runs: Sequence[SimulatedRun]) -> None:
@@ -149,6 +136,7 @@ class SimulatedEngine:
         self._update()
 
     def resume(self, runs: Sequence[SimulatedRun]) -> None:
+        """Queue interrupted runs before all others."""
         for run in reversed(runs):
             if run in self._interrupted:
                 del self._interrupted[run]
@@ -158,7 +146,8 @@ class SimulatedEngine:
 
     def abort(self, runs: Sequence[SimulatedRun]) -> None:
         self._update()  # complete requests end normally
-        self._end([(run, "abort") for run in runs if not run.is_over])
+        places = (self._queued, self._running, self._interrupted)
+        self._end([(run, "abort") for run in runs if any(run in place for place in places)])
         self._update()
 
     def commit(self, request: engine_api.CommitRequest) -> asyncio.Future[engine_api.CommitResponse]:
@@ -207,15 +196,12 @@ class SimulatedEngine:
             self._end([(run, "interrupted") for run in self._running])
         self.weights.settle(request.version, request.digest)
         self._changes.append((self._clock, request.version))
-        self._stall(SWAP_S)
+        self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + SWAP_S
+        self._busy_s += SWAP_S
         answer = engine_api.CommitResponse(
             version=request.version, digest=request.digest, pause_s=SWAP_S, num_interrupted=num_interrupted
         )
         asyncio.get_running_loop().call_later(SWAP_S, self._committed.set_result, answer)
-
-    def _stall(self, seconds: float) -> None:
-        self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
-        self._busy_s += seconds
 
     def _step_s(self) -> float:
         return self.spec.decode_step_s + self.spec.per_row_s * len(self._running)
@@ -232,12 +218,14 @@ class SimulatedEngine:
         """End complete requests, admit queued ones, report streams and set the timer."""
         self._advance()
         ended = []
-        while self._ends and (
-            self._ends[0][0] <= self._clock + EPSILON or not self._is_current(self._ends[0])
-        ):
-            entry = heapq.heappop(self._ends)
-            if self._is_current(entry):
-                ended.append((entry[2], "stop" if entry[2].is_stop else "length"))
+        while self._ends:
+            end, _, run = self._ends[0]
+            is_current = run in self._running and run.end == end
+            if is_current and end > self._clock + EPSILON:
+                break
+            heapq.heappop(self._ends)
+            if is_current:
+                ended.append((run, "stop" if run.is_stop else "length"))
         self._end(ended)
         if self.weights.swapping is not None and not self._running:
             self._swap()
@@ -254,9 +242,6 @@ class SimulatedEngine:
             at_s = max(self._updated_s, self._stalled_until_s) + wait_s
             self._timer = asyncio.get_running_loop().call_at(at_s, self._update)
 
-    def _is_current(self, entry: tuple[float, int, SimulatedRun]) -> bool:
-        return entry[2] in self._running and entry[2].end == entry[0]
-
     def _start(self, run: SimulatedRun) -> None:
         request = run.request
         limit = request.max_tokens - run.num_told
@@ -272,19 +257,16 @@ class SimulatedEngine:
 
     def _end(self, ended: Iterable[tuple[SimulatedRun, str]]) -> None:
         rows = []
-        for run, then in ended:
+        for run, then in list(ended):
             num_tokens = run.num_told
             if run in self._running:
                 is_whole = then in ("stop", "length")
                 num_tokens = run.first + run.length if is_whole else run.num_sampled(self._clock)
             rows.append((run, num_tokens, then))
-        for run, _, then in rows:
             for runs in (self._running, self._streamed, self._queued, self._interrupted):
                 runs.pop(run, None)
             if then == "interrupted":
                 self._interrupted[run] = None
-            else:
-                run.is_over = True
         self._tell(rows)
 
     def _tell(self, rows: Iterable[tuple[SimulatedRun, int, str]]) -> None:

@@ -32,7 +32,7 @@ from asyncrl.agents.endpoint.prefix_match import Prefill, PromptMatch
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
-from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest

@@ -19,7 +19,7 @@ from asyncrl.agents.endpoint.calls.sent_messages import (
     ResponseFormat,
     wrong,
 )
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
