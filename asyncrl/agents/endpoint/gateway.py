@@ -157,7 +157,6 @@ class Gateway:
         await self.listener.aclose()
         if self._socket is not None:
             self._socket.close()
-        await self._route.checks.aclose()
         self._socket = None
 
     def stats(self) -> GatewayStats:
