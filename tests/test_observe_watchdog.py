@@ -124,7 +124,7 @@ def test_an_engine_that_is_being_started_again_is_given_its_time_and_one_that_is
         hang_commit(house)
         house.rooms.engines.down_nowait("engine-1")
         supervisor = SimpleNamespace(is_starting=starts, num_restarts=1)
-        house.rooms.supervisors = (supervisor,)
+        house.rooms.fleet.supervisors["engine-0"] = supervisor
         asyncio.get_running_loop().call_later(5 * WATCHDOG_S, setattr, supervisor, "is_starting", False)
 
     house = play(log_path, 6.5 * WATCHDOG_S, prepare, on_stuck="restart")
