@@ -183,7 +183,7 @@ class Harnessing:
 
         Users start remote workers with the printed command.
         """
-        from asyncrl.agents.endpoint.calls.connections import collect_less
+        from asyncrl.agents.endpoint.listener import collect_less
 
         job.tell("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
