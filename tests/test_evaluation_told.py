@@ -31,7 +31,7 @@ def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: An
     config = write_config(
         tmp_path,
         eval={"task": LETTERS},
-        observe={"console": "plain", "trackers": ["tensorboard"], "tracker_close_s": 600},
+        observe={"console": "plain", "trackers": ["tensorboard"]},
     )
     (tmp_path / "config.yaml").write_text(config.read_text())
     reporter = Reporter(load_config(config), tmp_path, "test")

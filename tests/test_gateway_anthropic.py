@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from gateway_cases import HI, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, num_forked
 
-from asyncrl.agents.endpoint.forms.thoughts import signature_of
+from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.messages.records import Outcome
 
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}

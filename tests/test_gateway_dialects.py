@@ -22,7 +22,7 @@ from asyncrl.agents.endpoint.dialects.chat import ChatDialect, TextDialect
 from asyncrl.agents.endpoint.dialects.dialect import Dialect, KeptAnswers
 from asyncrl.agents.endpoint.dialects.responses import ResponsesDialect
 from asyncrl.agents.endpoint.engine_route import LONG_BODY
-from asyncrl.agents.endpoint.forms.thoughts import signature_of
+from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import MAX_LOGGED, CallRequest, ChatRequest, RequestReader
 from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest
@@ -227,13 +227,13 @@ async def test_sampling_overrides_follow_the_config() -> None:
 @in_loop
 async def test_template_settings_and_effort_reach_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     given_settings: list[Any] = []
-    draft = Capture.draft
+    draft = Capture.match
 
     def drafting(*args: Any, settings: Any = None, **more: Any) -> Any:
         given_settings.append(settings)
         return draft(*args, **more)
 
-    monkeypatch.setattr(Capture, "draft", drafting)
+    monkeypatch.setattr(Capture, "match", drafting)
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     for reads_effort, effort in ((True, {"reasoning_effort": "low"}), (False, {})):
         async with gateway_world(reads_effort=reads_effort) as world:

@@ -12,7 +12,6 @@ import openai
 import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop
 
-from asyncrl.agents.endpoint.tool_calls import HermesFormat
 from asyncrl.messages.records import Outcome
 
 ADD = {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {"a": {}}}}
@@ -141,17 +140,14 @@ async def test_completions_continue_recorded_ids() -> None:
         assert talk.world.gateway.stats().extended == 1
 
 
-CALL_TWICE = [f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</tool_call>' for a in (1, 2)]
-
-
-@pytest.mark.parametrize("close", [HermesFormat.close, None])
+@pytest.mark.parametrize("tool_format", ["hermes", "toolcall"])
 @in_loop
-async def test_one_call_at_a_time_gives_the_first_call(
-    monkeypatch: pytest.MonkeyPatch, close: str | None
-) -> None:
-    monkeypatch.setattr(HermesFormat, "close", close)
-    two = "\n".join(CALL_TWICE)
-    async with talking(ScriptedEngine(lambda _: two)) as talk:
+async def test_one_call_at_a_time_gives_the_first_call(tool_format: str) -> None:
+    has_end = tool_format == "hermes"  # the other one has no mark after each call
+    mark = "tool_call" if has_end else "TOOLCALL"
+    calls = [f'<{mark}>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</{mark}>' for a in (1, 2)]
+    two = "\n".join(calls)
+    async with talking(ScriptedEngine(lambda _: two), tool_format=tool_format) as talk:
         answer = await talk.ask(tools=TOOLS, parallel_tool_calls=False)
         message = answer.choices[0].message
         (call,) = message.tool_calls
@@ -160,6 +156,6 @@ async def test_one_call_at_a_time_gives_the_first_call(
         (branch,) = talk.world.session.rollout(0, Outcome(), 0.0)
         decode = talk.world.engine.tokenizer.decode
         text = decode(branch.token_ids.tolist(), skip_special_tokens=False).partition("assistant\n")[2]
-        assert text.startswith(CALL_TWICE[0] if close else two + "<|end|>")
+        assert text.startswith(calls[0] if has_end else two + "<|end|>")
         both = await talk.ask(tools=TOOLS, parallel_tool_calls=True)
         assert len(both.choices[0].message.tool_calls) == 2

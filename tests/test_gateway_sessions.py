@@ -12,8 +12,8 @@ from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.branches import ChatNode
 from asyncrl.agents.endpoint.dialects.dialect import KeptAnswer
-from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.gateway_call import GatewayCall
+from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewaySession
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
@@ -45,7 +45,7 @@ async def test_key_opens_its_session_until_its_end(
 
 
 def num_objects_of_sessions() -> int:
-    kinds = (GatewaySession, GatewayCall, Answer, ChatNode, Draft, KeptAnswer, SamplingRequest)
+    kinds = (GatewaySession, GatewayCall, Answer, ChatNode, PromptMatch, KeptAnswer, SamplingRequest)
     # isinstance() would read attributes of the objects, some of which warn
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 

@@ -78,8 +78,8 @@ def as_text(run_dir: Path, **options: Any) -> str:
 def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(run_dir: Path) -> None:
     plain = as_json(run_dir)
     journal = plain["journal"]
-    assert journal["groups"] == {"failed": 1, "filtered": 1, "handed_back": 1, "running": 2, "taken": 4}
-    wasted = {"retried": 15, "failed": 0, "filtered": 20, "handed_back": 10, "masked": 7}
+    assert journal["groups"] == {"failed": 1, "filtered": 1, "requeued": 1, "running": 2, "taken": 4}
+    wasted = {"retried": 15, "failed": 0, "filtered": 20, "requeued": 10, "masked": 7}
     assert (journal["wasted_tokens"], journal["sampled_tokens"]) == (wasted, 80 + 20 + 20 + 10 + 15)
     assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 1)
     assert [event["what"] for event in journal["events"]] == ["restored", "engine_restarted", "stuck"]
@@ -110,7 +110,7 @@ def test_a_rollout_with_branches_is_told_branch_by_branch_with_what_each_part_ea
     assert first["branches"][1]["credits"][0] == {"start": 2, "end": 7, "reward": 1.2, "unit": 2}
 
 
-RUN = """groups failed 1, filtered 1, handed_back 1, running 2, taken 4
+RUN = """groups failed 1, filtered 1, requeued 1, running 2, taken 4
 version 1, path checkpoints/step_1
 what engine_restarted, detail name engine-0, after_s 1.500
 bound kept"""
@@ -129,7 +129,7 @@ BRANCHES = """sample 0: reward 0.250, 20 tokens, 0 interruptions branch 0: 10 to
     [
         ({}, RUN),
         ({"group": 4}, FAILED),
-        ({"group": 5}, "state handed_back\nreason dropped\nsame_prompt 6"),
+        ({"group": 5}, "state requeued\nreason dropped\nsame_prompt 6"),
         ({"group": 6}, RUNNING),
         ({"group": 8}, BRANCHES),
     ],

@@ -25,8 +25,8 @@ from asyncrl.config import load_config
 from asyncrl.config.load import all_keys
 from asyncrl.job.parts_read import gauges
 from asyncrl.job.report import Reporter
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, SpecialTokens, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import evaluation_metrics

@@ -457,7 +457,7 @@ def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:
             reason = f"g0 (prompt p0) has 0 usable rollouts of 4; r3 took {group} s" if group == 0 else ""
             row = (group, f"p{group}", state, reason, 2)
             journal.execute(
-                "INSERT INTO groups (group_id, prompt_id, num_handed_back, start_version, state, reason,"
+                "INSERT INTO groups (group_id, prompt_id, num_requeued, start_version, state, reason,"
                 " admitted_s, num_failed) VALUES (?, ?, 0, 0, ?, ?, 0, ?)",
                 row,
             )

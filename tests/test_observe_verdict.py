@@ -283,7 +283,7 @@ HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
             "training",
             "Too old (on_overdue=drop): 3 groups generated again.",
         ),
-        ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_hand_backs=3)"),
+        ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_requeues=3)"),
         ("train_s=1 rollout/filtered=20", [FILTER], "training", "replaced 20 groups (20.0% of those that"),
         ("train_s=1 rollout/filtered=100", [FILTER], "training", "Prompts of another difficulty"),
     ],

@@ -55,7 +55,7 @@ train loop waits in TrainerClient.train for optimizer step 4.* by trainer-0
 producers waits in Buffer.wait_open for leave to start a group \(2 ready, 0 run, step 5
 publisher waits .* for a policy_version above 3.* woken by the train loop""",
     hang_restarted_trainer: r"""
-catching up waits in TrainerClient.recover for the journaled batches .* woken by trainer-0
+catching up waits in TrainerClient.catch_up for the journaled batches .* woken by trainer-0
 train loop waits in \w+Trainer.wait_up for the trainer to be back""",
     hang_commit: r"""
 publisher waits .* for commit of policy_version 1, .* woken by engine-1

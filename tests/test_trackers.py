@@ -225,8 +225,7 @@ OWN = "trackers_for_test:Noting"
     [
         ({"trackers": ["wandbb"]}, "trackers has 'wandbb'; there are tensorboard, wandb, mlflow, trackio"),
         ({"trackers": ["wandb", "wandb"]}, "trackers has wandb twice"),
-        ({"tracker_args": {"own": {OWN: {}}}}, f"tracker_args.own has {OWN}, and observe.trackers has not"),
-        ({"tracker_args": {"wandb": {"projekt": "x"}}}, "tracker_args.wandb.projekt"),
+        ({"tracker_args": {OWN: {}}}, f"tracker_args has {OWN}, but observe.trackers does not"),
         ({"status_port": 70000}, "status_port"),
     ],
 )
@@ -242,13 +241,14 @@ def test_what_is_not_known_of_trackers_is_refused_by_the_config(given: dict[str,
         (OWN, {"path": "a", "paht": "b"}, "paht"),
         ("trackers_for_test:Lacking", {}, "has no start, evaluation, samples, weights, close"),
         ("trackers_for_test:Nothing", {}, "did you mean Noting?"),
+        ("wandb", {"projekt": "x"}, "projekt"),
         ("no_such_module:Mine", {}, "there is no module no_such_module"),
     ],
 )
 def test_a_tracker_of_the_users_is_loaded_and_looked_at_before_a_run(
     name: str, args: dict[str, Any], says: str
 ) -> None:
-    observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {"own": {name: args}}})
+    observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
     with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
         check_trackers(observe)
 
@@ -262,7 +262,7 @@ def test_a_run_whose_tracker_cannot_be_had_starts_and_writes_nothing(tmp_path: P
 
 def test_a_tracker_of_the_users_gets_its_arguments(tmp_path: Path) -> None:
     observe = ObserveConfig.model_validate(
-        {"trackers": [OWN], "tracker_args": {"own": {OWN: {"path": str(tmp_path / "log")}}}}
+        {"trackers": [OWN], "tracker_args": {OWN: {"path": str(tmp_path / "log")}}}
     )
     check_trackers(observe)
     trackers = make_trackers(observe, print)
@@ -301,7 +301,7 @@ def test_the_settings_and_the_tracker_of_the_page_are_taken(
 def test_a_client_that_is_not_installed_is_an_error_that_names_its_extra(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert make_tracker(name, ObserveConfig().tracker_args)
+    assert make_tracker(name, {})
     monkeypatch.setattr("asyncrl.observe.trackers.tracker_names.find_spec", lambda package: object())
     check_trackers(ObserveConfig(trackers=[name]))
     monkeypatch.setattr("asyncrl.observe.trackers.tracker_names.find_spec", lambda package: None)

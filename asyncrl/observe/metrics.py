@@ -137,7 +137,7 @@ GAUGES: Mapping[str, Gauge] = {
     "rollout/interrupted": Gauge("total", "", "interruptions of completions that later resumed"),
     "rollout/dropped": Gauge("total", "groups", "dropped as too old, and generated again"),
     "rollout/failed_groups": Gauge("total", "groups", "with too few usable rollouts"),
-    "rollout/given_up": Gauge("total", "prompts", "given up (rollout.max_hand_backs)"),
+    "rollout/given_up": Gauge("total", "prompts", "given up (rollout.max_requeues)"),
     "rollout/abandoned": Gauge("total", "calls", "of a reward function, abandoned as too slow"),
     "rollout/filtered": Gauge("total", "groups", "replaced because they teach nothing (buffer.filter)"),
     "rollout/filtered/*": Gauge("total", "groups", "of one task, if there are several"),

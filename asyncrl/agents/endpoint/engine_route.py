@@ -18,10 +18,8 @@ from asyncrl.agents.endpoint.answers import (
     invalid,
     too_long,
 )
-from asyncrl.agents.endpoint.capture import GatewayStats, Planned
+from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects.dialect import Dialect
-from asyncrl.agents.endpoint.drafting import Draft, Prefill
-from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
 from asyncrl.agents.endpoint.gateway_call import GatewayCall, call_keys
 from asyncrl.agents.endpoint.grammars import (
     STRICT_NEEDS,
@@ -30,9 +28,11 @@ from asyncrl.agents.endpoint.grammars import (
     grammar_of,
     prefill_of,
 )
+from asyncrl.agents.endpoint.prefix_match import Prefill, PromptMatch
+from asyncrl.agents.endpoint.reasoning import ReasoningSplitter
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader, parse_json
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
-from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest
@@ -105,7 +105,7 @@ class EngineRoute:
         order = session.num_calls
         with _noting_overflow(session):
             planned = await self._planned(session, asked, num_bytes)
-        prefill = planned.draft.prefill if planned.draft else ""
+        prefill = planned.match.prefill if planned.match else ""
         with _noting_overflow(session, planned):
             self._check_length(planned.num_prompt, asked)
         grammar = await self._grammar(asked, planned, prefill)
@@ -140,7 +140,7 @@ class EngineRoute:
             requests=self._requests(session, asked, planned, keys, tool_format, grammar),
             num_prompt_tokens=planned.num_prompt,
             is_streamed=asked.stream,
-            is_trained=asked.is_as_configured and (grammar is None or self.rules.constrained == "exact"),
+            is_trained=asked.is_as_configured,
             grammar=grammar,
         )
 
@@ -148,7 +148,7 @@ class EngineRoute:
         self,
         session: GatewaySession,
         asked: AnyRequest,
-        planned: Planned,
+        planned: PromptPlan,
         keys: Sequence[int],
         tool_format: ToolFormat,
         grammar: str | None,
@@ -220,31 +220,29 @@ class EngineRoute:
         """Return the number of prompt tokens of a chat. Raises ApiError."""
         session.free_call_nowait()
         asked, _ = await self.read(session, dialect, body)
-        return (await self._drafted(session, asked, len(body)))[2]
+        return (await self._matched(session, asked, len(body)))[2]
 
-    def _thoughts(self, planned: Planned) -> ThoughtCutter:
+    def _thoughts(self, planned: PromptPlan) -> ReasoningSplitter:
         marks = self.tool_format.thinking
         end = self.tokenizer.decode(planned.added[-NUM_OF_END:].tolist(), skip_special_tokens=False)
-        return ThoughtCutter(marks, is_open=end.rstrip().endswith(marks[0]))
+        return ReasoningSplitter(marks, is_open=end.rstrip().endswith(marks[0]))
 
-    async def _grammar(self, asked: AnyRequest, planned: Planned, prefill: str) -> str | None:
+    async def _grammar(self, asked: AnyRequest, planned: PromptPlan, prefill: str) -> str | None:
         """Raises ApiError for unsupported constraints."""
-        prompt = planned.draft.text if planned.draft else ""
+        prompt = planned.match.text if planned.match else ""
         grammar = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
-        if asks_strict_alone(asked) and (grammar is None or self.rules.constrained == "context"):
-            # in mode `context`, a harness with only strict tools would train nothing
-            self._reader.log_once("strict", f"`strict` of tools is not enforced ({STRICT_NEEDS})")
-            return None
         if grammar is None:
+            if asks_strict_alone(asked):
+                self._reader.log_once("strict", f"`strict` of tools is not enforced ({STRICT_NEEDS})")
             return None
         has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
         await self.checks.wait_checked(grammar, "response_format" if has_format else "tools")
         return grammar
 
-    async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> Planned:
+    async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:
         if isinstance(asked, ChatRequest):
-            draft, ids, _ = await self._drafted(session, asked, num_bytes)
-            return session.capture.plan(draft, ids)
+            match, ids, _ = await self._matched(session, asked, num_bytes)
+            return session.capture.plan(match, ids)
         prompt = asked.prompt
         ids = await self._encode(prompt, asked) if isinstance(prompt, str) else prompt
         self._check_few(ids, asked)
@@ -252,18 +250,18 @@ class EngineRoute:
             raise invalid("prompt has no token.", "prompt")
         return session.capture.plan_ids(ids)
 
-    async def _drafted(
+    async def _matched(
         self, session: GatewaySession, asked: AnyRequest, num_bytes: int
-    ) -> tuple[Draft, Sequence[int], int]:
-        """Return the draft of a chat, its new ids, and the number of all its ids. Raises ApiError."""
-        assert isinstance(asked, ChatRequest), "texts are not drafted"
+    ) -> tuple[PromptMatch, Sequence[int], int]:
+        """Return the match of a chat, its new ids, and the number of all its ids. Raises ApiError."""
+        assert isinstance(asked, ChatRequest), "texts are not matched"
         prefill = prefill_of(asked, self.tool_format, self.tokenizer)
         try:
-            draft = await self._in_turn(partial(_draft, session, asked, prefill), num_bytes)
+            match = await self._in_turn(partial(_match, session, asked, prefill), num_bytes)
         except ValueError as error:  # from the template
             raise invalid(f"{error}.", asked.param) from None
-        ids = await self._encode(draft.text, asked)
-        return draft, ids, len(ids) + (draft.parent.num_path_ids if draft.parent is not None else 0)
+        ids = await self._encode(match.text, asked)
+        return match, ids, len(ids) + (match.parent.num_path_ids if match.parent is not None else 0)
 
     async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
         """Raises ApiError for a text that is too long or invalid Unicode."""
@@ -296,14 +294,14 @@ class EngineRoute:
         return await _in_thread(self._rendering, function) if num_bytes >= LONG_BODY else function()
 
 
-def _draft(session: GatewaySession, asked: ChatRequest, prefill: Prefill) -> Draft:
+def _match(session: GatewaySession, asked: ChatRequest, prefill: Prefill) -> PromptMatch:
     """Raises ValueError if the template refuses the chat."""
     settings = asked.chat_template_kwargs or None
-    return session.capture.draft(asked.messages, asked.tools or None, prefill=prefill, settings=settings)
+    return session.capture.match(asked.messages, asked.tools or None, prefill=prefill, settings=settings)
 
 
 @contextmanager
-def _noting_overflow(session: GatewaySession, planned: Planned | None = None) -> Iterator[None]:
+def _noting_overflow(session: GatewaySession, planned: PromptPlan | None = None) -> Iterator[None]:
     try:
         yield
     except ApiError as error:

@@ -38,7 +38,7 @@ from asyncrl.agents.endpoint.gateway_call import GatewayCall
 from asyncrl.agents.endpoint.listener import BACKLOG, AppServer, Connection
 from asyncrl.agents.endpoint.requests import CallRules, ChatRequest, TextRequest
 from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewaySession, Sessions, client_gone
-from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.config import GatewayConfig
@@ -156,7 +156,6 @@ class Gateway:
         await self.listener.aclose()
         if self._socket is not None:
             self._socket.close()
-        await self._route.checks.aclose()
         self._socket = None
 
     def stats(self) -> GatewayStats:

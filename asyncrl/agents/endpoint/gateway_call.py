@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.answers import Answer
-from asyncrl.agents.endpoint.capture import Planned
+from asyncrl.agents.endpoint.capture import PromptPlan
 from asyncrl.messages.records import SamplingRequest
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class GatewayCall:
     """The id of its first answer."""
     order: int
     """Number among the session's calls, refused ones included."""
-    planned: Planned | None
+    planned: PromptPlan | None
     """None once delivered or withdrawn."""
     number: tuple[bytes, int] | None
     """Seed source: hash of the content, and number among equal calls; None with a seed of the client's."""
@@ -54,7 +54,7 @@ class GatewayCall:
 
 
 def call_keys(
-    take_number: Callable[[bytes], int], planned: Planned, asked: AnyRequest, grammar: str
+    take_number: Callable[[bytes], int], planned: PromptPlan, asked: AnyRequest, grammar: str
 ) -> tuple[list[int], tuple[bytes, int] | None]:
     """Return (one seed key for each choice, their source).
 

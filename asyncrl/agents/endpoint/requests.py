@@ -13,8 +13,8 @@ from pydantic_core import from_json, to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, invalid, shown, too_long
 from asyncrl.agents.endpoint.message_schema import STRICT, ChatMessage, GivenTool, ResponseFormat, wrong
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
-from asyncrl.messages.calls import MAX_TOP_LOGPROBS
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,6 @@ class CallRules:
     max_length: int
     vocab_size: int
     on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
-    constrained: Literal["context", "exact"] = "exact"
     reads_effort: bool = False
     """The chat template reads `reasoning_effort`."""
 

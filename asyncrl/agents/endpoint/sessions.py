@@ -17,9 +17,9 @@ import numpy as np
 from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError
 from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
 from asyncrl.agents.endpoint.capture import Capture
-from asyncrl.agents.endpoint.chats import Messages
 from asyncrl.agents.endpoint.dialects.dialect import KeptAnswers
 from asyncrl.agents.endpoint.gateway_call import GatewayCall
+from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Outcome, Rollout, VersionSpan

@@ -84,7 +84,7 @@ class Background:
             if self._is_sending():
                 LEFT.extend(self._live)
                 late = ", ".join(self._live)
-                self.warn(f"trackers not done in time (observe.tracker_close_s={limit_s:g}): {late}")
+                self.warn(f"trackers not done within {limit_s:g} s: {late}")
             if self.num_dropped:
                 self.warn(f"slow trackers: {self.num_dropped} calls dropped; metrics.jsonl has all steps")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.base.user_code import check_call, load_object
-from asyncrl.config.operation import ObserveConfig, TrackerArgs
+from asyncrl.config.operation import ObserveConfig
 from asyncrl.observe.trackers.background import Background
 from asyncrl.observe.trackers.clients import CLIENTS
 from asyncrl.observe.trackers.tracker import METHODS, Tracker
@@ -19,9 +20,11 @@ def check_trackers(observe: ObserveConfig) -> None:
     called with its arguments or lacks a method; ModuleNotFoundError for a client of the extra train.
     """
     for name in observe.trackers:
-        if ":" in name:
-            _own_class(name, observe.tracker_args)
-        elif find_spec(name) is None:
+        args = observe.tracker_args.get(name, {})
+        kind = _class_of(name)
+        usage = "Tracker(**observe.tracker_args[name])"
+        check_call(kind, (), args, said=f"observe.trackers={name}", usage=usage)
+        if ":" not in name and find_spec(name) is None:
             if name == "tensorboard":
                 raise ModuleNotFoundError(f"observe.trackers has {name}", name=name)
             what = f"observe.trackers has {name}, and the package {name} is not installed"
@@ -32,25 +35,21 @@ def make_trackers(
     observe: ObserveConfig, warn: Callable[[str], None], callbacks: Sequence[Tracker] = ()
 ) -> Background:
     """Make the trackers of the config, later, in their thread. `warn` shows their problems."""
-    makers = {name: partial(make_tracker, name, observe.tracker_args) for name in observe.trackers}
+    args = observe.tracker_args
+    makers = {name: partial(make_tracker, name, args.get(name, {})) for name in observe.trackers}
     return Background(makers, warn, callbacks)
 
 
-def make_tracker(name: str, args: TrackerArgs) -> Tracker:
+def make_tracker(name: str, args: Mapping[str, Any]) -> Tracker:
     """Make one tracker: a client, or a user's `module:Class`."""
-    made: Tracker
-    if ":" in name:
-        made = _own_class(name, args)(**args.own.get(name, {}))
-    else:
-        made = CLIENTS[name](getattr(args, name, None))
-    return made
+    return _class_of(name)(**args)
 
 
-def _own_class(name: str, args: TrackerArgs) -> Callable[..., Tracker]:
+def _class_of(name: str) -> Callable[..., Tracker]:
+    if ":" not in name:
+        return CLIENTS[name]
     setting = "observe.trackers"
     kind: Callable[..., Tracker] = load_object(name, setting)
-    usage = "Tracker(**observe.tracker_args.own[...])"
-    check_call(kind, (), args.own.get(name, {}), said=f"{setting}={name}", usage=usage)
     if missing := [method for method in METHODS if not callable(getattr(kind, method, None))]:
         what = f"{setting}={name} has no {', '.join(missing)}"
         rule = f"a tracker has {', '.join(METHODS)}"

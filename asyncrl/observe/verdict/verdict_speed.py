@@ -161,11 +161,10 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     if share >= FILTERED_SHARE:
         tokens = several(steps.newest("rollout/filtered_tokens"), "token")
         advice = " Prompts of another difficulty would teach more." if share >= HOPELESS_SHARE else ""
-        kind = next((one for one in config.filters.values() if one != "none"), "none")
         yield (
-            f"buffer.filter={kind} replaced {several(filtered, 'group')} ({share:.1%} of "
+            f"buffer.filter={config.buffer.filter} replaced {several(filtered, 'group')} ({share:.1%} of "
             f"those that finished; {tokens}) because all their rewards were the same.{advice}"
         )
     if given_up := steps.newest("rollout/given_up"):
-        bound = f"rollout.max_hand_backs={config.rollout.max_hand_backs}"
+        bound = f"rollout.max_requeues={config.rollout.max_requeues}"
         yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."

@@ -17,7 +17,7 @@ from asyncrl.agents.endpoint.dialects.dialect import (
     KeptAnswers,
     Writer,
 )
-from asyncrl.agents.endpoint.forms.thoughts import signature_of
+from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import CallParameters, Count, Settings, Stops
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, invalid, shown
 from asyncrl.agents.endpoint.dialects.dialect import Block, BlockWriter, KeptAnswer, KeptAnswers, Writer
-from asyncrl.agents.endpoint.forms.thoughts import sealed, unsealed
+from asyncrl.agents.endpoint.reasoning import sealed, unsealed
 from asyncrl.agents.endpoint.requests import CallParameters, Count, Settings
-from asyncrl.messages.calls import MAX_TOP_LOGPROBS
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway_call import GatewayCall
