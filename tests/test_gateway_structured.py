@@ -205,7 +205,7 @@ def test_a_grammar_takes_what_was_asked_for_and_nothing_else(
     tokenizer.add_special_tokens(list(markers))
     texts = save(tokenizer, tmp_path)
     body = {"messages": HI, **({} if name in ("required", "named", "strict") else SCHEMA), **asked}
-    read = RequestReader(RULES).chat(json.dumps(body).encode())
+    read = RequestReader(RULES).chat(body)
     grammar = grammar_of(read, find_tool_format("hermes", ""), texts, prefill="", prompt=prompt)
     assert grammar is not None
     thought = "<think>I could {</think>\n"
@@ -281,7 +281,7 @@ async def test_wrong_formats_are_refused(engine: InProcess) -> None:
 
 def test_response_format_beside_tools_of_no_grammar_is_refused(engine: InProcess) -> None:
     body = {"messages": HI, "tools": TOOLS, **SCHEMA}
-    read = RequestReader(RULES).chat(json.dumps(body).encode())
+    read = RequestReader(RULES).chat(body)
     with pytest.raises(ApiError, match="response_format with tools is refused: tool format none"):
         grammar_of(read, find_tool_format("none", ""), engine.tokenizer, prefill="", prompt="")
 

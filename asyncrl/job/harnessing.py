@@ -192,7 +192,7 @@ class Harnessing:
 
         Users start remote workers with the printed command.
         """
-        from asyncrl.agents.endpoint.calls.connections import collect_less
+        from asyncrl.agents.endpoint.listener import collect_less
 
         job.log.activity("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
