@@ -61,8 +61,8 @@ train loop waits in \w+Trainer.wait_up for the trainer to be back""",
 publisher waits .* for commit of policy_version 1, .* woken by engine-1
 train loop waits in Buffer.wait_batch for publishing, for no group may start before""",
     hang_generate: r"""
-\d rollouts waits in EnginePool._segment for completions.* woken by engine-1
-rollout g\d+/r\d runs for 6\d s, in EnginePool._segment on engine-1
+\d rollouts waits in EnginePool.\w+ for completions.* woken by engine-1
+rollout g\d+/r\d runs for 6\d s, in EnginePool.\w+ on engine-1
 of 2 groups are ready.*; the oldest is group g\d+.*, start_version 0""",
     hang_reward: r"""
 rollouts waits in TaskScorer.score for their rewards.* woken by the reward function
