@@ -463,7 +463,7 @@ def test_arguments_are_read_exactly_and_can_be_sent_back(
         functions = [{"name": call.name, "arguments": call.arguments} for call in found]
         sent_back = [{"id": "c", "type": "function", "function": function} for function in functions]
         answer = {"role": "assistant", "content": None, "tool_calls": sent_back}
-        (message,) = RequestReader(RULES).chat(json.dumps({"messages": [answer]}).encode()).messages
+        (message,) = RequestReader(RULES).chat({"messages": [answer]}).messages
         assert message["content"] == "", "SmolLM2's template and others take no message without"
         read = [call["function"]["arguments"] for call in message["tool_calls"]]
         assert read == [call[1] for call in calls]

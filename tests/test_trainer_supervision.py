@@ -15,8 +15,8 @@ from journal_cases import make_batch
 
 from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
-from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
