@@ -441,7 +441,7 @@ def test_read_call_can_be_sent_back() -> None:
         function = {"name": call.name, "arguments": call.arguments}
         calls = [{"id": "c", "type": "function", "function": function}]
         answer = {"role": "assistant", "content": None, "tool_calls": calls}
-        (message,) = RequestReader(RULES).chat(json.dumps({"messages": [answer]}).encode()).messages
+        (message,) = RequestReader(RULES).chat({"messages": [answer]}).messages
         assert message["content"] == "", "SmolLM2's template and others take no message without"
         assert message["tool_calls"][0]["function"] == {"name": name, "arguments": arguments}
 

@@ -24,9 +24,10 @@ from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.message import find_fatal
 from asyncrl.config import load_config
-from asyncrl.job import start as startup
-from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.servers import Servers
+from asyncrl.launch import server as startup
 from asyncrl.launch.devices import place
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
@@ -319,7 +320,8 @@ def test_failed_rank_ends_the_start_of_the_others(tiny_model_dir: Path, tmp_path
 
     async def story() -> None:
         placement = place(config, 0)
-        trainers = ServerMaker(config, placement, tiny_model_dir, tmp_path).trainers(tmp_path / "staging")
+        servers = Servers(config, placement, tiny_model_dir, tmp_path, LocalLauncher())
+        trainers = servers.trainers(tmp_path / "staging")
         trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
         try:
             with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
