@@ -216,12 +216,10 @@ class Scheduler:
         of_jobs = iter(computed)
         found = []
         for one in reads:
-            if one.is_whole:
-                logits = self.rows.sequences[one.source].next_logits_V
-            else:
-                logits = next(of_jobs).clone()
+            sequences = self.rows.sequences
+            logits = sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
             assert logits is not None, "a source comes before those that use it"
-            self.rows.sequences[one.row].next_logits_V = logits
+            sequences[one.row].next_logits_V = logits
             found.append(logits)
         return torch.stack(found)
 
