@@ -19,7 +19,7 @@ from gateway_load import Chat, Wire, request_bytes
 from pydantic_core import from_json, to_json
 
 from asyncrl.base.http import Caller
-from asyncrl.launch.processes import ChildProcess, bind_socket
+from asyncrl.launch.processes import ChildProcess, ProcessSpec, bind_socket
 from asyncrl.messages.engine_api import EngineHealth
 
 HERE = Path(__file__).parent
@@ -57,13 +57,9 @@ async def engine(folder: Path, secret: str, core: int, vocab_size: int) -> Async
         "core": core,
         "text": "lorem ipsum dolor sit amet " * 5,
     }
+    env = {"PYTHONPATH": str(HERE)}
     child = ChildProcess(
-        "engine-0",
-        "gateway_backend",
-        json.dumps(spec),
-        run_dir=folder,
-        secret=secret,
-        env={"PYTHONPATH": str(HERE)},
+        ProcessSpec("engine-0", "gateway_backend", json.dumps(spec), folder, secret, env=env)
     )
     await child.start()
     caller = Caller("engine-0", child.url, secret)
@@ -187,14 +183,8 @@ async def gateway(
     with bind_socket("the gateway", None) as listener:
         port = listener.getsockname()[1]
     spec = {"core": core, "model": str(tokenizer), "engine": engine.url, "port": port, "profile": profile}
-    child = ChildProcess(
-        "gateway",
-        "gateway_ours",
-        json.dumps(spec),
-        run_dir=folder,
-        secret=secret,
-        env={"PYTHONPATH": str(HERE)},
-    )
+    env = {"PYTHONPATH": str(HERE)}
+    child = ChildProcess(ProcessSpec("gateway", "gateway_ours", json.dumps(spec), folder, secret, env=env))
     await child.start()
     try:
         await wait_open(child, port)

@@ -53,7 +53,7 @@ from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.journal import Journal
-from asyncrl.launch.processes import ChildProcess
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.engine_api import EngineHealth, GenerateRequest, GenerateResponse
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
@@ -258,9 +258,8 @@ class Controller:
         secret, step_s = secrets.token_hex(16), self.num / RATE / MEAN_TOKENS
         spec = {"name": name, "slots": self.num // ENGINES, "max_length": 1024, "vocab_size": vocab_size}
         spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s, "per_row_s": 0.0}
-        child = ChildProcess(
-            name, "asyncrl_servers.simulated", json.dumps(spec), run_dir=self.folder, secret=secret
-        )
+        module = "asyncrl_servers.simulated"
+        child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), self.folder, secret))
         await child.start()
         stack.push_async_callback(child.aclose)
         caller = Caller(name, child.url, secret)

@@ -288,7 +288,7 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
         assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
         assert life.next_prompts(1) == [("0/10", 0)], "0 to 5 are consumed, though this journal saw none"
         assert life.buffer.next_group_id == 12
-        with pytest.raises(JournalError, match="begins at version 3, the newest whole checkpoint is of 2"):
+        with pytest.raises(JournalError, match="begins at version 3, after the newest checkpoint, 2"):
             await life.journal.read_resume(2)
 
     lives(tmp_path / "lost.sqlite", first)

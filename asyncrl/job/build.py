@@ -32,7 +32,6 @@ from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.lease import ROUTINE
-from asyncrl.launch.nodes import with_addresses
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
@@ -160,7 +159,7 @@ class Parts:
         )
         if sync.facts.is_collective:
             how: Any = {"timeout_s": sync.timeout_s, "wait_up": self.trainer.wait_up}
-            how["store"] = lambda: with_addresses(store, job.launcher.nodes)
+            how["store"] = lambda: store
             self.broadcast_group = BroadcastGroup(self.trainer.broadcast, self.staging_dir, **how)
         self.targets = [maker.client(server, self.broadcast_group) for server in self._engine_servers]
         """Without the eval engine."""

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.agents.command import passed_env
-from asyncrl.agents.command_processes import hide_memory
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.host import hide_memory
 from asyncrl.base.spans import span
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.base.waits import computed

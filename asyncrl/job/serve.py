@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.command import passed_env
-from asyncrl.agents.command_processes import hide_memory
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool

@@ -16,7 +16,7 @@ from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.supervision.restarts import Restarts
-from asyncrl.launch.nodes import Process
+from asyncrl.launch.processes import Process
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.messages.work import WorkerHealth

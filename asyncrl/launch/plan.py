@@ -21,7 +21,8 @@ from asyncrl.launch.choice import NO_DEVICE, NodeDevice
 from asyncrl.launch.devices import Placement, place
 from asyncrl.launch.machine import Machine, this_machine
 from asyncrl.launch.model_shape import ModelShape, model_shape
-from asyncrl.launch.nodes import LOOPBACK, Node
+from asyncrl.launch.nodes import Node
+from asyncrl.launch.processes import LOOPBACK
 
 ProcessSide = Literal["controller", "trainer", "engine", "eval", "host"]
 EVAL_ENGINE = "engine-eval"

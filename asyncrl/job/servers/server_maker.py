@@ -25,9 +25,9 @@ from asyncrl.launch.devices import Placement, chunk_devices
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import find_cuda_devices
-from asyncrl.launch.nodes import LOOPBACK, Launcher, Needs, Order, Process, address_of
+from asyncrl.launch.nodes import Launcher, NodeRequirements
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
-from asyncrl.launch.processes import ForeignProcess
+from asyncrl.launch.processes import LOOPBACK, ForeignProcess, Process, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -62,7 +62,7 @@ class ServerMaker:
 
     async def _free_place(self) -> str:
         first = self.placement.rank_node(0)
-        return f"{address_of(first)}:{await self.launcher.free_port(first)}"
+        return f"{self.launcher.nodes[first].address}:{await self.launcher.free_port(first)}"
 
     def trainers(self, staging_dir: Path, store: str = "", weights_store: str = "") -> list[Server]:
         """Return the ranks of the trainer; the first takes requests. Ranks meet at `store`, engines at
@@ -98,7 +98,9 @@ class ServerMaker:
             threads=threads_on(config, self.placement, self.placement.rank_node(rank))[1],
             rank=rank,
             local_rank=self._ranks_beside(rank).index(rank),
-            address=address_of(self.placement.rank_node(rank)) if store or weights_store else LOOPBACK,
+            address=self.launcher.nodes[self.placement.rank_node(rank)].address
+            if store or weights_store
+            else LOOPBACK,
             store=store,
             meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
             weights_store=weights_store,
@@ -216,8 +218,9 @@ class ServerMaker:
         node: int,
         **more: Any,
     ) -> Process:
-        order = Order(name, module, spec, self.run_dir, self.secret, devices, port, **more)
-        return self.launcher.process(node, order)
+        return self.launcher.process(
+            node, ProcessSpec(name, module, spec, self.run_dir, self.secret, devices, port, **more)
+        )
 
     async def hold(self, staging_dir: Path | None = None, num_engines: int = 0) -> None:
         """Reserve the servers' resources on nodes that can read their files. `staging_dir`: None with
@@ -232,7 +235,7 @@ class ServerMaker:
         }
         await self.launcher.hold(parts, needs)
 
-    def _needs(self, node: int, staging_dir: Path | None) -> Needs:
+    def _needs(self, node: int, staging_dir: Path | None) -> NodeRequirements:
         """Return files (one of the model's) and packages that the node's processes need. Blocks."""
         config, placement, run_dir = self.config, self.placement, self.run_dir
         has_rank = staging_dir is not None and node in {one.node for one in placement.ranks}
@@ -241,12 +244,13 @@ class ServerMaker:
         has_engine = node in {one.node for one in own_engines}
         has_engine |= is_beside and placement.evaluation is not None
         whole = [self.model_path / "config.json"]
-        if has_rank:
-            chat_template = config.model.chat_template
-            whole += [run_dir / "run.id", *([Path(chat_template)] if chat_template else [])]
+        if (run_dir / "run.id").is_file():
+            whole.append(run_dir / "run.id")
+        if has_rank and config.model.chat_template:
+            whole.append(Path(config.model.chat_template))
         if is_beside and node and config.teacher is not None:
             whole.append(find_model(config.teacher.path, config.teacher.revision, KEY) / "config.json")
         files = {str(path.absolute()): path.read_text(encoding="utf-8") for path in whole}
         if staging_dir is not None and config.weight_sync.disk_dir is not None:
             files[str((staging_dir / LOCK).absolute())] = ""
-        return Needs(files, engine_kind(config).package() if has_engine else None)
+        return NodeRequirements(files, engine_kind(config).package() if has_engine else None)
