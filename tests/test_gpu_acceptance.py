@@ -21,6 +21,7 @@ import pytest
 import torch
 from gpu import jobs
 from gpu.rows import BASE, MARK, ROWS, Bench, NotRunError, Row
+from launch_cases import nodes
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.devices import place
@@ -131,7 +132,7 @@ def test_the_runs_with_vllm_are_configs_that_two_devices_take(bench: Bench, case
     bench.is_tiny = False
     for sections in jobs.CASES[case].values():
         config = RunConfig.model_validate(jobs.vllm_config(bench, sections))
-        assert place(config, 2).is_on_cuda
+        assert place(config, nodes(2)).is_on_cuda
 
 
 def test_without_two_devices_what_needs_them_is_not_run(bench: Bench) -> None:

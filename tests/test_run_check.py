@@ -27,7 +27,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.job.check import check_lines, look
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
-from asyncrl.launch import fit, machine, plan
+from asyncrl.launch import capacity, machine, nodes, plan
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
@@ -151,8 +151,9 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
     for owner, name in (
         *((machine, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "ask_nvidia_smi")),
         *((machine, name) for name in ("num_cores", "available_memory")),
-        *((plan, name) for name in ("num_cores", "this_machine")),
-        (fit, "find_python"),
+        (plan, "num_cores"),
+        (nodes, "this_machine"),
+        (capacity, "find_python"),
         (psutil, "virtual_memory"),
     ):
         monkeypatch.setattr(owner, name, asked)
@@ -315,7 +316,7 @@ def test_a_check_of_this_machine_fetches_the_size_of_a_model_once(
     config = write_config(here, model={"scratch": None, "path": "who/model", "revision": revision})
     described = ["--devices", "2xH200-141GB", "--cores", "64", "--memory", "1TB"]
     cli.app(["check", str(config), *described], standalone_mode=False)
-    assert "size not known" in capsys.readouterr().out
+    assert "size unknown" in capsys.readouterr().out
     assert hub == [], "nothing is asked for a machine that is not here"
     config = load_config(config)
     said = next(line for line in lines_of(config) if line.startswith("model: ") and "parameters" in line)
@@ -354,7 +355,7 @@ def test_a_size_that_cannot_be_had_is_told_with_what_fetches_it(
     hub: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(write_config(here, model={"scratch": None, "path": "who/nobody"}))
-    unknown = "model: size not known without config.json; `hf download who/nobody config.json`"
+    unknown = "model: size unknown without config.json; `hf download who/nobody config.json`"
     for name, value in {"": "", "HUGGINGFACE_CO_URL_TEMPLATE": nobody_here(), "HF_HUB_OFFLINE": True}.items():
         if name:
             monkeypatch.setattr(constants, name, value)

@@ -22,14 +22,13 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.job import start as startup
 from asyncrl.job.colocate import SideBySide
 from asyncrl.job.engine_kinds import engine_kind
-from asyncrl.job.servers import server_maker
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server
 from asyncrl.launch import launchers
 from asyncrl.launch.devices import place
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.machine import CudaDevice, Machine
-from asyncrl.launch.nodes import Node, NodeRequirements
+from asyncrl.launch.nodes import Node, NodeRequirements, single_node
 from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import Publisher
@@ -45,14 +44,10 @@ def load(*overrides: str) -> RunConfig:
     return load_config(QUICKSTART, ("weight_sync.transport=shm", *sizes, *overrides))
 
 
-def maker(folder: Path, *overrides: str, num_cuda: int = 0) -> ServerMaker:
+def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> ServerMaker:
     config = load(*overrides)
-    return ServerMaker(config, place(config, num_cuda), folder / "model", folder)
-
-
-def have_cuda(monkeypatch: pytest.MonkeyPatch, *devices: CudaDevice) -> None:
-    for module in (server_maker, launchers):
-        monkeypatch.setattr(module, "find_cuda_devices", lambda: devices)
+    nodes = single_node(Machine(cuda, 8, 2**34, has_bfloat16=False))
+    return ServerMaker(config, place(config, nodes), folder / "model", folder)
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
@@ -90,9 +85,9 @@ def test_process_sees_only_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
 ) -> None:
     devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
-    have_cuda(monkeypatch, *devices)
+    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: devices)
     anywhere = ["placement.trainer=auto", "placement.rollout=auto", "trainer.world_size=2"]
-    launch = maker(tmp_path, *anywhere, num_cuda=num_cuda)
+    launch = maker(tmp_path, *anywhere, cuda=devices)
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
     for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert isinstance(server.child, ChildProcess)
@@ -105,12 +100,13 @@ def test_process_sees_only_its_devices(
 def test_processes_share_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, staleness: int
 ) -> None:
-    have_cuda(monkeypatch, CudaDevice("0", None, 80 * 2**30))
+    cuda = (CudaDevice("0", None, 80 * 2**30),)
+    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: cuda)
     python = make_python(tmp_path / "python")
     settings = ["placement.trainer=0", "placement.rollout=0", "placement.share=0.4", "rollout.num_engines=2"]
     settings += [f"rollout.engine={kind}", f"buffer.max_staleness={staleness}"]
     settings += [f"rollout.vllm_python={python}"] if kind == "vllm" else []
-    launch, own = maker(tmp_path, *settings, num_cuda=1), 0.5 / 80
+    launch, own = maker(tmp_path, *settings, cuda=cuda), 0.5 / 80
     (trainer,), engines = launch.trainers(tmp_path / "staging"), launch.engines()
     specs = [json.loads(server.child.spec.spec) for server in (trainer, *engines)]  # type: ignore[union-attr]
     assert specs[0]["share"] == pytest.approx(0.6 - own)

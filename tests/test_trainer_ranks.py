@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from asyncrl.config import load_config
 from asyncrl.job import start as startup
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.launch.devices import place
+from asyncrl.launch.nodes import single_node
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
@@ -318,9 +320,11 @@ def test_failed_rank_ends_the_start_of_the_others(tiny_model_dir: Path, tmp_path
     (tmp_path / "empty").mkdir()
 
     async def story() -> None:
-        placement = place(config, 0)
+        placement = place(config, single_node())
         trainers = ServerMaker(config, placement, tiny_model_dir, tmp_path).trainers(tmp_path / "staging")
-        trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
+        failing: Any = trainers[1].child
+        spec = failing.spec.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
+        failing.spec = replace(failing.spec, spec=spec)
         try:
             with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
                 await startup.start_all(trainers)

@@ -179,13 +179,14 @@ class Parts:
         has_eval = placement.evaluation is not None
         if placement.num_nodes == 1 or not fetches_files(self._config, has_eval_engine=has_eval):
             return None
-        node_of = {f"engine-{at}": placement.engine_node(at) for at in range(len(placement.engines))}
-        node_of[EVAL_ENGINE] = placement.beside_node
+        node_of = {f"engine-{at}": devices[0].node for at, devices in enumerate(placement.engines)}
+        if placement.evaluation is not None:
+            node_of[EVAL_ENGINE] = placement.evaluation.node
         return NodeFiles(
             self._job.launcher.fetch,
             self._ranks[0].caller,
             node_of,
-            trainer_node=placement.rank_node(0),
+            trainer_node=placement.trainer[0].node,
             timeout_s=self._config.weight_sync.timeout_s,
         )
 
@@ -201,7 +202,7 @@ class Parts:
                 await hashing
             names = ", ".join(server.name for server in (*self._ranks, *engines, *beside))
             job.tell(f"loading the model in {names}")
-            moves, is_shared = self._placement.moves, self._placement.share is not None
+            moves, is_shared = self._placement.moves, self._placement.memory_fraction is not None
             start = partial(
                 bring_up, self._ranks, engines, beside, is_shared=moves or is_shared, stays=not moves
             )
@@ -272,7 +273,7 @@ class Parts:
                 timeout_s=sync.timeout_s,
                 on_event=self._handed_over,
                 on_lost=self._on_lost,
-                stays=self._placement.stays,
+                stays=self._placement.resident,
             )
         else:
             are_ours = config.rollout.urls is None

@@ -33,10 +33,10 @@ from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.servers.teaching import look_at_teacher
-from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share, start_words
+from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.fork_server import NEVER_INHERITED
-from asyncrl.launch.nodes import Node
-from asyncrl.launch.plan import make_plan, nodes_of, plan_text
+from asyncrl.launch.nodes import Node, single_node
+from asyncrl.launch.plan import plan_text
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
@@ -76,21 +76,20 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     unseen = list[str]()
     with may_lack_train("trackers", unseen):
         check_trackers(config.observe)
-    config, settled = settle(config, where)
-    if nodes_of(where)[0].machine.is_here:
+    nodes = where or single_node()
+    config, resolved = resolve_auto(config, nodes)
+    if nodes[0].machine.is_here:
         fetch_architectures(config)
     found = look(config, unseen)
     yield from found.lines
     if unseen:
         yield f"not looked at: {', '.join(unseen)}; that needs the extra train: {install_extra('train')}"
-    yield from settled
+    yield from resolved
     yield from (f"note: {note}" for note in found.notes)
-    plan, share_words = settle_share(make_plan(config, where), config)
+    plan, messages = plan_run(config, nodes)
     yield plan_text(plan, config)
-    if share_words:
-        yield share_words
-    yield from start_words(plan, config)
-    refuse_what_cannot_fit(plan, config)
+    yield from messages
+    refuse_over_capacity(plan, config)
 
 
 def read_tasks(config: RunConfig, found: Mapping[str, PromptTask]) -> dict[str, PromptTask]:

@@ -44,11 +44,10 @@ from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, re
 from asyncrl.job.scale import first_wanted
 from asyncrl.job.supervision.supervise import heartbeat
 from asyncrl.journal.checkpoints import set_aside
+from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import Placement
-from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share, start_words
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.nodes import Launcher
-from asyncrl.launch.plan import make_plan
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers.tracker import Tracker
@@ -91,10 +90,10 @@ def run_job(
     with contextlib.ExitStack() as stack:
         launcher = stack.enter_context(opened(config.launcher))
         num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may change it at any time
-        config, settled = settle(config, launcher.nodes, begun=resumed_dtype(run_dir))
+        config, resolved = resolve_auto(config, launcher.nodes, begun=resumed_dtype(run_dir))
         fetch_architectures(config)
-        plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
-        refuse_what_cannot_fit(plan, config)
+        plan, messages = plan_run(config, launcher.nodes)
+        refuse_over_capacity(plan, config)
         folder = run_dir or new_run_dir(name)
         if resume == "must" and not folder.exists():
             find_resume(folder, config, resume)  # raises ConfigError
@@ -117,7 +116,7 @@ def run_job(
                     config, folder, name, point, plan.placement, launcher, trackers, num_first=num_first
                 )
                 job.interrupts = interrupts
-                for words in filter(None, (*settled, share_words, *start_words(plan, config))):
+                for words in (*resolved, *messages):
                     logger.info("%s", words)
                 return asyncio.run(cancel_remaining(job.run()))
         finally:

@@ -31,8 +31,8 @@ from asyncrl.job.life import Life, Voice, logging_to, make_run_dir, new_run_dir,
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server, start_all
 from asyncrl.job.supervision.supervise import Supervision, heartbeat
+from asyncrl.launch.capacity import resolve_auto
 from asyncrl.launch.devices import place
-from asyncrl.launch.fit import settle
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.nodes import Launcher
 from asyncrl.observe.run_numbers import several
@@ -81,7 +81,7 @@ def open_folder(
         launcher = stack.enter_context(opened(config.launcher))
         rollout, num = config.rollout, config.rollout.engine_range.min  # serve never scales
         config = config.model_copy(update={"rollout": rollout.model_copy(update={"num_engines": num})})
-        config, settled = settle(config, launcher.nodes)
+        config, settled = resolve_auto(config, launcher.nodes)
         for words in settled:
             Voice().say(words)
         folder = run_dir or new_run_dir(f"serve-{name}")

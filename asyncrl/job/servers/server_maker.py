@@ -21,10 +21,10 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers.teaching import KEY
 from asyncrl.job.start import Server
+from asyncrl.launch.device_selection import NodeDevice
 from asyncrl.launch.devices import Placement, chunk_devices
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.launch.nodes import Launcher, NodeRequirements
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import LOOPBACK, ForeignProcess, Process, ProcessSpec
@@ -50,10 +50,8 @@ class ServerMaker:
 
     async def find_store(self) -> str:
         """Return the address where ranks meet if they do not share the staging folder."""
-        placement, num = self.placement, self.config.trainer.world_size
-        if num == 1 or not any(placement.rank_node(rank) for rank in range(num)):
-            return ""
-        return await self._free_place()
+        is_far = any(device.node for device in self.placement.trainer)
+        return await self._free_place() if is_far and len(self.placement.trainer) > 1 else ""
 
     async def find_weights_store(self) -> str:
         """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
@@ -61,7 +59,7 @@ class ServerMaker:
         return await self._free_place() if is_far else ""
 
     async def _free_place(self) -> str:
-        first = self.placement.rank_node(0)
+        first = self.placement.trainer[0].node
         return f"{self.launcher.nodes[first].address}:{await self.launcher.free_port(first)}"
 
     def trainers(self, staging_dir: Path, store: str = "", weights_store: str = "") -> list[Server]:
@@ -73,14 +71,14 @@ class ServerMaker:
             name = f"trainer-{rank}"
             spec = self.trainer_spec(rank, staging_dir, store, weights_store).model_dump_json()
             devices = [self.placement.trainer[other] for other in self._ranks_beside(rank)]
-            child = self._process(name, module, spec, devices, None, self.placement.rank_node(rank))
+            child = self._process(name, module, spec, devices)
             caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
             servers.append(Server(child, caller, TrainerHealth, start_s))
         return servers
 
     def _ranks_beside(self, rank: int) -> list[int]:
-        node_of = self.placement.rank_node
-        return [other for other in range(len(self.placement.trainer)) if node_of(other) == node_of(rank)]
+        ranks = self.placement.trainer
+        return [other for other, device in enumerate(ranks) if device.node == ranks[rank].node]
 
     def trainer_spec(
         self, rank: int, staging_dir: Path, store: str = "", weights_store: str = ""
@@ -89,18 +87,18 @@ class ServerMaker:
         config, kind = self.config, engine_kind(self.config)
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, self.placement))
+        node = self.placement.trainer[rank].node
+        fraction = self.placement.memory_fraction
         return TrainerSpec(
             model_path=str(self.model_path),
             dtype=config.model.dtype,
             device="cuda" if self.placement.is_on_cuda else "cpu",
-            share=self._own_share(None if self.placement.share is None else 1 - self.placement.share),
+            share=self._own_share(None if fraction is None else 1 - fraction),
             seed=config.seed,
-            threads=threads_on(config, self.placement, self.placement.rank_node(rank))[1],
+            threads=threads_on(config, self.placement, node)[1],
             rank=rank,
             local_rank=self._ranks_beside(rank).index(rank),
-            address=self.launcher.nodes[self.placement.rank_node(rank)].address
-            if store or weights_store
-            else LOOPBACK,
+            address=self.placement.nodes[node].address if store or weights_store else LOOPBACK,
             store=store,
             meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
             weights_store=weights_store,
@@ -127,15 +125,12 @@ class ServerMaker:
             key = os.environ.get(KEY_ENV, "")
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [self._engine_server(child, key) for child in foreign]
-        placement = self.placement
-        return [
-            self._engine(f"engine-{number}", placement.engines[number], None, placement.engine_node(number))
-            for number in range(rollout.max_engines)
-        ]
+        placed = enumerate(self.placement.engines)
+        return [self._engine(f"engine-{number}", devices) for number, devices in placed]
 
     def eval_engine(self) -> Server:
         assert self.placement.evaluation is not None, "asked for where an eval engine is placed"
-        return self._engine(EVAL_ENGINE, [self.placement.evaluation], None, self.placement.beside_node)
+        return self._engine(EVAL_ENGINE, [self.placement.evaluation])
 
     def teacher(self, folder: Path) -> Server:
         config, device = self.config, self.placement.teacher
@@ -148,12 +143,11 @@ class ServerMaker:
             "max_length": config.rollout.max_length,
             "model_path": str(folder),
             "dtype": config.model.dtype,
-            "device": device.partition(":")[0],
-            "threads": engine_threads(config, self._cores(self.placement.beside_node)),
+            "device": device.name.partition(":")[0],
+            "threads": engine_threads(config, self.placement.nodes[device.node].machine.cores),
             "deterministic": config.rollout.deterministic,
         }
-        node, module = self.placement.beside_node, "asyncrl_servers.embedded"
-        child = self._process(TEACHER, module, json.dumps(spec), [device], None, node)
+        child = self._process(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device])
         caller, start_s = Caller(TEACHER, "", self.secret), self.start_s(folder)
         return Server(child, caller, EngineHealth, start_s)
 
@@ -175,33 +169,30 @@ class ServerMaker:
         server.engine = engine_kind(self.config).client(server, self, broadcast_group)
         return server.engine
 
-    def _engine(self, name: str, devices: Sequence[str], port: int | None, node: int) -> Server:
+    def _engine(self, name: str, devices: Sequence[NodeDevice]) -> Server:
         kind, placement, turns = engine_kind(self.config), self.placement, dict[str, Any]()
         if name != EVAL_ENGINE:
-            share = placement.share_of(int(name.rpartition("-")[2]))
+            share = placement.memory_fraction_of(int(name.rpartition("-")[2]))
             # vLLM counts CUDA's own memory itself
             share = share if self.config.rollout.facts.package else self._own_share(share)
             turns = {
                 "takes_turns": placement.mode == "colocated",
-                "stays": placement.stays,
+                "stays": placement.resident,
                 "share": share,
             }
-        cores = self._cores(node)
-        spec = json.dumps(kind.spec(self.model_path, name, devices[0], cores=cores, **turns))
+        node, device = devices[0]
+        cores = placement.nodes[node].machine.cores
+        spec = json.dumps(kind.spec(self.model_path, name, device, cores=cores, **turns))
         module = f"asyncrl_servers.{self.config.rollout.engine}"
-        child = self._process(name, module, spec, devices, port, node, python=kind.python())
+        child = self._process(name, module, spec, devices, kind.python())
         return self._engine_server(child, self.secret)
-
-    def _cores(self, node: int) -> int | None:
-        return self.placement.nodes[node].machine.cores if self.placement.nodes else None
 
     def _own_share(self, share: float | None) -> float | None:
         """Subtract CUDA's own memory from a share of the trainer's device: torch does not count it."""
         if share is None:
             return None
-        nodes, number = self.placement.nodes, int(self.placement.trainer[0].removeprefix("cuda:"))
-        cuda = nodes[self.placement.rank_node(0)].machine.cuda if nodes else find_cuda_devices()
-        total = cuda[number].total_bytes
+        node, device = self.placement.trainer[0]
+        total = self.placement.nodes[node].machine.cuda[int(device.removeprefix("cuda:"))].total_bytes
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     def _engine_server(self, child: Process, key: str) -> Server:
@@ -213,14 +204,12 @@ class ServerMaker:
         name: str,
         module: str,
         spec: str,
-        devices: Sequence[str],
-        port: int | None,
-        node: int,
-        **more: Any,
+        devices: Sequence[NodeDevice],
+        python: Callable[[], Path] | None = None,
     ) -> Process:
-        return self.launcher.process(
-            node, ProcessSpec(name, module, spec, self.run_dir, self.secret, devices, port, **more)
-        )
+        names = [device.name for device in devices]
+        process = ProcessSpec(name, module, spec, self.run_dir, self.secret, names, python=python)
+        return self.launcher.process(devices[0].node, process)
 
     async def hold(self, staging_dir: Path | None = None, num_engines: int = 0) -> None:
         """Reserve the servers' resources on nodes that can read their files. `staging_dir`: None with
@@ -238,17 +227,22 @@ class ServerMaker:
     def _needs(self, node: int, staging_dir: Path | None) -> NodeRequirements:
         """Return files (one of the model's) and packages that the node's processes need. Blocks."""
         config, placement, run_dir = self.config, self.placement, self.run_dir
-        has_rank = staging_dir is not None and node in {one.node for one in placement.ranks}
-        is_beside = staging_dir is not None and placement.beside_node == node
-        own_engines = placement.engine_devices if config.rollout.urls is None else ()
-        has_engine = node in {one.node for one in own_engines}
-        has_engine |= is_beside and placement.evaluation is not None
+        is_training = staging_dir is not None
+        has_rank = is_training and node in {device.node for device in placement.trainer}
+        engines = [*placement.engine_devices] if config.rollout.urls is None else []
+        engines += [placement.evaluation] if is_training and placement.evaluation else []
+        has_engine = node in {device.node for device in engines}
         whole = [self.model_path / "config.json"]
         if (run_dir / "run.id").is_file():
             whole.append(run_dir / "run.id")
         if has_rank and config.model.chat_template:
             whole.append(Path(config.model.chat_template))
-        if is_beside and node and config.teacher is not None:
+        if (
+            is_training
+            and config.teacher is not None
+            and placement.teacher
+            and placement.teacher.node == node
+        ):
             whole.append(find_model(config.teacher.path, config.teacher.revision, KEY) / "config.json")
         files = {str(path.absolute()): path.read_text(encoding="utf-8") for path in whole}
         if staging_dir is not None and config.weight_sync.disk_dir is not None:
