@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from job_runs import read_lines
 
 from asyncrl.agents import Outcome, Task
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.agents.harness import Session, build_harness
 from asyncrl.base.user_code import load_object
 from asyncrl.config import GeneratorConfig, load_config

@@ -25,10 +25,11 @@ from trainer_cases import make_spec as make_trainer_spec
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.grammars import grammar_of
 from asyncrl.agents.endpoint.requests import RequestReader
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.base.errors import RequestRefused
 from asyncrl.base.serving import Refused
 from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -39,7 +40,7 @@ from asyncrl.messages.records import (
     SamplingRequest,
     VersionSpan,
 )
-from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step import TrainStep
@@ -204,7 +205,7 @@ def test_a_grammar_takes_what_was_asked_for_and_nothing_else(
     tokenizer.add_special_tokens(list(markers))
     texts = save(tokenizer, tmp_path)
     body = {"messages": HI, **({} if name in ("required", "named", "strict") else SCHEMA), **asked}
-    read = RequestReader(RULES).chat(json.dumps(body).encode())
+    read = RequestReader(RULES).chat(body)
     grammar = grammar_of(read, find_tool_format("hermes", ""), texts, prefill="", prompt=prompt)
     assert grammar is not None
     thought = "<think>I could {</think>\n"
@@ -280,8 +281,8 @@ async def test_wrong_formats_are_refused(engine: InProcess) -> None:
 
 def test_response_format_beside_tools_of_no_grammar_is_refused(engine: InProcess) -> None:
     body = {"messages": HI, "tools": TOOLS, **SCHEMA}
-    read = RequestReader(RULES).chat(json.dumps(body).encode())
-    with pytest.raises(ApiError, match="response_format beside tools is refused: tool format none"):
+    read = RequestReader(RULES).chat(body)
+    with pytest.raises(ApiError, match="response_format with tools is refused: tool format none"):
         grammar_of(read, find_tool_format("none", ""), engine.tokenizer, prefill="", prompt="")
 
 

@@ -17,7 +17,7 @@ from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.prefix_match import Chain
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, sealed, signature_of, unsealed
 from asyncrl.agents.endpoint.requests import ChatRequest
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, VersionSpan
 

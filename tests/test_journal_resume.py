@@ -60,7 +60,7 @@ def test_resume_finds_batches_groups_and_prompts(tmp_path: Path) -> None:
     assert (five.ticket, five.prompt) == (Ticket(GroupId(5), 1), make_prompt(5))
     assert (list(five.rollouts), five.failures) == ([1], {0: (3, "it timed out \\ud800")})
     assert (five.partials, six.partials) == ({}, {0: (1, make_partial(5))})
-    with pytest.raises(JournalError, match="its newest batch is 1, and a checkpoint is of version 3"):
+    with pytest.raises(JournalError, match="the newest batch is 1, but a checkpoint has version 3"):
         read_resume(path, 3)  # the journal has lost something
 
 

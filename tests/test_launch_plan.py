@@ -12,7 +12,7 @@ from launch_cases import EVAL, OWN, RAY, TAUGHT, TURNS, URLS, VLLM, ZERO, load, 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RolloutConfig
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
-from asyncrl.job.engine_kinds import engine_kind
+from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.launch import engine_python
 from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import chunk_devices, place
@@ -269,7 +269,7 @@ def test_cores_and_memory_are_counted_on_each_node() -> None:
     assert sum(spread.needed_bytes(f"n{at}/cpu") for at in (0, 1)) == alone.needed_bytes("cpu")
     for name in ("embedded", "vllm"):
         kind = engine_kind(load(*threads, f"rollout.engine={name}", "weight_sync.transport=shm"))
-        assert kind.spec(Path("model"), "engine-0", "cpu", cores=20)["threads"] == 5
+        assert kind.spec(Path("model"), "engine-0", EnginePlace("cpu", cores=20))["threads"] == 5
 
 
 def test_refusal_names_the_node() -> None:

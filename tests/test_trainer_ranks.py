@@ -25,9 +25,10 @@ from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.message import find_fatal
 from asyncrl.config import load_config
-from asyncrl.job import start as startup
-from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.servers import Servers
+from asyncrl.launch import server as startup
 from asyncrl.launch.devices import place
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.nodes import single_node
 from asyncrl.messages.trainer_api import (
     BatchArrays,
@@ -321,7 +322,8 @@ def test_failed_rank_ends_the_start_of_the_others(tiny_model_dir: Path, tmp_path
 
     async def story() -> None:
         placement = place(config, single_node())
-        trainers = ServerMaker(config, placement, tiny_model_dir, tmp_path).trainers(tmp_path / "staging")
+        servers = Servers(config, placement, tiny_model_dir, tmp_path, LocalLauncher())
+        trainers = servers.trainers(tmp_path / "staging")
         failing: Any = trainers[1].child
         spec = failing.spec.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
         failing.spec = replace(failing.spec, spec=spec)

@@ -18,7 +18,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.observe.metrics import GAUGES
 from asyncrl.trainer.model import loading
-from asyncrl.trainer.model.build_model import learning_rate_at
+from asyncrl.trainer.model.optimizer import learning_rate_at
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
     MIN_ENGINE_TOKENS,

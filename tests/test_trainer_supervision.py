@@ -15,8 +15,8 @@ from journal_cases import make_batch
 
 from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
-from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
@@ -139,8 +139,8 @@ def test_failed_start_counts_and_no_other_rank_waits() -> None:
 
     house = live(story, num_ranks=2)
     assert house.told == [
-        "trainer-1: process 17 was killed by SIGKILL; starting the trainer again, 1 of 3",
-        "trainer-0: did not come up: no memory; starting the trainer again, 2 of 3",
+        "trainer-1: process 17 was killed by SIGKILL; restarting trainer, 1 of 3",
+        "trainer-0: did not start: no memory; restarting trainer, 2 of 3",
     ]
     assert house.cleared_at == [2.0, 4.0], "where the ranks find each other is cleared before new ones start"
 

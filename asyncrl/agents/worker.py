@@ -26,9 +26,9 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, Field
 
-from asyncrl.agents.command_processes import hide_memory
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
 from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.host import hide_memory
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.message import WORKER_KEY_ENV, Message
 from asyncrl.base.user_code import cancel_remaining

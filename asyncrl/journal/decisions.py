@@ -185,7 +185,7 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken"
     if found == this:
         return "replayed"
     if found is not None:
-        raise _not_this_batch(version, f"it was taken as {found}; this is {this}")
+        raise _not_this_batch(version, f"it was recorded as {found}; this one is {this}")
     newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
     if newest is not None and version != newest + 1:
         raise _not_this_batch(version, f"the newest batch is {newest}")
@@ -283,8 +283,8 @@ def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: 
 def _not_this_batch(version: int, found: str) -> JournalError:
     return JournalError(
         f"batch {version} cannot be taken: {found}",
-        rule="batches follow each other, and a group is trained on exactly once, when it is ready",
-        way_out="resume: the journal is whole, and its batches are trained again as they are.",
+        rule="batches are consecutive, and each ready group is trained exactly once",
+        way_out="resume; the journal is whole, and its batches are trained again unchanged.",
     )
 
 

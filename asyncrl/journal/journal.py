@@ -219,4 +219,4 @@ class Journal:
             return error
         if isinstance(error, DISK_ERRORS) and not isinstance(error, sqlite3.IntegrityError):
             return cannot_use(self.path, error)
-        return JournalError(f"what is to go into {self.path} is refused: {type(error).__name__}: {error}")
+        return JournalError(f"{self.path} refused an entry: {type(error).__name__}: {error}")

@@ -134,7 +134,7 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
         (version,),
     ).fetchall()
     if row is None or len(rows) != row[2]:
-        raise ValueError(f"batch {version} is not in it as a whole")
+        raise ValueError(f"batch {version} is incomplete")
     if any(messages is None for *_, messages in rows):
         raise _deleted(version)
     return Batch(version, tuple(_group(connection, *row) for row in rows), row[0], mask_older=bool(row[1]))
@@ -166,8 +166,8 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
     """
     if checkpoint_version < began_at:
         raise JournalError(
-            f"it begins at version {began_at}, the newest whole checkpoint is of {checkpoint_version}",
-            rule="a run goes on from a checkpoint with every batch since",
+            f"the journal begins at version {began_at}, after the newest checkpoint, {checkpoint_version}",
+            rule="a resume needs a checkpoint and every batch since",
             way_out=MOVE_ASIDE,
         )
     newest, num_taken, num_given, num_found = connection.execute(
@@ -175,11 +175,11 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
         " (SELECT coalesce(sum(num_groups), 0) FROM batches), (SELECT count(*) FROM batch_groups)"
     ).fetchone()
     if not num_taken == num_given == num_found:  # page checks do not detect this
-        raise ValueError(f"{num_taken} groups are taken, by batches of {num_given}, which have {num_found}")
+        raise ValueError(f"{num_taken} groups are taken, batches count {num_given} and list {num_found}")
     if newest is None:
         return checkpoint_version  # nothing was trained, or the journal began at a checkpoint
     if newest + 1 < checkpoint_version:
-        raise ValueError(f"its newest batch is {newest}, and a checkpoint is of version {checkpoint_version}")
+        raise ValueError(f"the newest batch is {newest}, but a checkpoint has version {checkpoint_version}")
     (first_deleted,) = connection.execute(
         "SELECT min(version) FROM batch_groups JOIN groups USING (group_id)"
         " WHERE version >= ? AND messages IS NULL",
@@ -193,9 +193,9 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
 def _deleted(version: int) -> JournalError:
     return JournalError(
         f"the tokens of batch {version} were deleted",
-        rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
-        way_out="put a whole copy of a newer checkpoint back (damaged_step_N as step_N), or move "
-        "journal.sqlite* out of the run directory: the run then goes on from its newest whole checkpoint.",
+        rule="journal.keep=checkpoint keeps tokens back to the oldest of the kept checkpoints",
+        way_out="restore a newer checkpoint (damaged_step_N as step_N), or move journal.sqlite* out of the "
+        "run directory and resume from the newest whole checkpoint.",
     )
 
 
@@ -221,7 +221,7 @@ def _alive(
 def _group(connection: sqlite3.Connection, group_id: int, *prompt: Any) -> Group:
     rollouts = rollouts_of(connection, group_id)
     if not rollouts:
-        raise ValueError(f"group {group_id} is ready or taken, and has no trajectory")
+        raise ValueError(f"group {group_id} is ready or taken but has no trajectory")
     branches = tuple(branch for rollout in rollouts.values() for branch in rollout)
     return Group(GroupId(group_id), _prompt(*prompt), branches)
 

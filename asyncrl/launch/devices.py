@@ -115,12 +115,12 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
     works_at_once = is_shared and fraction is not None and config.buffer.max_staleness > 0
     is_colocated = (is_shared or config.placement.rollout == "trainer") and not works_at_once
     _validate_sides(config, nodes, trainer, rollout)
+    _validate_engines(config, rollout[0].name.partition(":")[0])
     if is_colocated:
         _validate_colocation(config, rollout[0].name)
     if fraction is not None:
         _validate_share(config, is_shared=is_shared)
     _validate_counts(config, trainer, rollout)
-    _validate_engines(config, rollout[0].name.partition(":")[0])
     size = config.trainer.world_size
     split = config.rollout.tensor_parallel
     dealt = tuple(rollout[index % len(rollout)] for index in range(config.rollout.max_engines * split))

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from asyncrl import __version__
-from asyncrl.agents.endpoint.calls.connections import AppServer
+from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.base.message import ErrorBody
@@ -141,7 +141,7 @@ class StatusServer:
         app.middleware("http")(guard)
         app.add_api_route("/metrics", self._metrics)
         app.add_api_route("/status", self._status)
-        self._listener = AppServer(app, most=MAX_CONNECTIONS, idle_s=IDLE_S)
+        self._listener = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
         await self._listener.listen(self._socket)
 
     async def aclose(self) -> None:

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from asyncrl.base.serving import Refused
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch
-from asyncrl.trainer.model.build_model import TrainedModel, learning_rate_at, make_optimizer, reshard
+from asyncrl.trainer.model.build_model import TrainedModel, reshard
 from asyncrl.trainer.model.loading import load_tokenizer
+from asyncrl.trainer.model.optimizer import learning_rate_at, make_optimizer
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
 from asyncrl.trainer.model.policy import Policy, Scores
 from asyncrl.trainer.model.support_mask import AllowedSets, find_allowed

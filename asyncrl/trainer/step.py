@@ -72,7 +72,7 @@ class TrainStep(Learner):
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
-        self._offload = Offload(ranks, self.device, folder, self._tensors_of, spec.address)
+        self._offload = Offload(ranks, self.device, folder, self._tensors_of)
         self._pieces: Pieces | None = None
         on_all = spec.chunks == "memories"
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)

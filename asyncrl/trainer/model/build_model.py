@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
-from asyncrl.config import TrainerConfig
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.model.attention import choose_flash
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
-from asyncrl.trainer.model.load_balance import heads_of
 from asyncrl.trainer.model.loading import check_memory, load_model, loading, meta_model, scatter
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
@@ -92,33 +89,6 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
-
-
-def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> torch.optim.AdamW:
-    """Return fused AdamW with weight decay on matrices only, not on norms and biases. The learning rate is
-    set before each step.
-    """
-    matrices, others = list[Tensor](), list[Tensor]()
-    for weight in weights:
-        (matrices if weight.ndim >= 2 else others).append(weight)
-    decayed = {"params": matrices, "weight_decay": config.weight_decay}
-    groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-
-
-def learning_rate_at(config: TrainerConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0 over the whole run.
-
-    Warm-up rises linearly to the peak at step warmup_steps - 1; then the rate stays (constant) or falls to 0
-    one step after the last of num_steps * mini_batches * epochs.
-    """
-    peak, past_warmup = config.learning_rate, step - config.warmup_steps
-    if past_warmup < 0:
-        return peak * (step + 1) / config.warmup_steps
-    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
-    progress = min(past_warmup / length, 1.0)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
 
 
 def sharded_policy(
@@ -215,7 +185,7 @@ class TrainedModel:
             prepare_cuda(os.environ)
         model, whole, self.adapters = _load(spec, ranks, self.device, self.dtype)
         if self.device.type == "cuda":
-            flash = choose_flash(torch.cuda.get_device_capability(), heads_of(model.config), self.device)
+            flash = choose_flash(torch.cuda.get_device_capability())
             log.info("attention on CUDA: %s", flash)
         with loading(spec.model_path):
             plan = find_plan(probe_model(model.config, self.device, self.dtype))
