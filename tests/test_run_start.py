@@ -267,7 +267,7 @@ async def test_killed_start_is_repeated(
     parts: Any = {
         **dict.fromkeys(Fleet.__dataclass_fields__),
         "life": SimpleNamespace(log=log, closes=lambda *_: None),
-        "placement": SimpleNamespace(moves=False, share=None),
+        "placement": SimpleNamespace(moves=False, memory_fraction=None),
         "supervision": SimpleNamespace(config=SupervisionConfig(max_restarts=max_restarts)),
         "ranks": (killed,),
         "engine_servers": (other,),
