@@ -17,7 +17,7 @@ from asyncrl.job.resume import as_resume_mode
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
-from asyncrl.observe.trackers.callbacks import Callbacks
+from asyncrl.observe.trackers import Callbacks
 
 
 def run(

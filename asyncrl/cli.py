@@ -282,7 +282,7 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 def _leave_trackers(exit_code: int) -> None:
     """Exit at once if a tracker is stuck: at Python's exit its client would wait for its server."""
-    trackers = sys.modules.get("asyncrl.observe.trackers.background")
+    trackers = sys.modules.get("asyncrl.observe.trackers")
     if trackers is not None and trackers.LEFT:
         _exit_at_once(exit_code)
 

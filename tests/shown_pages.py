@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 from asyncrl.observe.page.shape import Curve, Page, RunView, Timeline
+
 from asyncrl.observe.samples import SampleKind, ShownRollout
 
 HOSTILE = "</script><script>window.wasHostile = 1</script><img src=x onerror='window.wasHostile = 1'>\"&lt;"

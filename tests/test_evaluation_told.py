@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asyncrl.observe.status import render_status
 from job_runs import read_lines, write_config
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
 from asyncrl.job.report import Reporter
 from asyncrl.launch.plan import trainer_threads
-from asyncrl.observe.status import render_status
 from asyncrl.rollouts.evaluation import EvalResult, Sample
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 

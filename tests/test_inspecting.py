@@ -16,6 +16,7 @@ from typing import Any
 import journal_cases
 import numpy as np
 import pytest
+from asyncrl.observe.inspect import pieces, render_inspect
 from hypothesis import given
 from hypothesis import strategies as st
 from job_runs import environment, read_lines, run, write_config
@@ -25,7 +26,6 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, VersionSpan
-from asyncrl.observe.inspect import pieces, render_inspect
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.trainer.step_report import append_line, trained_line
 from asyncrl.trainer.trainer_client import pack_groups

@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from asyncrl.observe.status import render_status
 from crash_fuzz import differences
 from job_runs import (
     all_gone,
@@ -32,7 +33,6 @@ from job_runs import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.launch.processes import catches
-from asyncrl.observe.status import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "trainer.num_steps=100000"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from asyncrl.observe.status import render_status
 from crash_fuzz import differences, killed_on_the_way
 from job_runs import read_lines, run, start, write_config
 from resume_checker import read_evidence
 
 from asyncrl.messages.records import task_of
-from asyncrl.observe.status import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 10

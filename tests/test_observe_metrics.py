@@ -17,6 +17,7 @@ import config_reference
 import metrics_reference
 import numpy as np
 import pytest
+from asyncrl.observe.recorder import evaluation_metrics
 from job_runs import read_lines, write_config
 from journal_cases import make_batch
 from stuck_runs import play
@@ -29,7 +30,6 @@ from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, SpecialTokens, Totals, batch_metrics, gauge_of
-from asyncrl.observe.recorder import evaluation_metrics
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.trainer.step_report import append_line
 

@@ -13,6 +13,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from asyncrl.observe.page.curves import MAX_BUCKETS, curves_of
+from asyncrl.observe.page.lanes import KINDS, MAX_SPANS, timeline_view
+from asyncrl.observe.page.run_facts import cause_of, without_secrets
+from asyncrl.observe.page.run_view import view_run
+from asyncrl.observe.page.shape import Page, RunView, Timeline
+from asyncrl.observe.page.trace import trace_of
+from asyncrl.observe.recorder import Recorder
 from conftest import NUM_STEPS
 from job_runs import read_lines
 from pydantic import TypeAdapter
@@ -24,14 +31,7 @@ from asyncrl.base.spans import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
 from asyncrl.observe import timeline
-from asyncrl.observe.page.curves import MAX_BUCKETS, curves_of
-from asyncrl.observe.page.lanes import KINDS, MAX_SPANS, timeline_view
 from asyncrl.observe.page.render import make_page, render, write_report
-from asyncrl.observe.page.run_facts import cause_of, without_secrets
-from asyncrl.observe.page.run_view import view_run
-from asyncrl.observe.page.shape import Page, RunView, Timeline
-from asyncrl.observe.page.trace import trace_of
-from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_dir import TIMELINE_FILE, append_lines
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.samples import read_samples

@@ -11,16 +11,16 @@ from typing import Any
 
 import long_run
 import pytest
+from asyncrl.observe.inspect import render_inspect
+from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.status import judge_state, render_status
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock, lines_from_end
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.observe.inspect import render_inspect
-from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_dir import boot_id
-from asyncrl.observe.status import judge_state, render_status
 from asyncrl.observe.watchdog import Wait
 from asyncrl.trainer.step_report import append_line, note_restored
 

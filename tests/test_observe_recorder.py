@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from asyncrl.observe.recorder import Recorder
 
 

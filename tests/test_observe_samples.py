@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asyncrl.observe.sample_text import harmless, headline, render_samples, sample_text
+from asyncrl.observe.trackers.clients import TensorBoard
+from asyncrl.observe.trackers.tracker import TrackedRun
 from buffer_groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,10 +24,7 @@ from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory
 from asyncrl.observe import samples as samples_module
 from asyncrl.observe.console import Console
 from asyncrl.observe.run_dir import append_lines
-from asyncrl.observe.sample_text import harmless, headline, render_samples, sample_text
 from asyncrl.observe.samples import MAX_PARTS, SampleWriter, ShownRollout, choose, read_samples, shown
-from asyncrl.observe.trackers.clients import TensorBoard
-from asyncrl.observe.trackers.tracker import TrackedRun
 from asyncrl.rollouts.rollout import FailedRollout, Seen
 
 HOSTILE = (

@@ -5,11 +5,11 @@ import random
 from collections.abc import Callable
 
 import pytest
+from asyncrl.observe.verdict.verdict import Verdict, judge
 from launch_cases import load
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers, recent, seconds_left
-from asyncrl.observe.verdict.verdict import Verdict, judge
 
 ZERO, TWO = "buffer.max_staleness=0", "buffer.max_staleness=2"
 WAIT = "buffer.on_overdue=wait"

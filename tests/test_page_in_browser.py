@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from asyncrl.observe.page.shape import Page
 from screenshots import CHROMIUM, DRIVER, look, open_browser
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.action_chains import ActionChains
@@ -21,7 +22,6 @@ from shown_pages import HOSTILE, make_run, make_shown_page
 from test_observe_page import make_run as write_run
 
 from asyncrl.observe.page.render import render
-from asyncrl.observe.page.shape import Page
 from asyncrl.observe.page.watch import LivePage, make_watch_app
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asyncrl.observe.recorder import Recorder
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
 from hypothesis import given, settings
@@ -29,7 +30,6 @@ from asyncrl.job.life import Voice
 from asyncrl.job.resume import changed_keys
 from asyncrl.job.scale import WANTED_FILE, EngineScale, first_wanted, read_wanted, scale_run, write_wanted
 from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
-from asyncrl.observe.recorder import Recorder
 from asyncrl.testing.virtual_time import run_virtual
 
 

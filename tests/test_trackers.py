@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 import yaml
+from asyncrl.observe.trackers.background import MAX_WAITING, Background
+from asyncrl.observe.trackers.tracker import TrackedRun, sample_table
+from asyncrl.observe.trackers.tracker_names import check_trackers, make_tracker, make_trackers
 from job_runs import write_config
 from pydantic import ValidationError
 from trackers_for_test import Elsewhere, Hanging, Noting, Raising
@@ -27,9 +30,6 @@ from asyncrl.config.operation import TRACKERS
 from asyncrl.job.life import Life
 from asyncrl.job.loop import run_job
 from asyncrl.observe.trackers import background
-from asyncrl.observe.trackers.background import MAX_WAITING, Background
-from asyncrl.observe.trackers.tracker import TrackedRun, sample_table
-from asyncrl.observe.trackers.tracker_names import check_trackers, make_tracker, make_trackers
 
 
 @pytest.fixture(autouse=True)

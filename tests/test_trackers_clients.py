@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asyncrl.observe.trackers.tracker import sample_table
 from test_trackers import SAMPLE
 from tracker_clients import CONFIG, NUM_STEPS, RUN_ID
-
-from asyncrl.observe.trackers.tracker import sample_table
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "tracker_clients.py"

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from asyncrl.observe.trackers.tracker import TrackedRun
+from asyncrl.observe.trackers.tracker_names import make_trackers
 from test_trackers import SAMPLE
 
 from asyncrl import cli
 from asyncrl.config import ObserveConfig
-from asyncrl.observe.trackers.tracker import TrackedRun
-from asyncrl.observe.trackers.tracker_names import make_trackers
 
 RUN_ID, NUM_STEPS = "0123456789abcdef", 4
 CONFIG = {"seed": 1, "buffer": {"max_staleness": 2}, "task": {"args": {"%": [1]}}}

@@ -38,7 +38,7 @@ from asyncrl.launch.fork_server import NEVER_INHERITED
 from asyncrl.launch.nodes import Node
 from asyncrl.launch.plan import make_plan, nodes_of, plan_text
 from asyncrl.messages.records import Prompt
-from asyncrl.observe.trackers.tracker_names import check_trackers
+from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, make_feed

@@ -10,7 +10,7 @@ from asyncrl.job.build import Parts
 from asyncrl.job.start import Server
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.observe.metrics import GAUGES, is_total
+from asyncrl.observe.metrics import PROGRESS, is_total
 from asyncrl.observe.watchdog import Reported
 
 
@@ -54,7 +54,7 @@ def reported(parts: Parts) -> Reported:
     marks = {
         name: value
         for name, value in gauges(parts).items()
-        if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
+        if name in PROGRESS and not isinstance(value, Mapping)
     }
     supervisors = (parts.trainer, *parts.supervisors, *parts.supervisors_beside)
     is_starting = any(one.is_starting for one in supervisors)

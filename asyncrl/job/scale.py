@@ -23,7 +23,7 @@ from asyncrl.job.colocate import Turns
 from asyncrl.job.life import Voice, run_again
 from asyncrl.job.start import Server, end_all
 from asyncrl.job.supervision.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
-from asyncrl.observe.status import judge_state, read_config, read_status
+from asyncrl.observe.run_dir import judge_state, read_config, read_status
 
 logger = logging.getLogger("asyncrl.job.scale")
 

@@ -10,7 +10,7 @@ from asyncrl import __version__
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_dir import read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.verdict.verdict import PLOT_FILE, write_reward_plot
+from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import hub_source
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

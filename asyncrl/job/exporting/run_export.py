@@ -22,8 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.job.exporting.hub_push import HubRepo
 from asyncrl.job.exporting.model_card import WeightsOut, origin_of, write_card
 from asyncrl.journal.checkpoints import MANIFEST, TRAINER, Checkpoints, read_whole
-from asyncrl.observe.run_dir import read_evaluations
-from asyncrl.observe.status import read_config
+from asyncrl.observe.run_dir import read_config, read_evaluations
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model
 
 Tell = Callable[[str], None]
