@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.observe.status import render_status
+from asyncrl.observe.show import render_status
 from job_runs import read_lines, write_config
 from typer.testing import CliRunner
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import forked_processes
 import pytest
-from asyncrl.observe.inspect import render_inspect
+from asyncrl.observe.show import render_inspect
 from hostile_agents_for_test import BODIES, WAYS
 from job_runs import (
     ROOT,

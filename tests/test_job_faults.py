@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from asyncrl.observe.status import render_status
+from asyncrl.observe.show import render_status
 from crash_fuzz import differences
 from job_runs import (
     all_gone,

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from asyncrl.observe.page.run_view import view_run
+from asyncrl.observe.page.view import view_run
 from conftest import NUM_STEPS
 from crash_fuzz import (
     PATIENCE_S,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from asyncrl.observe.status import render_status
+from asyncrl.observe.show import render_status
 from crash_fuzz import differences, killed_on_the_way
 from job_runs import read_lines, run, start, write_config
 from resume_checker import read_evidence

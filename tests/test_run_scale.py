@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_dir import Recorder
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
 from hypothesis import given, settings

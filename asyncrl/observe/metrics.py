@@ -64,7 +64,6 @@ GAUGES: Mapping[str, Gauge] = {
         "step", "0..1", "sampled tokens without a loss weight because they are too old"
     ),
     "sample/interrupted_fraction": Gauge("step", "0..1", "rollouts that a weight swap interrupted"),
-    "sample/turns_mean": Gauge("step", "turns", "per rollout, if a rollout has several"),
     "tokens/sampled": Gauge("step", "tokens", "sampled tokens of the batch"),
     "tokens/trained": Gauge("step", "tokens", "sampled tokens with a loss weight"),
     "tokens/generated": Gauge("total", "tokens", "sampled by the engines, used or not"),
@@ -123,6 +122,9 @@ GAUGES: Mapping[str, Gauge] = {
     "rollout/filtered": Gauge("total", "groups", "replaced because they teach nothing (buffer.filter)"),
     "rollout/filtered_tokens": Gauge("total", "tokens", "sampled in filtered groups"),
     "weight_sync/skipped": Gauge("total", "versions", "not pushed, because a newer version existed"),
+    "publish/version": Gauge("now", "", "version announced last"),
+    "trainer/restarts": Gauge("now", "", "restarts of the trainer's processes"),
+    "engine/down": Gauge("now", "engines", "without work, including parked engines"),
     "engine/decode_s": Gauge("total", "s", "of decoding, summed over engines"),
     "engine/restarts": Gauge("total", "", "restarts of engine processes"),
     "engine/policy_version": Gauge("now", "", "version that each of several engines serves"),
@@ -164,7 +166,7 @@ PROGRESS = frozenset(
     """
 buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down engine/restarts
 engine/tokens evaluation/ended gateway/calls harness/leases harness/workers policy_version
-publish/version rollout/failed rollout/finished teacher/restarts teacher/tokens trainer/down trainer/version
+publish/version rollout/failed rollout/finished teacher/restarts teacher/tokens trainer/down trainer/restarts trainer/version
 turns/phases
 """.split()
 )
@@ -249,8 +251,6 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
     }
     if ages:
         metrics |= {"sample/staleness_mean": fmean(ages), "sample/staleness_max": max(ages)}
-    if max(turns := [*map(num_turns, rollouts)]) > 1:
-        metrics["sample/turns_mean"] = fmean(turns)
     for task in dict.fromkeys(group.prompt.task for group in batch.groups if group.prompt.task):
         of_task = [rollouts_of(group) for group in batch.groups if group.prompt.task == task]
         metrics |= _means([rollout for found in of_task for rollout in found], f"/{task}")

@@ -131,7 +131,7 @@ def read_metrics(run_dir: Path, problems: list[str], *, from_end: bool = False) 
 def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Return the complete lines of eval.jsonl."""
     lines = read_lines(run_dir / EVAL_FILE, problems, OBJECT)
-    required = ("policy_version", "time_s", "eval/version", "eval/seconds")
+    required = ("policy_version", "eval/version", "eval/seconds")
     of_samples = {"eval/length_mean", "eval/truncated_fraction"}
     found = numbers_in(lines, EVAL_FILE, problems, *required)
     return [line for line in found if "eval/reward_mean" not in line or of_samples <= line.keys()]
