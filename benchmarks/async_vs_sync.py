@@ -112,7 +112,7 @@ def run_row(max_staleness: int, on_overdue: str, num_steps: int, folder: Path) -
     mean = lambda key: fmean(step.get(key, 0.0) for step in kept)  # noqa: E731
     with contextlib.closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
         group_s, again = journal.execute(
-            "SELECT avg(ended_s - admitted_s), avg(state = 'handed_back') FROM groups"
+            "SELECT avg(ended_s - admitted_s), avg(state = 'requeued') FROM groups"
             " WHERE ended_s IS NOT NULL AND start_version >= ?",
             (num_first,),
         ).fetchone()

@@ -50,7 +50,7 @@ def cost_us(num_total: int, num_groups: int) -> tuple[float, int]:
     """(microseconds a group, most groups in flight) of `num_total` groups in batches of `num_groups`."""
     num_batches = num_total // num_groups
     config = BufferConfig(max_staleness=MAX_STALENESS, look_ahead=MAX_STALENESS, on_overdue="wait")
-    buffer = Buffer(config, num_groups=num_groups, num_batches=num_batches, on_handed_back=lambda *_: None)
+    buffer = Buffer(config, num_groups=num_groups, num_batches=num_batches, on_requeued=lambda *_: None)
     draw = random.Random(0)
     running: list[tuple[GroupId, int]] = []
     stragglers: list[tuple[GroupId, int]] = []
@@ -142,7 +142,7 @@ def show(name: str, outcome: SimulationResult, fastest: float) -> None:
     late, masked, dropped, given_up = (
         outcome.late_fraction,
         outcome.masked_fraction,
-        outcome.num_handed_back,
+        outcome.num_requeued,
         outcome.num_given_up,
     )
     print(

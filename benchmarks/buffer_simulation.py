@@ -44,7 +44,7 @@ class _Rollout:
 @dataclass(slots=True, eq=False)
 class _Group:
     prompt: int
-    num_handed_back: int
+    num_requeued: int
     rollouts: list[_Rollout]
     num_sampling: int
     num_unfinished: int
@@ -75,16 +75,16 @@ class Simulation:
         machine: SimulatedMachine,
         *,
         auto: LookAhead | None = None,
-        max_hand_backs: int = 3,
+        max_requeues: int = 3,
         num_first: int = 0,
         num_last: int = 0,
     ) -> None:
         """`auto` finds the look-ahead. The prompt of a dropped group comes again before any new one,
-        `max_hand_backs` times at most. `num_first` batches are played and not counted; the `num_last` of the
+        `max_requeues` times at most. `num_first` batches are played and not counted; the `num_last` of the
         run, beside which no group starts any more, are not played.
         """
         self.rule, self.workload, self.machine, self.auto = rule, workload, machine, auto
-        self.max_hand_backs, self.num_first = max_hand_backs, num_first
+        self.max_requeues, self.num_first = max_requeues, num_first
         self._end = rule.num_batches - num_last
         self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap; numbered in the order of calls
@@ -94,7 +94,7 @@ class Simulation:
         self._queue: deque[_Rollout] = deque()
         self._free_slots = machine.slots * machine.num_engines
         self._num_drawn = 0
-        self._back: list[tuple[int, int]] = []  # heap: (prompt, its num_handed_back)
+        self._back: list[tuple[int, int]] = []  # heap: (prompt, its num_requeued)
         self._num_trained = 0
         self._is_publishing = self._is_training = False
         self._train_left_s: float | None = None
@@ -156,12 +156,12 @@ class Simulation:
 
     def _admit(self) -> None:
         ticket = self.rule.admit_nowait()
-        prompt, num_handed_back = heapq.heappop(self._back) if self._back else (self._num_drawn, 0)
-        self._num_drawn += num_handed_back == 0
+        prompt, num_requeued = heapq.heappop(self._back) if self._back else (self._num_drawn, 0)
+        self._num_drawn += num_requeued == 0
         progress = ticket.start_version / self.rule.num_batches
-        plans = self.workload.group(prompt, num_handed_back, progress)
+        plans = self.workload.group(prompt, num_requeued, progress)
         rollouts = [_Rollout(plan, ticket.group_id) for plan in plans]
-        self._groups[ticket.group_id] = _Group(prompt, num_handed_back, rollouts, len(plans), len(plans))
+        self._groups[ticket.group_id] = _Group(prompt, num_requeued, rollouts, len(plans), len(plans))
         self._queue.extend(rollouts)
 
     def _go_on(self, rollout: _Rollout) -> None:
@@ -241,14 +241,14 @@ class Simulation:
             return
         self._counts["ended"] += 1
         if self.rule.finish_nowait(group_id, oldest=oldest, newest=newest):
-            self._hand_back(group_id)
+            self._requeue(group_id)
 
-    def _hand_back(self, group_id: GroupId) -> None:
+    def _requeue(self, group_id: GroupId) -> None:
         group = self._groups.pop(group_id)
-        self._counts["handed_back"] += 1
+        self._counts["requeued"] += 1
         self._counts["ended"] += group.num_unfinished > 0
-        if group.num_handed_back < self.max_hand_backs:
-            heapq.heappush(self._back, (group.prompt, group.num_handed_back + 1))
+        if group.num_requeued < self.max_requeues:
+            heapq.heappush(self._back, (group.prompt, group.num_requeued + 1))
         else:
             self._counts["given_up"] += 1
         for rollout in group.rollouts:
@@ -270,8 +270,8 @@ class Simulation:
         tokens = sum(self._weigh(choice.version, group) for _, group in taken)
         self.taken_s.append(self.now_s)
         self.batches.append((choice.version, tuple((group_id, group.oldest) for group_id, group in taken)))
-        for group_id in choice.handed_back:
-            self._hand_back(group_id)
+        for group_id in choice.requeued:
+            self._requeue(group_id)
         if self.auto is not None:
             rule.set_look_ahead(self.auto.batch_taken(self.now_s, rule.num_groups, rule.num_ready))
         self._is_training = True
@@ -290,7 +290,7 @@ class Simulation:
         self._tokens, self._masked, self._ages = 0.0, 0.0, []
         for name in ("late", "ended"):
             self._counts[name] = 0
-        self._counts["handed_back_before"] = self._counts["handed_back"]
+        self._counts["requeued_before"] = self._counts["requeued"]
 
     def _drag(self, drag: float) -> None:
         """From now on engines take so much longer for a step."""
@@ -366,7 +366,7 @@ class Simulation:
         wall_s, counts = self.now_s - began_s, self._counts
         num_batches = self._end - self.num_first
         busy_s = sum(engine.busy_s for engine in self._engines) - busy_s
-        num_again = counts["handed_back"] - counts["handed_back_before"]
+        num_again = counts["requeued"] - counts["requeued_before"]
         return SimulationResult(
             batches_per_s=num_batches / wall_s,
             trainer_idle=(self._waited_s - waited_s) / wall_s,
@@ -376,7 +376,7 @@ class Simulation:
             late_fraction=counts["late"] / max(1, len(self._ages)),
             masked_fraction=self._masked / self._tokens if self._tokens else 0.0,
             again_fraction=num_again / max(1, counts["ended"]),
-            num_handed_back=counts["handed_back"],
+            num_requeued=counts["requeued"],
             num_given_up=counts["given_up"],
             look_ahead_mean=fmean(self.look_aheads[self.num_first :]),
         )

@@ -33,7 +33,7 @@ class RolloutPlan:
 class Workload(Protocol):
     """Where rollouts come from."""
 
-    def group(self, prompt: int, num_handed_back: int, progress: float) -> Sequence[RolloutPlan]:
+    def group(self, prompt: int, num_requeued: int, progress: float) -> Sequence[RolloutPlan]:
         """The rollouts of one prompt; `progress` 0..1 is how much of the run lies behind when it starts."""
         ...
 
@@ -58,32 +58,32 @@ class Lognormal:
     most: float = math.inf
     seed: int = 0
 
-    def group(self, prompt: int, num_handed_back: int, progress: float = 0.0) -> Sequence[RolloutPlan]:
+    def group(self, prompt: int, num_requeued: int, progress: float = 0.0) -> Sequence[RolloutPlan]:
         """The same at any time of the run."""
-        return self._drawn(prompt, num_handed_back)
+        return self._drawn(prompt, num_requeued)
 
     @functools.lru_cache(2**15)  # noqa: B019  a workload is small, and simulated under many settings
-    def _drawn(self, prompt: int, num_handed_back: int) -> Sequence[RolloutPlan]:
+    def _drawn(self, prompt: int, num_requeued: int) -> Sequence[RolloutPlan]:
         plans = list[RolloutPlan]()
         for index in range(self.group_size):
-            tokens = min(self.most, self.length(prompt, num_handed_back, index))
-            wait_s = self.wait_s(prompt, num_handed_back, index)
+            tokens = min(self.most, self.length(prompt, num_requeued, index))
+            wait_s = self.wait_s(prompt, num_requeued, index)
             with_slot_s = wait_s if self.holds_slot else 0.0
             plans.append(RolloutPlan((TurnPlan(0.0, 0.0, tokens),), with_slot_s, wait_s - with_slot_s))
         return plans
 
-    def length(self, prompt: int, num_handed_back: int, sample_index: int) -> float:
+    def length(self, prompt: int, num_requeued: int, sample_index: int) -> float:
         """Tokens of one rollout."""
         of_prompt = random.Random(f"{self.seed}/{prompt}").gauss(0.0, 1.0) if self.prompt_share else 0.0
-        of_sample = random.Random(f"{self.seed}/{prompt}/{num_handed_back}/{sample_index}").gauss(0.0, 1.0)
+        of_sample = random.Random(f"{self.seed}/{prompt}/{num_requeued}/{sample_index}").gauss(0.0, 1.0)
         normal = math.sqrt(self.prompt_share) * of_prompt + math.sqrt(1 - self.prompt_share) * of_sample
         return self.tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)
 
-    def wait_s(self, prompt: int, num_handed_back: int, sample_index: int) -> float:
+    def wait_s(self, prompt: int, num_requeued: int, sample_index: int) -> float:
         """For the tool of one rollout."""
         if not self.tool_s:
             return 0.0
-        draw = random.Random(f"tool {self.seed}/{prompt}/{num_handed_back}/{sample_index}").gauss(0.0, 1.0)
+        draw = random.Random(f"tool {self.seed}/{prompt}/{num_requeued}/{sample_index}").gauss(0.0, 1.0)
         return self.tool_s * math.exp(self.tool_sigma * draw - self.tool_sigma**2 / 2)
 
 
@@ -174,7 +174,7 @@ class EngineClock:
 class SimulationResult:
     """Of the batches after the first ones that are not counted. Shares are 0..1 of the time: the trainer
     waits, an engine decodes nothing. Ages are in versions: batch index - oldest version of a token with a
-    loss weight, one value a rollout. `num_handed_back` and `num_given_up` are of the whole run.
+    loss weight, one value a rollout. `num_requeued` and `num_given_up` are of the whole run.
     """
 
     batches_per_s: float
@@ -185,6 +185,6 @@ class SimulationResult:
     late_fraction: float
     masked_fraction: float
     again_fraction: float
-    num_handed_back: int
+    num_requeued: int
     num_given_up: int
     look_ahead_mean: float

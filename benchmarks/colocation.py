@@ -57,7 +57,6 @@ from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.sync.publisher import Publisher
 from asyncrl.sync.push import PushReport
-from asyncrl.trainer.trainer_client import TrainerClient
 
 MIB = 2**20
 SLOTS, MAX_TOKENS, MAX_PROMPT_TOKENS = 16, 480, 32
@@ -219,13 +218,11 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
     try:
         with memory.sampled():
             await startup.bring_up(trainers, engines, (), is_shared=is_shared)
-            client = TrainerClient(trainers[0].caller)
             trainer = SupervisedTrainer(
-                client,
                 trainers,
                 Supervision(SupervisionConfig(max_restarts=0), 600.0, print, lambda *_: None),
                 before_start=_at_once,
-                recover=_never,
+                bring_back=_never,
             )
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
             publisher: Publisher
@@ -262,7 +259,7 @@ async def _at_once() -> None:
     pass
 
 
-async def _never(version: int) -> None:
+async def _never(_: Any, version: int) -> None:
     raise AssertionError(f"nothing is started again here, so nobody goes back to {version}")
 
 

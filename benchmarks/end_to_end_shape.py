@@ -43,7 +43,7 @@ def make_shape(folder: Path) -> Path:
     if folder.exists():
         return folder
     from asyncrl.config import ScratchConfig
-    from asyncrl.trainer.model.scratch import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
+    from asyncrl.trainer.model.random_init import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
 
     characters = "".join(chr(FIRST_CHARACTER + number) for number in range(VOCABULARY - len(SPECIAL_TOKENS)))
     architecture = {

@@ -35,8 +35,8 @@ from trl import GRPOConfig, GRPOTrainer
 from asyncrl.config import RunConfig, load_config
 from asyncrl.messages.work import answer_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
+from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.trainer.model_folder import make_model_folder
 
 
@@ -114,7 +114,9 @@ def main() -> None:
     arguments.run_dir.mkdir(parents=True, exist_ok=True)
     model_path = asyncio.run(make_model_folder(config, arguments.run_dir))
     task, tokenizer = build_task(config.task, config.seed), HFChatTokenizer(model_path)
-    feed = Feed(task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt)
+    shuffle = config.task.shuffle
+    system = config.task.system_prompt
+    feed = PromptSource(TaskPrompts(task, seed=config.seed, shuffle=shuffle, system_prompt=system))
     prompts = [feed.next_nowait() for _ in range(config.trainer.num_steps * config.trainer.num_groups)]
     log = StepLog(arguments.run_dir / "metrics.jsonl")
 

@@ -38,7 +38,7 @@ from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.calls import GenerateRequest
+from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

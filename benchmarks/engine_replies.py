@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import GenerateRequest, GenerateResponse
-from asyncrl.messages.frames import Asked, Sampled, joined
+from asyncrl.messages.codec import Asked, Sampled, response
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 
 
 class Reply(Future[GenerateResponse]):
@@ -30,7 +30,7 @@ class Reply(Future[GenerateResponse]):
         if rows[-1].then == "interrupted" and self._ends:
             self.abort()
         elif rows[-1].then not in ("more", "interrupted"):
-            self.set_result(joined(self.run.request.request_id, self.rows))
+            self.set_result(response(self.run.request.request_id, *self.rows))
 
     def refused(self, number: int, refusal: Refused) -> None:
         self.set_exception(refusal)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.launch.fit import find_python, import_folder
-from asyncrl.launch.processes import ChildProcess
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.launch.fit import find_python
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
+from asyncrl.messages.engine_api import EngineHealth
 
 START_S = 600.0
 
@@ -57,20 +56,13 @@ async def engine_server(
     }
     if kind == "vllm":
         spec |= {"dtype": "float32"}
-        child = ChildProcess(
-            "engine-0",
-            "asyncrl_servers.vllm",
-            json.dumps(spec),
-            run_dir=folder,
-            secret=secret,
-            python=find_python(RolloutConfig(engine="vllm")),
-            env={"PYTHONPATH": str(import_folder(folder / "imports"))},
-        )
+        module = "asyncrl_servers.vllm"
+        python = partial(find_python, RolloutConfig(engine="vllm"))
     else:
         spec |= {"keeps_turns": keeps_turns, **of_embedded}
-        child = ChildProcess(
-            "engine-0", "asyncrl_servers.embedded", json.dumps(spec), run_dir=folder, secret=secret
-        )
+        module = "asyncrl_servers.embedded"
+        python = None
+    child = ChildProcess(ProcessSpec("engine-0", module, json.dumps(spec), folder, secret, python=python))
     await child.start()
     caller = Caller("engine-0", child.url, secret)
     try:
@@ -84,7 +76,7 @@ async def _client(kind: str, caller: Caller, model: Path, slots: int, max_length
     if kind != "vllm":
         await caller.get("/health", EngineHealth, timeout_s=START_S)
         return EngineServer(caller)
-    facts = VllmFacts(
+    facts = VllmRequirements(
         model_path=str(model),
         dtype="float32",
         slots=slots,
@@ -92,6 +84,6 @@ async def _client(kind: str, caller: Caller, model: Path, slots: int, max_length
         end_ids=(),
         device="cpu",
     )
-    client = VllmServer(caller, facts=facts, rules=PushRules(math.inf, retries=0))
+    client = VllmServer(caller, facts)
     await client.ready(START_S)
     return client

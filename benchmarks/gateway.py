@@ -294,7 +294,7 @@ def find_tokenizer(folder: Path) -> Path:
     if SMOLLM2.is_dir():
         print("tokenizer and chat template: SmolLM2-135M-Instruct")
         return SMOLLM2
-    from asyncrl.trainer.model.scratch import make_character_tokenizer
+    from asyncrl.trainer.model.random_init import make_character_tokenizer
 
     print(
         f"tokenizer: one token a character, since there is no {SMOLLM2}; `python examples/smollm2.py` makes "

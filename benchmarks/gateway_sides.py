@@ -19,8 +19,8 @@ from gateway_load import Chat, Wire, request_bytes
 from pydantic_core import from_json, to_json
 
 from asyncrl.base.http import Caller
-from asyncrl.launch.processes import ChildProcess, bind_socket
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.launch.processes import ChildProcess, ProcessSpec, bind_socket
+from asyncrl.messages.engine_api import EngineHealth
 
 HERE = Path(__file__).parent
 START_S = 120.0
@@ -52,19 +52,14 @@ async def engine(folder: Path, secret: str, core: int, vocab_size: int) -> Async
         "vocab_size": vocab_size,
         "decode_step_s": STEP_S,
         "per_row_s": 0.0,
-        "prefill_s_per_token": 0.0,
         "mean_tokens": TOKENS,
         "sigma": 0.0,
         "core": core,
         "text": "lorem ipsum dolor sit amet " * 5,
     }
+    env = {"PYTHONPATH": str(HERE)}
     child = ChildProcess(
-        "engine-0",
-        "gateway_backend",
-        json.dumps(spec),
-        run_dir=folder,
-        secret=secret,
-        env={"PYTHONPATH": str(HERE)},
+        ProcessSpec("engine-0", "gateway_backend", json.dumps(spec), folder, secret, env=env)
     )
     await child.start()
     caller = Caller("engine-0", child.url, secret)
@@ -188,14 +183,8 @@ async def gateway(
     with bind_socket("the gateway", None) as listener:
         port = listener.getsockname()[1]
     spec = {"core": core, "model": str(tokenizer), "engine": engine.url, "port": port, "profile": profile}
-    child = ChildProcess(
-        "gateway",
-        "gateway_ours",
-        json.dumps(spec),
-        run_dir=folder,
-        secret=secret,
-        env={"PYTHONPATH": str(HERE)},
-    )
+    env = {"PYTHONPATH": str(HERE)}
+    child = ChildProcess(ProcessSpec("gateway", "gateway_ours", json.dumps(spec), folder, secret, env=env))
     await child.start()
     try:
         await wait_open(child, port)

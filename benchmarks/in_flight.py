@@ -53,15 +53,10 @@ from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.journal import Journal
-from asyncrl.launch.processes import ChildProcess
-from asyncrl.messages.calls import (
-    EngineHealth,
-    ExportResponse,
-    GenerateRequest,
-    GenerateResponse,
-    TrainResponse,
-)
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.digest import weights_digest
+from asyncrl.messages.engine_api import EngineHealth, GenerateRequest, GenerateResponse
+from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
@@ -70,10 +65,10 @@ from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.publisher import Publisher
-from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.letters import Letters
+from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256
@@ -223,7 +218,7 @@ class Controller:
             BufferConfig(max_staleness=staleness, look_ahead=staleness),
             num_groups=num_groups,
             num_batches=10**6,
-            on_handed_back=lambda *group: self.producers.handed_back(*group),
+            on_requeued=lambda *group: self.producers.requeued(*group),
         )
         self.pool = EnginePool(self.servers, slots=self.num // ENGINES)
         config = TaskConfig(python="asyncrl.tasks.letters:Letters", reward_pool="inline")
@@ -239,13 +234,13 @@ class Controller:
         )
         self.producers = Producers(
             self.buffer,
-            Feed(task, seed=0, shuffle=True),
+            PromptSource(TaskPrompts(task, seed=0, shuffle=True)),
             RolloutRunner(generator, timeout_s=3600.0, retries=0),
             spawn=spawn,
             group_size=GROUP,
             capacity=self.num,
             max_failed_groups=16,
-            max_hand_backs=3,
+            max_requeues=3,
             journal=journal,
         )
         self.trainer = Trainer(StandIn(self.folder))  # type: ignore[arg-type]
@@ -263,10 +258,8 @@ class Controller:
         secret, step_s = secrets.token_hex(16), self.num / RATE / MEAN_TOKENS
         spec = {"name": name, "slots": self.num // ENGINES, "max_length": 1024, "vocab_size": vocab_size}
         spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s, "per_row_s": 0.0}
-        spec |= {"prefill_s_per_token": 0.0, "swap_s": 0.001}
-        child = ChildProcess(
-            name, "asyncrl_servers.simulated", json.dumps(spec), run_dir=self.folder, secret=secret
-        )
+        module = "asyncrl_servers.simulated"
+        child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), self.folder, secret))
         await child.start()
         stack.push_async_callback(child.aclose)
         caller = Caller(name, child.url, secret)

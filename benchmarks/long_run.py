@@ -44,7 +44,7 @@ PARSE = "import json\nfor path in sys.argv[1:]:\n    for line in open(path, 'rb'
 READ = "for path in sys.argv[1:]:\n    for line in open(path, 'rb'):\n        len(line)"
 INSERT_GROUP = (
     "INSERT INTO groups (group_id, prompt_id, start_version, admitted_s, ended_s, num_rollouts, num_sampled, "
-    "oldest_version, reward_sum, state, num_handed_back) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'taken', 0)"
+    "oldest_version, reward_sum, state, num_requeued) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'taken', 0)"
 )
 PEAK = (
     "import atexit, sys\natexit.register(lambda: "

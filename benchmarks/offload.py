@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
-from asyncrl.messages.base import TrainerPart
+from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 

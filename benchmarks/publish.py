@@ -49,7 +49,7 @@ from asyncrl.base.http import Caller
 from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.base import Interrupt
+from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.weights.export import export_weights, named_weights
 from asyncrl.weights.tensor_files import digest_tensors, host_bytes

@@ -34,10 +34,11 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import rare_collections
 from asyncrl.journal.tokens import encode_partial
-from asyncrl.launch.processes import ChildProcess
-from asyncrl.messages.calls import EngineHealth, ExportResponse
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.digest import weights_digest
-from asyncrl.messages.records import GroupId, PartialCompletion, SamplingRequest
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.records import Completion, GroupId, SamplingRequest
+from asyncrl.messages.trainer_api import ExportResponse
 
 GOAL_MS = 0.3
 IN_FLIGHT = (100, 1_000, 10_000)
@@ -65,10 +66,8 @@ async def simulated(slots: int, folder: Path) -> AsyncIterator[tuple[EngineServe
     secret = secrets.token_hex(16)
     spec = {"name": "engine-0", "slots": slots, "max_length": 2**24, "vocab_size": 32_000}
     spec |= {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": STEP_S, "per_row_s": 0.0}
-    spec |= {"prefill_s_per_token": 0.0, "swap_s": 0.0}
-    child = ChildProcess(
-        "engine-0", "asyncrl_servers.simulated", json.dumps(spec), run_dir=folder, secret=secret
-    )
+    module = "asyncrl_servers.simulated"
+    child = ChildProcess(ProcessSpec("engine-0", module, json.dumps(spec), folder, secret))
     await child.start()
     caller = Caller("engine-0", child.url, secret)
     try:
@@ -118,7 +117,7 @@ async def interruptions_ms(num: int, tokens: int, seconds: float, folder: Path) 
     """(ms of CPU an interruption, how many)."""
     written = 0
 
-    def keep(partial: PartialCompletion) -> None:
+    def keep(partial: Completion) -> None:
         nonlocal written
         written += len(encode_partial(GroupId(0), 0, partial))
 

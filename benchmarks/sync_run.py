@@ -29,14 +29,15 @@ from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.launch.devices import place
 from asyncrl.launch.fit import settle
 from asyncrl.launch.machine import find_cuda_devices
-from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareRequest, TrainResponse
+from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
+from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep
@@ -67,8 +68,13 @@ class SyncRun:
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
         self.special_tokens = special_tokens(config, self.tokenizer)
         self.task = build_task(config.task, config.seed)
-        self.feed = Feed(
-            self.task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt
+        self.feed = PromptSource(
+            TaskPrompts(
+                self.task,
+                seed=config.seed,
+                shuffle=config.task.shuffle,
+                system_prompt=config.task.system_prompt,
+            )
         )
 
     def parts(self) -> SyncParts:

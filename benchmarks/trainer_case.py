@@ -16,14 +16,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ScratchConfig
-from asyncrl.messages.calls import (
-    BatchArrays,
-    BatchHeader,
-    TrajectoryHeader,
-    pack_batch,
-    unpack_batch,
-)
-from asyncrl.trainer.model.scratch import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader, pack_batch, unpack_batch
+from asyncrl.trainer.model.random_init import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
 
 GROUP_SIZE, PROMPT_LENGTH, MAX_COMPLETION = 8, 64, 512
 EQUAL_LENGTH = 132

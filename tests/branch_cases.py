@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.messages.records import Credit
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 
 VOCAB = range(6, 52)
 

@@ -15,8 +15,8 @@ from rank_processes import Group
 from trainer_cases import changed, make_batch
 
 from asyncrl.base.http import Caller
-from asyncrl.engines.broadcast import Broadcasts
-from asyncrl.messages.calls import TrainResponse, pack_batch
+from asyncrl.engines.broadcast import BroadcastGroup
+from asyncrl.messages.trainer_api import TrainResponse, pack_batch
 from asyncrl.trainer.trainer_client import TrainerClient
 
 
@@ -38,7 +38,7 @@ class BroadcastHouse:
         answer = self.trainer.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=120))
         self.version = answer.policy_version
 
-    async def client_of(self, server: Any, caller: Caller, meeting: Broadcasts) -> Any:
+    async def client_of(self, server: Any, caller: Caller, broadcast_group: BroadcastGroup) -> Any:
         """An engine, ready to receive."""
         raise NotImplementedError
 
@@ -49,11 +49,11 @@ class BroadcastHouse:
             async with AsyncExitStack() as stack, asyncio.timeout(300):
                 caller = Caller("trainer", self.trainer.urls[0], "s3cret")
                 trainer = TrainerClient(await stack.enter_async_context(aclosing(caller)), timeout_s=100.0)
-                meeting = Broadcasts(trainer.broadcast, self.trainer.folder, timeout_s=60.0)
+                broadcast_group = BroadcastGroup(trainer.broadcast, self.trainer.folder, timeout_s=60.0)
                 engines = []
                 for name, server in servers.items():
                     caller = await stack.enter_async_context(aclosing(Caller(name, server.url, SECRET)))
-                    engines.append(await self.client_of(server, caller, meeting))
+                    engines.append(await self.client_of(server, caller, broadcast_group))
                 await story(trainer, engines)
 
         asyncio.run(within())

@@ -53,10 +53,10 @@ def make_buffer(
     num_groups: int = 2, num_batches: int = 10, log: HandedBackLog | None = None, **config: Any
 ) -> Buffer:
     """A buffer with look_ahead = max_staleness unless told otherwise."""
-    values = {"max_staleness": 1, "on_overdue": "wait", "max_filtered_groups": 10**9, **config}
+    values = {"max_staleness": 1, "on_overdue": "wait", **config}
     return Buffer(
         BufferConfig.model_validate({"look_ahead": values["max_staleness"], **values}),
         num_groups=num_groups,
         num_batches=num_batches,
-        on_handed_back=HandedBackLog() if log is None else log,
+        on_requeued=HandedBackLog() if log is None else log,
     )

@@ -19,10 +19,9 @@ from vllm_process import VllmProcess, vllm_process
 
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.messages.calls import GenerateRequest
+from asyncrl.messages.engine_api import GenerateRequest
 
 SLOTS, VOCAB_SIZE = 4, 50
 LONG = 2500
@@ -199,6 +198,6 @@ async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[
 
 
 def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
-    facts = VllmFacts(str(server.folder / "model"), "float32", SLOTS, server.traits.max_length, (), "cpu")
-    rules = PushRules(1e-3, chunk_bytes=16384, warn=pytest.fail)
-    return VllmServer(caller, facts=facts, rules=rules, policy_version=policy_version)
+    model, most = str(server.folder / "model"), server.traits.max_length
+    needed = VllmRequirements(model, "float32", SLOTS, most, (), "cpu", canary_limit=1e-3, chunk_bytes=16384)
+    return VllmServer(caller, needed, policy_version=policy_version)

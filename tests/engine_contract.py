@@ -18,15 +18,9 @@ from safetensors.numpy import save_file
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.base import EnginePart
-from asyncrl.messages.calls import (
-    EngineHealth,
-    ExportChunkResponse,
-    ExportResponse,
-    GenerateRequest,
-    GenerateResponse,
-)
 from asyncrl.messages.digest import weights_digest
+from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateRequest, GenerateResponse
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.engine_routes import GenerateBody
 

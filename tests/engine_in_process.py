@@ -11,7 +11,7 @@ import torch
 from engine_replies import ask
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
+from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

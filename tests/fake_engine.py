@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from asyncrl.base.http import CallLost
 from asyncrl.base.message import ErrorBody
-from asyncrl.messages import calls, frames
-from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.messages import codec, engine_api
+from asyncrl.messages.engine_api import EnginePart, TransferStats
 
 END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26
@@ -36,7 +36,7 @@ class FakeRun:
     Life: queued -> granted a slot -> over; interrupted it holds the slot until it is resumed, or leaves.
     """
 
-    def __init__(self, asked: frames.Asked, link: FakeLink) -> None:
+    def __init__(self, asked: codec.Asked, link: FakeLink) -> None:
         self.number, self.request, self.is_streamed = asked
         self.link = link
         self.is_granted = self.is_held = False
@@ -47,15 +47,15 @@ class FakeRun:
         self.num_sent = 0
         self.next_draw: asyncio.TimerHandle | None = None
 
-    def row(self, then: str) -> frames.Sampled:
+    def row(self, then: str) -> codec.Sampled:
         """What was not sent yet; it counts as sent."""
         new, self.num_sent = self.drawn[self.num_sent :], len(self.drawn)
         versions = [version for _, _, version in new]
         firsts = [at for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
-        spans = frames.spans_of([(at, versions[at]) for at in firsts], 0, len(new))
+        spans = codec.spans_of([(at, versions[at]) for at in firsts], 0, len(new))
         ids = np.array([token for token, _, _ in new], np.int32)
         logprobs = np.array([logprob for _, logprob, _ in new], np.float32)
-        return frames.Sampled(self.number, ids, logprobs, spans, then)
+        return codec.Sampled(self.number, ids, logprobs, spans, then)
 
 
 class FakeLink:
@@ -69,7 +69,7 @@ class FakeLink:
         if self._process.is_set():
             raise self._lost()
         if not self._server.is_frozen:
-            self._server.take(self, frames.read_frame(frame))
+            self._server.take(self, codec.read_frame(frame))
 
     async def receive(self) -> bytes:
         received: bytes = await self._server.unless_dead("/link", self._out.get)
@@ -97,7 +97,7 @@ class FakeParts:
         self._refused = server.refused
         self.asleep: set[EnginePart] = set()
         self.has_content = True
-        self.pushed: list[calls.LoadChunkRequest] = []
+        self.pushed: list[engine_api.LoadChunkRequest] = []
         """The chunks of the push in hand."""
 
     @property
@@ -105,19 +105,19 @@ class FakeParts:
         """Both parts are awake, and the weights are some version's."""
         return self.has_content and not self.asleep
 
-    def sleep(self, request: calls.SleepRequest) -> Moved:
+    def sleep(self, request: engine_api.SleepRequest) -> TransferStats:
         freed = set(request.parts) - self.asleep
         self.asleep |= freed
         if "weights" in freed:
             self.has_content, self.pushed = False, []
-        return Moved(num_bytes=len(freed) * 1000, seconds=0.0)
+        return TransferStats(num_bytes=len(freed) * 1000, seconds=0.0)
 
-    def wake(self, request: calls.WakeRequest) -> Moved:
+    def wake(self, request: engine_api.WakeRequest) -> TransferStats:
         taken = set(request.parts) & self.asleep
         self.asleep -= taken
-        return Moved(num_bytes=len(taken) * 1000, seconds=0.0)
+        return TransferStats(num_bytes=len(taken) * 1000, seconds=0.0)
 
-    def load(self, request: calls.LoadChunkRequest) -> None:
+    def load(self, request: engine_api.LoadChunkRequest) -> None:
         """One more chunk of the push."""
         self.check_weights_awake("/load_chunk")
         if self.has_content:
@@ -165,9 +165,9 @@ class FakeEngineServer(FakeServer):
         super().__init__(name)
         self.slots, self.decode_s, self.prepare_s, self.swap_s = slots, decode_s, prepare_s, swap_s
         self.end_fraction, self.max_length, self._first_weights = end_fraction, max_length, weights
-        self.refuse: Callable[[calls.GenerateRequest], str] = lambda _: ""
+        self.refuse: Callable[[engine_api.GenerateRequest], str] = lambda _: ""
         self.chunk_tokens, self.corrupt_digest = 1, False
-        self.requests: list[calls.GenerateRequest] = []
+        self.requests: list[engine_api.GenerateRequest] = []
         """Every request so far."""
         self.tokens_generated = 0
         self._start()
@@ -190,8 +190,8 @@ class FakeEngineServer(FakeServer):
         super().restart()
         self._start()
 
-    def health(self) -> calls.EngineHealth:
-        return calls.EngineHealth(
+    def health(self) -> engine_api.EngineHealth:
+        return engine_api.EngineHealth(
             name=self.name,
             kind="fake",
             policy_version=self.policy_version,
@@ -211,7 +211,7 @@ class FakeEngineServer(FakeServer):
                 self.parts.check_weights_awake(path)
                 await asyncio.sleep(self.prepare_s)
                 self._staged = (body.version, self._digest(body))
-                return calls.PrepareResponse(version=body.version, digest=self._digest(body))
+                return engine_api.PrepareResponse(version=body.version, digest=self._digest(body))
             case "/commit":
                 return await self._commit(body)
             case "/sleep":  # what runs is interrupted, what is queued stays
@@ -224,9 +224,9 @@ class FakeEngineServer(FakeServer):
         assert path == "/load_chunk", path
         await asyncio.sleep(self.prepare_s)
         self.parts.load(body)
-        return calls.LoadChunkResponse(version=body.version, index=body.index, digest=self._digest(body))
+        return engine_api.LoadChunkResponse(version=body.version, index=body.index, digest=self._digest(body))
 
-    def _digest(self, body: calls.PrepareRequest | calls.LoadChunkRequest) -> str:
+    def _digest(self, body: engine_api.PrepareRequest | engine_api.LoadChunkRequest) -> str:
         return "corrupt" if self.corrupt_digest else body.digest
 
     async def connect(self, path: str) -> Any:
@@ -234,10 +234,10 @@ class FakeEngineServer(FakeServer):
         await self.unless_dead(path, _at_once)
         return FakeLink(self)
 
-    def take(self, link: FakeLink, frame: frames.Frame) -> None:
+    def take(self, link: FakeLink, frame: codec.Frame) -> None:
         """What comes over a link."""
         if frame.kind == "submit":
-            for asked in frames.read_submit(frame):
+            for asked in codec.read_submit(frame):
                 self._submit(FakeRun(asked, link))
         else:
             assert frame.kind in ("resume", "abort"), frame.kind
@@ -266,7 +266,7 @@ class FakeEngineServer(FakeServer):
         if needed > self.max_length:
             reason = f"{needed} tokens do not fit max_length={self.max_length}"
         if reason:
-            run.link.tell(frames.refused_frame(run.number, 400, ErrorBody(error=reason)))
+            run.link.tell(codec.refused_frame(run.number, 400, ErrorBody(error=reason)))
             return
         self._runs[run.link, run.number] = run
         self._queue.append(run)
@@ -281,7 +281,7 @@ class FakeEngineServer(FakeServer):
             del self._runs[run.link, run.number]
             if run in self._queue:
                 self._queue.remove(run)
-        run.link.tell(frames.sampled_frame([run.row(then)]))
+        run.link.tell(codec.sampled_frame([run.row(then)]))
         self._ended.set()
 
     def _interrupt(self) -> int:
@@ -308,10 +308,10 @@ class FakeEngineServer(FakeServer):
             self._grant()
             return
         if run.is_streamed and len(run.drawn) - run.num_sent >= self.chunk_tokens:
-            run.link.tell(frames.sampled_frame([run.row("more")]))
+            run.link.tell(codec.sampled_frame([run.row("more")]))
         self._draw_later(run)
 
-    async def _commit(self, request: calls.CommitRequest) -> calls.CommitResponse:
+    async def _commit(self, request: engine_api.CommitRequest) -> engine_api.CommitResponse:
         self.parts.check_weights_awake("/commit")
         wanted, num_interrupted, pause_s = (request.version, request.digest), 0, 0.0
         if self.parts.pushed:
@@ -322,11 +322,11 @@ class FakeEngineServer(FakeServer):
             if self._staged != wanted:
                 raise self.refused("/commit", f"staged is {self._staged}, not {request.version}")
             num_interrupted, pause_s = await self._swap(request), self.swap_s
-        return calls.CommitResponse(
+        return engine_api.CommitResponse(
             version=request.version, digest=request.digest, pause_s=pause_s, num_interrupted=num_interrupted
         )
 
-    async def _swap(self, request: calls.CommitRequest) -> int:
+    async def _swap(self, request: engine_api.CommitRequest) -> int:
         """Returns how many requests it interrupted."""
         process = self.has_ended
         if request.interrupt == "wait":

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.base.message import ErrorBody
-from asyncrl.messages.calls import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
+from asyncrl.messages.trainer_api import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
 
 Work = Callable[[], Awaitable[Any]]
 
@@ -110,6 +110,7 @@ class FakeProcess:
 
     def __init__(self, server: FakeServer, *, start_s: float = 5.0) -> None:
         self.server, self.name, self.start_s = server, server.name, start_s
+        self.caller: Any = server
         self.fails_to_start, self.reap_s, self.is_node_gone = 0, 0.0, False
         self.started_at: list[float] = []
         """When a process was started again."""

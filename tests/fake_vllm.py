@@ -22,13 +22,12 @@ from pydantic import BaseModel
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_routes import GENERATE
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import Canary, ExportResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, Interrupt
 from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.testing.virtual_time import run_virtual
 
 DECODE_S, TRANSIT_S = 0.01, 0.004
@@ -69,8 +68,6 @@ class FakeVllm(Caller):
     def __init__(self) -> None:
         super().__init__("engine-0", "fake://engine-0", "")
         self.calls: list[str] = []
-        self.warnings: list[str] = []
-        """Of the client over it."""
         self.hooks: dict[str, Callable[[], Awaitable[None]]] = {}
         """By route: awaited once, after the route took effect and before it answers."""
         self.refused: dict[str, tuple[int, str]] = {}
@@ -79,7 +76,7 @@ class FakeVllm(Caller):
         """Weights that the next loads bring instead of the right ones."""
         self.ignored: set[str] = set()
         """Routes that answer and do nothing."""
-        self.ignores_salt = self.keeps_cache = self.gives_nan = False
+        self.ignores_salt = self.keeps_cache = False
         self.transit_s = TRANSIT_S
         self.staged: dict[str, Any] = {}
         self.restart()
@@ -230,7 +227,7 @@ class FakeVllm(Caller):
         if not run.spans or run.spans[-1]["version"] != self.label:
             run.spans.append({"version": self.label, "start": len(run.tokens)})
         logprob = -(1 + self.weights + 10 * (self.weights - run.kv)) / 100
-        run.logprobs.append(-9999.0 if self.gives_nan else logprob)
+        run.logprobs.append(logprob)
         run.tokens.append((len(run.body["token_ids"]) + len(run.tokens)) % VOCABULARY)
         run.spans[-1]["end"] = len(run.tokens)
         if len(run.tokens) == run.body["sampling_params"]["max_tokens"]:
@@ -261,9 +258,10 @@ class FakeVllm(Caller):
 
 
 def server_over(fake: FakeVllm, *, mark: str = "", starts_fresh: bool = True) -> VllmServer:
-    facts = VllmFacts("/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh)
-    rules = PushRules(1e-3, warn=fake.warnings.append)
-    return VllmServer(fake, facts=facts, rules=rules, mark=mark)
+    needed = VllmRequirements(
+        "/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh, canary_limit=1e-3
+    )
+    return VllmServer(fake, needed, mark=mark)
 
 
 def with_server(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -13,17 +13,16 @@ from typing import Any, Literal
 from fake_engine import END_TOKEN
 
 from asyncrl.base.errors import JournalError, RewardFailure
-from asyncrl.messages.calls import ExportResponse, TrainResponse
 from asyncrl.messages.records import (
     Batch,
     Completion,
     GroupId,
-    PartialCompletion,
     Prompt,
     SamplingRequest,
     Ticket,
     VersionSpan,
 )
+from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 
 
 class FakeEngine:
@@ -44,15 +43,15 @@ class FakeEngine:
         self.policy_version = 0
         self.requests: list[SamplingRequest] = []
         self.cancelled: list[str] = []
-        self.resumed: dict[str, PartialCompletion] = {}
+        self.resumed: dict[str, Completion] = {}
         self.running = self.peak_running = 0
 
     async def generate(
         self,
         request: SamplingRequest,
         *,
-        partial: PartialCompletion | None = None,
-        on_segment: Callable[[PartialCompletion], None] | None = None,
+        partial: Completion | None = None,
+        on_segment: Callable[[Completion], None] | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
         on_spent: Callable[[int], None] | None = None,
     ) -> Completion:
@@ -99,10 +98,10 @@ class FakeTokenizer:
 
 
 class FakeSource:
-    """In place of a Feed, one that never ends: prompts p0, p1, ..., after those that were handed back."""
+    """A PromptSource without end: prompts p0, p1, ..., after requeued ones."""
 
     def __init__(self) -> None:
-        self.handed_back: list[Prompt] = []
+        self.requeued: list[Prompt] = []
         self.front: deque[Prompt] = deque()
         self._numbers = count()
 
@@ -116,9 +115,9 @@ class FakeSource:
         name = f"p{next(self._numbers)}"
         return Prompt(name, ({"role": "user", "content": name},))
 
-    def hand_back_nowait(self, prompt: Prompt) -> None:
+    def requeue_nowait(self, prompt: Prompt) -> None:
         """To the front."""
-        self.handed_back.append(prompt)
+        self.requeued.append(prompt)
         self.front.appendleft(prompt)
 
 
@@ -245,13 +244,13 @@ class MemoryJournal:
     def group_ended_nowait(
         self,
         group_id: GroupId,
-        state: Literal["ready", "failed", "filtered", "handed_back"],
+        state: Literal["ready", "failed", "filtered", "requeued"],
         reason: str,
         *,
         requeued: int | None = None,
     ) -> None:
         found = self.states.get(group_id)
-        self._refuse_unless(found == "running" or (found, state) == ("ready", "handed_back"), group_id)
+        self._refuse_unless(found == "running" or (found, state) == ("ready", "requeued"), group_id)
         self._note("group_ended", group_id, state, reason, requeued)
         self.states[group_id] = state
 

@@ -87,15 +87,9 @@ def main() -> None:
     sys.modules[sys.argv[0]].main()
 
 
-def warm_parent() -> ForkServer:
-    """What all are forked from. As fork_server.current it serves what the product starts in this process."""
-    if not _started().is_alive:  # closed by a start that was cancelled
-        _started.cache_clear()
-    return _started()
-
-
 @functools.cache
-def _started() -> ForkServer:
+def warm_parent() -> ForkServer:
+    """Return the process that all are forked from. It may also be fork_server.current."""
     with patch.dict(os.environ, _ENVIRONMENT, clear=True):
         server = ForkServer(MODULES)
     atexit.register(server.close)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
 from asyncrl.messages.records import Completion, VersionSpan
 
 START, END = "\ue000", "\ue001"
@@ -75,9 +75,11 @@ def completion(
     )
 
 
-def plan(capture: Capture, messages: Sequence[Message], tools: Any = None, *, prefill: str = "") -> Planned:
+def plan(
+    capture: Capture, messages: Sequence[Message], tools: Any = None, *, prefill: str = ""
+) -> PromptPlan:
     """The prompt of a chat."""
-    draft = capture.draft(messages, tools, prefill=lambda _: prefill)
+    draft = capture.match(messages, tools, prefill=lambda _: prefill)
     return capture.plan(draft, capture._renderer.encode(draft.text))
 
 
@@ -91,7 +93,7 @@ class Play:
 
     def answer(
         self,
-        planned: Planned,
+        planned: PromptPlan,
         raw: str,
         message: Message | None = None,
         *,
@@ -107,7 +109,7 @@ class Play:
         sampled = completion(ids, -float(self.num_recorded), **kwargs)
         self.capture.record(planned, sampled, got, name, is_trained=is_trained)
 
-    def ask(self, messages: Sequence[Message], raw: str, **kwargs: Any) -> Planned:
+    def ask(self, messages: Sequence[Message], raw: str, **kwargs: Any) -> PromptPlan:
         """A whole call."""
         planned = plan(self.capture, messages)
         self.answer(planned, raw, **kwargs)

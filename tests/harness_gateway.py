@@ -5,16 +5,20 @@ without any model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from asyncrl.agents.command import MARK_ENV
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.calls.connections import AppServer
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
@@ -92,3 +96,15 @@ async def settled(condition: Callable[[], bool]) -> None:
     """Let the loop turn until `condition` holds; pytest's own limit ends a test that waits in vain."""
     while not condition():  # noqa: ASYNC110  a test asks many things, few of which have an event
         await asyncio.sleep(0.005)
+
+
+def processes_of(token: str) -> list[int]:
+    """Return running processes with this mark of a CommandHarness in their environment."""
+    mark = f"{MARK_ENV}={token}".encode()
+    pids = list[int]()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            is_running = process.status() != psutil.STATUS_ZOMBIE
+            if is_running and mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                pids.append(process.pid)
+    return pids

@@ -15,10 +15,10 @@ from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.records import (
     Batch,
+    Completion,
     Credit,
     Group,
     GroupId,
-    PartialCompletion,
     Prompt,
     Rollout,
     Ticket,
@@ -85,9 +85,11 @@ def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
     return Batch(version, groups, min_version=max(0, version - 1))
 
 
-def make_partial(num_tokens: int) -> PartialCompletion:
+def make_partial(num_tokens: int) -> Completion:
     logprobs = tuple(np.linspace(-1, -2, num_tokens, dtype=np.float32).tolist())
-    return PartialCompletion(tuple(range(num_tokens)), logprobs, (VersionSpan(0, num_tokens, 0),), 1)
+    return Completion(
+        tuple(range(num_tokens)), logprobs, (VersionSpan(0, num_tokens, 0),), num_interruptions=1
+    )
 
 
 def admit(journal: Journal, group_id: int, start_version: int = 0) -> None:
@@ -114,7 +116,7 @@ async def tell_a_run(journal: Journal) -> None:
     admit(journal, 5)
     journal.segment_nowait(GroupId(5), 0, 0, 0, make_partial(3))
     journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
-    journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
+    journal.group_ended_nowait(GroupId(5), "requeued", "dropped", requeued=1)
     await journal.batch_taken(make_batch(0, 0, 1))
     journal.trained_nowait(0, {"policy/loss": 0.25})
     journal.published_nowait(1, "digest")

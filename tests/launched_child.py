@@ -1,4 +1,4 @@
-"""A child of tests of launchers: does what its spec says, and tells what it sees."""
+"""Child process for launcher tests: does what its spec says, and reports its environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import sys
 from pathlib import Path
 
 from aiohttp import web
@@ -17,9 +16,10 @@ from asyncrl.base.serving import child_arguments, die_with_parent, fail, make_ap
 
 async def probe(request: web.Request) -> web.Response:
     environ = await asyncio.to_thread(Path("/proc/self/environ").read_text, errors="replace")
+    command = await asyncio.to_thread(Path("/proc/self/cmdline").read_text)
     seen = {
         "environ": dict(os.environ),
-        "in the open": f"{sys.argv} {environ} {dict(os.environ)}",
+        "in the open": f"{command} {environ} {dict(os.environ)}",
         "other secret": secret_of("OTHER"),
         "host": socket.gethostname(),
         "parent": os.getppid(),
@@ -29,14 +29,14 @@ async def probe(request: web.Request) -> web.Response:
 
 def main() -> None:
     spec, fd = child_arguments()
-    told = json.loads(spec)
-    die_with_parent(Path(told["clears"]).touch)
-    if told["do"] == "refuse":
+    given = json.loads(spec)
+    die_with_parent(Path(given["clears"]).touch)
+    if given["do"] == "refuse":
         fail("no such model", rule="a model must be there", way_out="give one.")
-    if told["do"] == "crash":
-        raise RuntimeError("something nobody thought of")
-    if told["do"] == "talk":
-        for number in range(told["lines"]):
+    if given["do"] == "crash":
+        raise RuntimeError("unexpected failure")
+    if given["do"] == "talk":
+        for number in range(given["lines"]):
             print(f"line {number} {'.' * 90}")
         raise SystemExit(3)
     print("serving", flush=True)

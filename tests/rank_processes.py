@@ -19,7 +19,7 @@ from trainer_cases import make_spec
 
 from asyncrl.base.http import Caller
 from asyncrl.base.message import SECRET_ENV
-from asyncrl.messages.calls import (
+from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
     ExportResponse,

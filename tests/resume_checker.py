@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 ENDS = {
-    "running": {"running", "ready", "taken", "failed", "filtered", "handed_back"},
-    "ready": {"ready", "taken", "handed_back"},
-    **{state: {state} for state in ("taken", "failed", "filtered", "handed_back")},
+    "running": {"running", "ready", "taken", "failed", "filtered", "requeued"},
+    "ready": {"ready", "taken", "requeued"},
+    **{state: {state} for state in ("taken", "failed", "filtered", "requeued")},
 }
 """State of a group -> states in which it may be found later."""
 
@@ -39,7 +39,7 @@ class Promise:
     num_groups: int
     group_size: int
     max_staleness: int
-    max_hand_backs: int = 3
+    max_requeues: int = 3
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> Iterator[str]:
     for group in evidence.groups:
         name, earlier = f"group {group.group_id}", lives.get(group.prompt_id)
         before = num_back[group.prompt_id]
-        has_ended = group.state in ("failed", "handed_back")
+        has_ended = group.state in ("failed", "requeued")
         if earlier is None:
             draw = draw_of(group.prompt_id, promise)
             if draw != newest + 1:
@@ -199,10 +199,10 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> Iterator[str]:
         elif earlier.requeued is None:
             yield f"{name} was made though group {earlier.group_id} is {earlier.state}: {group.prompt_id}"
         if group.requeued is None:
-            if has_ended and before < promise.max_hand_backs:
+            if has_ended and before < promise.max_requeues:
                 yield f"prompt {group.prompt_id} is lost: {name} is {group.state}"
         else:
-            most = min(before + 1, promise.max_hand_backs)
+            most = min(before + 1, promise.max_requeues)
             if not has_ended or not before <= group.requeued <= most:
                 yield f"{group.prompt_id} came back {group.requeued} times with {name}, {group.state}"
             num_back[group.prompt_id] = group.requeued

@@ -98,7 +98,7 @@ def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
 def make_producers(
     sink: Any, spawn: Any, generator: Generator, *, source: Any = None, journal: Any = None, **settings: Any
 ) -> Producers:
-    values = {"group_size": 2, "capacity": 8, "max_failed_groups": 3, "max_hand_backs": 3} | settings
+    values = {"group_size": 2, "capacity": 8, "max_failed_groups": 3, "max_requeues": 3} | settings
     limits = {"timeout_s": values.pop("timeout_s", 100.0), "retries": values.pop("retries", 0)}
     source, journal = source or FakeSource(), journal or MemoryJournal()
     return Producers(sink, source, RolloutRunner(generator, **limits), spawn=spawn, journal=journal, **values)
@@ -131,7 +131,7 @@ def play_run(
             BufferConfig.model_validate(config),
             num_groups=num_groups,
             num_batches=num_batches,
-            on_handed_back=lambda *handed_back: producers.handed_back(*handed_back),
+            on_requeued=lambda *requeued: producers.requeued(*requeued),
         )
         async with asyncio.TaskGroup() as tasks:
             generator, spawn = single_turn(engine, scorer), tasks.create_task

@@ -25,7 +25,7 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.sync.publisher import Publisher
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.scorer import Scorers
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -78,16 +78,15 @@ class House:
         pool = EnginePool(targets, slots=4)
         buffer = make_buffer(num_batches=num_steps)
         task = TaskConfig(python="a:B", reward_pool="inline", reward_timeout_s=1e9)
-        scorer = TaskScorer(SimpleNamespace(score=self._score), task, seed=0)
+        scorer = Scorers({"": SimpleNamespace(score=self._score)}, {"": task}, seed=0)
         generator = single_turn(pool, scorer, max_tokens=8)
         producers = make_producers(buffer, tasks.create_task, generator, timeout_s=None)
         self.trainer_process = FakeProcess(self.worker)
         trainer = SupervisedTrainer(
-            TrainerClient(self.worker),
             [self.trainer_process],
             Supervision(SupervisionConfig(max_restarts=1), 3.0, print, print),
             before_start=AsyncMock(),
-            recover=self._recover,
+            bring_back=self._bring_back,
         )
         publisher = Publisher(
             trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait
@@ -146,9 +145,9 @@ class House:
             report = await self.rooms.trainer.train(batch)
             await self.rooms.publisher.wait_exported_or_busy(report.policy_version)
 
-    async def _recover(self, version: int) -> None:
+    async def _bring_back(self, client: TrainerClient, version: int) -> None:
         """A new trainer takes its steps again."""
-        await self.rooms.trainer.client.recover(None, self._taken(version), lambda *_: None)
+        await client.catch_up(None, self._taken(version), lambda *_: None)
 
     async def _taken(self, version: int) -> AsyncIterator[Batch]:
         for batch in self.batches[:version]:

@@ -28,7 +28,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from asyncrl.algorithms.advantages import overlong_penalty
-from asyncrl.messages.calls import BatchArrays
+from asyncrl.messages.trainer_api import BatchArrays
 from asyncrl.trainer.model.packing import pack
 from asyncrl.trainer.model.policy import head_scores
 from asyncrl.trainer.objective import BatchNumbers, Objective

@@ -54,9 +54,7 @@ PPO = "asyncrl.algorithms.losses:ppo_clip"
 CORRECTIONS = [getattr(losses, name) for name in BUILT_IN_CORRECTIONS]
 
 
-SETTINGS = AlgorithmConfig(
-    clip_low=0.2, clip_high=0.3, importance_cap=2.0, importance_floor=0.5, m2_limit=0.04
-)
+SETTINGS = AlgorithmConfig(clip_low=0.2, clip_high=0.3, importance_cap=2.0)
 
 
 def tokens(*values: float) -> Tensor:
@@ -175,9 +173,9 @@ def test_m2po_masks_no_token_that_could_stay(case: Case) -> None:
     masked_M = log_weight_M[counted_M & (weight_M == 0)].square()
     assert len(kept_M) + len(masked_M) == counted_M.sum()
     assert (weight_M[~counted_M] == 1).all()
-    assert len(kept_M) == 0 or kept_M.mean() <= SETTINGS.m2_limit + 1e-9
+    assert len(kept_M) == 0 or kept_M.mean() <= losses.M2_LIMIT + 1e-9
     if len(masked_M):
-        assert torch.cat([kept_M, masked_M.min()[None]]).mean() > SETTINGS.m2_limit - 1e-9
+        assert torch.cat([kept_M, masked_M.min()[None]]).mean() > losses.M2_LIMIT - 1e-9
         assert len(kept_M) == 0 or kept_M.max() <= masked_M.min()
 
 
@@ -267,7 +265,7 @@ def test_config_overrides_the_recipe_key_by_key(config: dict[str, Any], recipe: 
     ("config", "message"),
     [
         ({"loss": "cispo", "correction": "mis"}, "loss=cispo with ratio=behaviour and correction=mis"),
-        ({"loss": "icepop", "importance_floor": 6.0}, "importance_floor=6.0 is above .*importance_cap=5.0"),
+        ({"loss": "icepop", "importance_cap": 0.4}, "importance_cap=0.4 is below icepop's smallest weight"),
         ({"loss": "vespo", "ratio": "proximal", "correction": "tis_sequence"}, "loss=vespo with correction="),
         ({"loss": "cispo", "clip_delta": 9.0}, "clip_delta=9.0 with loss=cispo"),
         ({"loss": "ppo"}, "algorithm.loss=ppo is not known"),

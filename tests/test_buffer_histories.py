@@ -215,9 +215,9 @@ class BufferHistory(RuleBasedStateMachine):
             self.num_filtered_tokens += len(versions)
             return
         is_useless = self.on_overdue == "mask" and max(versions) + self.max_staleness < len(self.batches)
-        assert became == ("handed_back" if is_useless else "ready")
+        assert became == ("requeued" if is_useless else "ready")
         self.ready[group_id] = group
-        self._see_handed_back()
+        self._see_requeued()
 
     def _publish(self, version: int) -> None:
         self.buffer.set_served_nowait(version)
@@ -238,9 +238,9 @@ class BufferHistory(RuleBasedStateMachine):
             assert min(taken) > last, "at max_staleness 0 earliest deadline first is first in, first out"
             assert {version for group in batch.groups for version in versions_of(group)} == {batch.version}
         self.batches.append(batch)
-        self._see_handed_back()
+        self._see_requeued()
 
-    def _see_handed_back(self) -> None:
+    def _see_requeued(self) -> None:
         for group_id, was_ready, reason in self.log[self.num_seen_log :]:
             assert reason == {"drop": "dropped", "mask": "all_masked"}[self.on_overdue]
             if was_ready:

@@ -16,7 +16,7 @@ from rollout_cases import play_run
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
-from asyncrl.tasks import Feed
+from asyncrl.tasks import PromptSource, TaskPrompts
 
 
 def random_case(seed: int, on_overdue: OnOverdue) -> Simulation:
@@ -45,12 +45,12 @@ def random_case(seed: int, on_overdue: OnOverdue) -> Simulation:
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
 def test_200_runs_lose_nothing_and_never_stand_still(on_overdue: OnOverdue) -> None:
-    num_handed_back = num_masked = 0
+    num_requeued = num_masked = 0
     for seed in range(200):
         simulation = random_case(seed, on_overdue)
         rule = simulation.rule
         outcome = simulation.run()  # RuntimeError if nothing can happen any more
-        num_handed_back += outcome.num_handed_back
+        num_requeued += outcome.num_requeued
         num_masked += outcome.masked_fraction > 0
         where = f"seed {seed}: {rule.num_groups} groups, {rule.max_staleness=}, {rule.look_ahead=}"
         taken = [group_id for _, groups in simulation.batches for group_id, _ in groups]
@@ -61,7 +61,7 @@ def test_200_runs_lose_nothing_and_never_stand_still(on_overdue: OnOverdue) -> N
         assert on_overdue == "mask" or max(ages) <= rule.max_staleness, where
         if rule.max_staleness == 0:
             assert taken == sorted(taken), f"{where}: earliest deadline first is first in, first out"
-    assert (num_handed_back > 20) == (on_overdue == "drop")
+    assert (num_requeued > 20) == (on_overdue == "drop")
     assert (num_masked > 20) == (on_overdue == "mask")
 
 
@@ -89,12 +89,12 @@ class Tools(FakeScorer):
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         number = int(prompt.prompt_id.removeprefix("0/"))
-        await asyncio.sleep(self.workload.wait_s(number, prompt.num_handed_back, 0))
+        await asyncio.sleep(self.workload.wait_s(number, prompt.num_requeued, 0))
         return float(len(completion))
 
 
 @pytest.mark.parametrize(
-    ("workload", "slots", "max_hand_backs", "max_staleness", "on_overdue"),
+    ("workload", "slots", "max_requeues", "max_staleness", "on_overdue"),
     [
         (replace(FREE, group_size=3), FEW, 3, 2, "drop"),
         (ALWAYS_LONG, MANY, 1, 1, "drop"),
@@ -104,13 +104,13 @@ class Tools(FakeScorer):
     ids=["few slots", "prompts that are always long", "nothing is dropped", "tools take too long"],
 )
 def test_the_product_plays_that_run(
-    workload: Lognormal, slots: int, max_hand_backs: int, max_staleness: int, on_overdue: OnOverdue
+    workload: Lognormal, slots: int, max_requeues: int, max_staleness: int, on_overdue: OnOverdue
 ) -> None:
     settings: dict[str, Any] = {"max_staleness": max_staleness, "look_ahead": max_staleness}
     settings["on_overdue"] = on_overdue
     rule = StalenessRule(num_groups=4, num_batches=40, **settings)
     machine = SimulatedMachine(slots=slots, train_s=TRAIN_S)
-    simulation = Simulation(rule, workload, machine, max_hand_backs=max_hand_backs)
+    simulation = Simulation(rule, workload, machine, max_requeues=max_requeues)
     outcome, journal = simulation.run(), MemoryJournal()
 
     def latency_s(request: SamplingRequest) -> float:
@@ -118,7 +118,7 @@ def test_the_product_plays_that_run(
         admitted = {ticket.group_id: prompt for _, ticket, prompt in journal.named("admitted")}
         prompt = admitted[int(group[1:])]
         number = int(prompt.prompt_id.removeprefix("0/"))
-        return workload.length(number, prompt.num_handed_back, int(rollout[1:]))
+        return workload.length(number, prompt.num_requeued, int(rollout[1:]))
 
     played = play_run(
         FakeEngine(latency_s=latency_s),
@@ -127,16 +127,16 @@ def test_the_product_plays_that_run(
         num_batches=40,
         train_s=TRAIN_S,
         scorer=Tools(workload),
-        source=Feed(Endless(), seed=0, shuffle=False),
+        source=PromptSource(TaskPrompts(Endless(), seed=0, shuffle=False)),
         journal=journal,
         timeout_s=None,
         group_size=workload.group_size,
         capacity=slots,
-        max_hand_backs=max_hand_backs,
+        max_requeues=max_requeues,
     )
     batches = [[(group.group_id, group.oldest_version) for group in one.groups] for one in played.batches]
     assert [list(groups) for _, groups in simulation.batches] == batches
     counts = [played.counts[f"rollout/{name}"] for name in ("dropped", "given_up")]
-    assert [outcome.num_handed_back, outcome.num_given_up] == counts
+    assert [outcome.num_requeued, outcome.num_given_up] == counts
     assert outcome.batches_per_s == pytest.approx(40 / (played.at_s[-1] + TRAIN_S))
-    assert (outcome.num_handed_back > 10) == (on_overdue != "wait"), "it was to be about that"
+    assert (outcome.num_requeued > 10) == (on_overdue != "wait"), "it was to be about that"

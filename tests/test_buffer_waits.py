@@ -11,7 +11,6 @@ from rollout_cases import virtual
 
 from asyncrl.base.errors import TaskError
 from asyncrl.buffer.buffer import Buffer, rewards_of
-from asyncrl.config import BufferConfig
 from asyncrl.messages.records import Credit
 from asyncrl.testing.virtual_time import all_blocked
 
@@ -94,8 +93,9 @@ def test_rewards_of_parts_count_not_their_mean(
     assert rewards_of(replace(group, trajectories=tuple(branches))) == expected
 
 
-def test_too_many_filtered_groups_end_the_run() -> None:
-    buffer = make_buffer(max_staleness=3, filter="equal_rewards", max_filtered_groups=3)
+def test_too_many_filtered_groups_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.buffer.buffer.MAX_FILTERED_GROUPS", 3)
+    buffer = make_buffer(max_staleness=3, filter="equal_rewards")
     same, other = ([0.25, 0.25], [0.0, 1.0])
     for rewards in (same, same, other, same, same):  # not in a row
         (group_id,) = admit(buffer, 1)
@@ -104,16 +104,3 @@ def test_too_many_filtered_groups_end_the_run() -> None:
     admit(buffer, 1)
     with pytest.raises(TaskError, match=r"3 groups in a row .*group 5, prompt p5: 0.25(.|\n)*Way out"):
         buffer.finish_nowait(make_group(5, [0], [0], rewards=same))
-
-
-def test_filter_of_a_task_counts_for_it() -> None:
-    config = BufferConfig(max_staleness=0, look_ahead=0)
-    filters = {"a": "equal_rewards", "b": "none"}
-    buffer = Buffer(config, num_groups=2, num_batches=2, on_handed_back=print, filters=filters)
-    found = []
-    for prompt_id, rewards in (("a/0/1", [1, 1]), ("a/0/2", [0, 1]), ("b/0/1", [1, 1])):
-        group = make_group(buffer.admit_nowait().group_id, [0], [0], rewards=rewards)
-        found.append(buffer.finish_nowait(replace(group, prompt=replace(group.prompt, prompt_id=prompt_id))))
-    assert found == ["filtered", "ready", "ready"]
-    counted = {name: num for name, num in buffer.gauges().items() if name.startswith("rollout/filtered")}
-    assert counted == {"rollout/filtered": 1, "rollout/filtered/a": 1, "rollout/filtered_tokens": 2}

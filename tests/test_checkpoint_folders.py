@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) ->
     assert whole.version == 10
     assert checkpoints.versions() == [10, 20], "a start that is refused after that has changed nothing"
     (told,) = set_aside(passed_over)
-    assert "it lies in damaged_step_20 now" in told
+    assert "renamed to damaged_step_20" in told
     assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10], 0)
     write(checkpoints, 20)
     assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10, 20], 10)

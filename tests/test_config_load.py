@@ -147,7 +147,7 @@ def test_what_other_frameworks_call_a_key_is_no_key_here_and_stands_for_one() ->
 
 
 def test_all_problems_are_told_at_once_each_with_its_value(good: Path) -> None:
-    wrong = ["trainer.num_groups=0", "rollout.temperature=-1", "trainer.port=70000", "rollout.ports=[0]"]
+    wrong = ["trainer.num_groups=0", "rollout.temperature=-1", "gateway.port=70000"]
     message = refusal(good, *wrong, "buffer.max_stalenes=4", "task.files=mine.jsonl")
     for override in wrong:
         assert override.partition("=")[0] in message

@@ -40,16 +40,14 @@ generator.python=a:b generator.outcomes=none task.reward=none -> no harness retu
 eval.task.files=[x] -> eval.task.reward is missing
 task.share=0 -> Input should be greater than 0
 task.name=a.b -> task.name='a.b'
-task.reward_range=[1, 0] -> give the lower number first
 task.python=a:b task.files=none task.reward=none task.digest=x -> task.digest is of the data of task.files
 TWO task.size=3 -> say which one, and its key: 0, 1, c
 TWO task.c=3 -> say which one, and its key: 0, 1, c
 TWO task.c.siz=3 -> task.1.siz in
 TWO task.0.share=2 -> task.share is given for 1 of 2 tasks
-TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, 10000 is the most
-TWO task.c.name=B -> two of `task` are called B; give each task.name of its own
+TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, above the limit of 10000
+TWO task.c.name=B -> two of `task` are called B; give each a different task.name
 TWO task.c.python=none task.c.files=[x] -> task.c.reward is missing
-TWO task.0.filter=equal_rewards rollout.group_size=1 algorithm.advantage=reinforce_pp -> equal_rewards
 eval=[{task: {python: 'a:B'}}, {task: {python: 'c:B'}}] -> two of `eval` are called B
 eval=[{task: {python: 'a:B'}}, {engine: own, task: {python: 'c:D'}}] -> the same; set it to auto in each
 eval.engine=rollout eval.task.python=a:b placement.eval=cpu -> set placement.eval=auto, or eval.engine=own
@@ -59,39 +57,35 @@ eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x is no eval
 EVALS checkpoint.keep_best=often checkpoint.every=6 -> checkpoint.every=6 must divide eval.every=5
 OWN generator.verifiers=x eval.task.verifiers=true -> cannot be evaluated
 eval.task.python=a:b eval.samples=2 -> all the same at eval.temperature=0
-trainer.mini_batches=3 -> trainer.mini_batches=3 does not divide trainer.num_groups=8
+trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8
 trainer.world_size=65 -> above the 64 sequences
-trainer.cpu_offload=true placement.trainer=cpu -> set it to false
-trainer.world_size=2 trainer.lora={merge: step} -> set trainer.lora.merge=pass
+trainer.cpu_offload=true placement.trainer=cpu -> needs a CUDA device
 rollout.group_size=1 -> algorithm.advantage=grpo compares the rollouts of a prompt
 checkpoint.keep_best=true -> must divide eval.every=None
 checkpoint.keep_every=7 -> keep_every=7 is not a multiple of every=50
 algorithm.overlong_tokens=900 -> above rollout.max_tokens=256
 algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set algorithm.kl_estimator=k1
-algorithm.distill_weight=1 -> with no section `teacher`: set both, teacher.path and a weight above 0, or none
-teacher.path=a/b -> algorithm.distill_weight=0.0 with a section `teacher`: set both
+algorithm.distill_weight=1 -> without the section `teacher`: set teacher.path and a weight above 0, or neither
+teacher.path=a/b -> algorithm.distill_weight=0.0 with a section `teacher`: set
 algorithm.reward_weight=0 -> reward_weight=0 with distill_weight=0 leaves nothing to learn from
-TAUGHT buffer.filter=equal_rewards -> learns from each token of them; set buffer.filter=none
-TAUGHT rollout.engine=simulated -> the tokens of rollout.engine=simulated are no model's
-algorithm.router_replay=true rollout.engine=simulated -> rollout.engine=simulated does not tell which experts
-algorithm.router_replay=true generator.python=a:b -> no experts are recorded; remove the harness
+TAUGHT buffer.filter=equal_rewards -> could learn from; set buffer.filter=none
+TAUGHT rollout.engine=simulated -> rollout.engine=simulated has no model
+algorithm.router_replay=true rollout.engine=simulated -> which rollout.engine=simulated does not report
+algorithm.router_replay=true generator.python=a:b -> not available with a harness
 TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> a penalty in the reward has no effect
 rollout.simulated.sigma=0 -> rollout.simulated is for rollout.engine=simulated
-rollout.engine=simulated trainer.logprob_gap_limit=0.1 -> logprob_gap_limit=0.1 compares
+rollout.engine=simulated trainer.logprob_gap_limit=0.1 -> logprob_gap_limit compares logprobs
 rollout.vllm={block-size: 32} -> rollout.vllm is for rollout.engine=vllm, and rollout.engine=embedded; set
-HERE rollout.num_engines=2 -> one of its own; name each once, or set rollout.num_engines=1
+HERE rollout.num_engines=2 -> name each server once, or set rollout.num_engines=1
 rollout.engine=vllm rollout.urls=[] -> set rollout.num_engines=0
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1/'] rollout.num_engines=2 -> rollout.num_engines=1
-rollout.num_engines={min: 3, max: 2} -> {'min': 3, 'max': 2} is no range: min <= start <= max
-rollout.num_engines={min: 1, max: 4, start: 5} -> is no range: min <= start <= max; write {min: 1, max: 4}
+rollout.num_engines={min: 3, max: 2} -> {'min': 3, 'max': 2} is no range: min must be at most max
 rollout.num_engines={min: 1} -> rollout.num_engines.max is missing
 rollout.num_engines={max: 2, most: 3} -> rollout.num_engines.most
-rollout.num_engines={max: 2} rollout.ports=[8000] -> each of rollout.num_engines=2 engines has one of its own
 HERE rollout.num_engines={max: 2} -> rollout.num_engines is a range, and the run neither starts nor ends
 rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> set rollout.num_engines=2, or
 rollout.urls=['http://host:8000/v1'] -> write a server like http://10.0.0.7:8000, without a path
-HERE rollout.ports=[8000] -> rollout.ports is for servers that the run starts
-HERE model.path=none model.scratch={architecture: {}, characters: ab} -> model.scratch is made at the start
+HERE model.path=none model.scratch={architecture: {}, characters: ab} -> which is made at the start
 HERE placement.rollout=trainer buffer.max_staleness=0 -> remove rollout.urls
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit
 weight_sync.transport=disk -> give a folder that trainer and engines share
@@ -106,14 +100,14 @@ rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rol
 weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
 """
 TAKEN = r"""
-rollout.num_engines={min: 2, max: 4, start: 3} rollout.ports=[8000, 8001, 8002, 8003]
+rollout.num_engines={min: 2, max: 4}
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
 rollout.engine=vllm weight_sync.rolling=true weight_sync.canary_limit=none
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1
 rollout.engine=embedded weight_sync.transport=nccl
 TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7
 EVALS checkpoint.keep_best=seldom checkpoint.every=10
-weight_sync.canary_limit=0.01 rollout.num_engines=2 rollout.ports=[8000, 8001]
+weight_sync.canary_limit=0.01 rollout.num_engines=2
 rollout.engine=vllm rollout.urls=['http://[::1]:1']
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.transport=disk weight_sync.disk_dir=/data
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data

@@ -26,7 +26,7 @@ from engine_contract import (
 
 from asyncrl.base.errors import RequestRefused
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.base import Interrupt
+from asyncrl.messages.engine_api import Interrupt
 
 pytest_plugins = ["engine_under_test"]
 

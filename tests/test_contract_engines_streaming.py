@@ -9,20 +9,22 @@ from contract_servers import LONG, SLOTS, Server
 from engine_contract import check_whole, contract, prepare, until, versions_of
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import GenerateChunk, GenerateResponse
-from asyncrl.messages.frames import spans_from, spans_of
+from asyncrl.messages.codec import spans_of
+from asyncrl.messages.engine_api import GenerateResponse, Interrupt
+from asyncrl.messages.records import VersionSpan
 
 pytest_plugins = ["engine_under_test"]
 
 
-def joined(chunks: list[GenerateChunk], last: GenerateResponse) -> GenerateResponse:
-    token_ids = [token for chunk in chunks for token in chunk.token_ids] + last.token_ids
-    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs] + last.logprobs
-    versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
-    versions += [span.version for span in last.version_spans for _ in range(span.start, span.end)]
+def joined(chunks: list[GenerateResponse], last: GenerateResponse) -> GenerateResponse:
+    parts = [*chunks, last]
+    token_ids = [token for part in parts for token in part.token_ids]
+    logprobs = [logprob for part in parts for logprob in part.logprobs]
+    versions = [
+        span.version for part in parts for span in part.version_spans for _ in range(span.start, span.end)
+    ]
     marks = [(at, version) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
-    spans = spans_from(spans_of(marks, 0, len(versions)))
+    spans = [VersionSpan(*span) for span in spans_of(marks, 0, len(versions))]
     return last.model_copy(update={"token_ids": token_ids, "logprobs": logprobs, "version_spans": spans})
 
 
@@ -35,7 +37,7 @@ async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine
         for tokens, temperature, top_p in settings
     ]
     whole = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
-    came: list[list[GenerateChunk]] = [[] for _ in requests]
+    came: list[list[GenerateResponse]] = [[] for _ in requests]
     streams = (
         engine.generate_segment(one, on_chunk=to.append) for one, to in zip(requests, came, strict=True)
     )
@@ -71,7 +73,7 @@ async def _answers_over_a_commit(
     """Run SLOTS streams, commit a version after each has sent tokens, and return the answers."""
     old = engine.policy_version
     digest = await prepare(engine, server, old + 1, scale=1.25)
-    came: list[list[GenerateChunk]] = [[] for _ in range(SLOTS)]
+    came: list[list[GenerateResponse]] = [[] for _ in range(SLOTS)]
     requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]
     tasks = [
         asyncio.create_task(engine.generate_segment(request, on_chunk=chunks.append))

@@ -15,7 +15,7 @@ from engine_processes import SECRET, engine_process
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.message import find_fatal
 from asyncrl.engines.engine import EngineServer
-from asyncrl.messages import frames
+from asyncrl.messages import codec
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -32,8 +32,8 @@ def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: P
             async with aclosing(Caller(kind, child.url, SECRET)) as caller:
                 async with aclosing(Caller("breaks", child.url, SECRET)) as breaks:
                     socket = await breaks.connect("/link")
-                    asked = [frames.Asked(n, server.request(max_tokens=LONG), n > 5) for n in range(9)]
-                    await socket.send(frames.submit_frame(asked))
+                    asked = [codec.Asked(n, server.request(max_tokens=LONG), n > 5) for n in range(9)]
+                    await socket.send(codec.submit_frame(asked))
                     await until(EngineServer(caller), lambda now: (now.num_running, now.num_queued) == (4, 5))
                 await until(EngineServer(caller), lambda now: now.num_running + now.num_queued == 0)
                 await socket.close()

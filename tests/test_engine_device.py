@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from asyncrl.messages.calls import CommitRequest, GenerateResponse, SleepRequest, WakeRequest
+from asyncrl.messages.engine_api import CommitRequest, GenerateResponse, SleepRequest, WakeRequest
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.runner import MOST_GRAPHS
@@ -174,12 +174,6 @@ def test_wrong_graphs_are_given_up_and_reported(
     assert engine.health().graphs.startswith("off: ")
     assert why in engine.health().graphs
     assert f"without CUDA graphs: {engine.runner.graphs and engine.runner.graphs.given_up}" in caplog.text
-
-
-def test_deterministic_engine_has_no_graphs(folder: Path) -> None:
-    engine = build_engine(make_spec(folder))
-    engine.runner.take_graphs(4, Recorded)
-    assert engine.runner.graphs is None
 
 
 @pytest.mark.gpu

@@ -14,13 +14,14 @@ from engine_replies import ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from llguidance import LLParserLimits
 from test_engine_resumed import SMALL, turn_until
 from text_tokenizers import byte_level, save
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.serving import Refused
 from asyncrl.messages import token_grammars
-from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, GenerateResponse
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl_servers.embedded.build_engine import build_engine
@@ -180,13 +181,12 @@ def test_bad_grammar_is_refused_and_others_go_on(engine: Engine, monkeypatch: py
         assert refusal.value.status == 400
     free = make_request("free", max_tokens=40)
     (alone,) = answers(engine, free)
-    monkeypatch.setitem(token_grammars._LIMITS, "max_lexer_states", 30)
-    token_grammars._limits.cache_clear()
+    few = LLParserLimits(max_lexer_states=30, verbose_errors=False)
+    monkeypatch.setattr(token_grammars, "grammar_limits", lambda: few)
     many = {"enum": [f"{a}{b}{a}{b}{a}" for a in "abcdefgh" for b in "stuvwxyz"]}
     begun, beside = ask(engine, [asking(many), free])
     turn_until(engine, begun, beside)
     monkeypatch.undo()
-    token_grammars._limits.cache_clear()
     assert drawn(beside.result()) == drawn(alone)
     with pytest.raises(Refused, match="request r7 has a grammar that cannot be followed"):
         begun.result()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from engine_in_process import answered, drawn, make_qwen3, make_request, make_spec, running_engine, stage_file
 from engine_replies import ask
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
-from asyncrl.messages.calls import CommitRequest
+from asyncrl.messages.engine_api import CommitRequest
 from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.sequence import moves_after_removal
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +90,3 @@ def test_nonfinite_weights_end_the_engine(folder: Path, tmp_path: Path) -> None:
     assert isinstance(crashes[0], FloatingPointError)
     assert "policy_version 1" in str(crashes[0])
     assert not future.done(), "the process ends with on_crash: nothing is answered from broken weights"
-
-
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=70), st.integers(0, 69))
-def test_moves_close_a_gap_and_keep_every_other_row(lengths: list[int], number: int) -> None:
-    row, rows = number % len(lengths), list(range(len(lengths)))
-    for source, target in moves_after_removal(row, np.array(lengths)):
-        assert source > target >= row
-        rows[target] = rows[source]
-    assert sorted(rows[:-1]) == [one for one in range(len(lengths)) if one != row]

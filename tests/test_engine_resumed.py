@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_sleep import BOTH, chunk_requests
 
-from asyncrl.messages.calls import (
+from asyncrl.messages.engine_api import (
     CommitRequest,
     GenerateRequest,
     GenerateResponse,

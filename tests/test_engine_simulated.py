@@ -15,8 +15,8 @@ from rollout_cases import virtual
 
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
-BASE: dict[str, Any] = {"name": "engine-0", "slots": 4, "max_length": 1000, "vocab_size": 50, "swap_s": 0.5}
-BASE |= {"decode_step_s": 0.01, "per_row_s": 0.0, "prefill_s_per_token": 0.0}
+BASE: dict[str, Any] = {"name": "engine-0", "slots": 4, "max_length": 1000, "vocab_size": 50}
+BASE |= {"decode_step_s": 0.01, "per_row_s": 0.0}
 BASE |= {"mean_tokens": 1e9, "sigma": 0.0}
 
 
@@ -29,9 +29,8 @@ def make_engine(**overrides: Any) -> SimulatedEngine:
     [
         ({}, [(100, 3), (50, 3), (50, 3), (50, 3), (50, 3)], [1.0, 0.5, 0.5, 0.5, 1.0]),
         ({"per_row_s": 0.01}, [(100, 3), (50, 3)], [50 * 0.03 + 50 * 0.02, 50 * 0.03]),
-        ({"prefill_s_per_token": 0.1}, [(10, 20)], [2.1]),
     ],
-    ids=["slots bound them", "each makes the step longer", "prefill stops decoding"],
+    ids=["slots bound them", "each makes the step longer"],
 )
 @virtual
 async def test_requests_take_the_time_of_their_steps(

@@ -31,8 +31,14 @@ from test_engine_lora import adapters, lora_request
 from asyncrl.base.http import Caller
 from asyncrl.base.serving import Refused
 from asyncrl.engines.engine import EngineServer
-from asyncrl.messages.base import EnginePart, Moved
-from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
+from asyncrl.messages.engine_api import (
+    CommitRequest,
+    EnginePart,
+    LoadChunkRequest,
+    SleepRequest,
+    TransferStats,
+    WakeRequest,
+)
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
@@ -45,11 +51,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("sleep") / "model", num_hidden_layers=2)
 
 
-def sleep(engine: Engine, parts: list[EnginePart] = BOTH) -> Moved:
+def sleep(engine: Engine, parts: list[EnginePart] = BOTH) -> TransferStats:
     return engine.sleep(SleepRequest(parts=parts)).result(timeout=60)
 
 
-def wake(engine: Engine, parts: list[EnginePart] = BOTH) -> Moved:
+def wake(engine: Engine, parts: list[EnginePart] = BOTH) -> TransferStats:
     return engine.wake(WakeRequest(parts=parts)).result(timeout=60)
 
 

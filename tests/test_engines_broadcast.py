@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngineServer
-from fake_vllm import FakeVllm
 from rollout_cases import virtual
 
 from asyncrl.base.errors import EngineError, EngineLost, TrainerError, TrainerLost, WeightsLost
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
-from asyncrl.engines.vllm_process import VllmFacts
-from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
-from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, GroupMember
+from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.sync.push import Push
 from asyncrl.testing.virtual_time import all_blocked
 
@@ -48,13 +44,13 @@ class Receivers:
         self.sender = FakeSender()
         self.store = ""
         how: Any = {"timeout_s": 5.0, "store": lambda: self.store}
-        self.broadcasts = Broadcasts(self.sender.broadcast, Path("/staging"), **how)
-        self.seats: dict[str, list[GroupSeat]] = {}
+        self.broadcasts = BroadcastGroup(self.sender.broadcast, Path("/staging"), **how)
+        self.ranks: dict[str, list[GroupMember]] = {}
         self.failing: dict[str, Exception] = {}
         self.seconds = {"a": 1.0, "b": 1.0}
 
-    async def _take(self, name: str, seat: GroupSeat) -> None:
-        self.seats.setdefault(name, []).append(seat)
+    async def _take(self, name: str, member: GroupMember) -> None:
+        self.ranks.setdefault(name, []).append(member)
         await asyncio.sleep(self.seconds[name])
         if name in self.failing:
             raise self.failing[name]
@@ -75,10 +71,16 @@ async def test_trainer_sends_once_after_all_engines_wait() -> None:
     engines.broadcasts.leave_nowait("c")
     await waiting
     (request,) = engines.sender.asked
-    seat = request.seat
-    assert (request.version, seat.rank, seat.size, seat.timeout_s, seat.is_new) == (1, 0, 5, 5.0, True)
-    assert [engines.seats[name][0].rank for name in "ab"] == [1, 3]
-    assert {seat.path for (seat,) in engines.seats.values()} == {seat.path}
+    member = request.member
+    assert (request.version, member.rank, member.size, member.timeout_s, member.is_new) == (
+        1,
+        0,
+        5,
+        5.0,
+        True,
+    )
+    assert [engines.ranks[name][0].rank for name in "ab"] == [1, 3]
+    assert {member.path for (member,) in engines.ranks.values()} == {member.path}
     with pytest.raises(EngineError, match="did not prepare"):
         await never
 
@@ -94,11 +96,11 @@ async def test_group_is_formed_again_for_a_new_process() -> None:
             engines.store = "10.0.0.2:4000"  # on another node
         else:
             await asyncio.gather(*engines.meet(version, names))
-    are_new = [request.seat.is_new for request in engines.sender.asked]
+    are_new = [request.member.is_new for request in engines.sender.asked]
     assert are_new == [True, False, True, True, False, True, True]
-    assert len({request.seat.path for request in engines.sender.asked}) == are_new.count(True)
-    assert [request.seat.store for request in engines.sender.asked] == [""] * 6 + ["10.0.0.2:4000"]
-    assert [seat.store for seat in engines.seats["b"]][-2:] == ["", "10.0.0.2:4000"]
+    assert len({request.member.path for request in engines.sender.asked}) == are_new.count(True)
+    assert [request.member.store for request in engines.sender.asked] == [""] * 6 + ["10.0.0.2:4000"]
+    assert [member.store for member in engines.ranks["b"]][-2:] == ["", "10.0.0.2:4000"]
 
 
 @pytest.mark.parametrize("who", ["a", "b", "trainer", "a is cut", "b is cut"])
@@ -121,68 +123,23 @@ async def test_early_failure_ends_the_group_for_all(who: str) -> None:
     assert who != "trainer" or all("a member is gone" in str(outcome) for outcome in outcomes)
     sender.failure, sender.seconds, engines.failing, engines.seconds = None, 1.0, {}, {"a": 1.0, "b": 1.0}
     await asyncio.gather(*engines.meet(1))
-    assert sender.asked[-1].seat.is_new
-    assert sender.asked[-1].seat.path != sender.asked[0].seat.path
-
-
-class ReceivingVllm(FakeVllm):
-    """The fake, with vLLM's own weight-transfer routes."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.infos: list[dict[str, Any]] = []
-
-    async def _control(self, route: str, sent: dict[str, Any], query: dict[str, str]) -> Any:
-        if route in ("/init_weight_transfer_engine", "/update_weights"):
-            self.infos.append(sent)
-        if route == "/finish_weight_update":
-            assert self.pause is not None, "a load while something may run"
-            self.weights = float(self.infos[-1]["update_info"]["version"])
-        return await super()._control(route, sent, query)
-
-
-UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-UPDATE += ["/update_weight_version", "/resume"]
-JOIN = "/init_weight_transfer_engine"
-
-
-@virtual
-async def test_vllm_commit_calls_its_routes_in_order() -> None:
-    broadcasts, servers = Broadcasts(FakeSender().broadcast, Path("/staging"), timeout_s=5.0), []
-    fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
-    for fake in fakes:
-        facts = VllmFacts("/model", "float32", fake.slots, 1000, (), "cpu")
-        servers.append(VllmServer(fake, facts=facts, rules=PushRules(1e-3)))
-        servers[-1].meeting = broadcasts
-        await servers[-1].ready(10.0)
-        fake.calls.clear()
-    for version in (1, 2):
-        sent = {"version": version, "digest": f"d{version}", "num_tensors": 2, "num_bytes": 8}
-        manifest = ExportResponse(path="", is_held=True, **sent)
-        await asyncio.gather(*(server.prepare(manifest) for server in servers))
-        await asyncio.gather(*(server.commit(version, f"d{version}", "abort") for server in servers))
-    assert [server.policy_version for server in servers] == [2, 2]
-    for fake in fakes:
-        routes = [call.partition("?")[0] for call in fake.calls]
-        ours = [route for route in routes if route in (*UPDATE, JOIN, "/pause")]
-        assert ours == ["/pause", JOIN, *UPDATE, "/pause", *UPDATE]
-        assert fake.infos[1]["update_info"] == sent | {"version": 1, "digest": "d1"}
+    assert sender.asked[-1].member.is_new
+    assert sender.asked[-1].member.path != sender.asked[0].member.path
 
 
 class SentEngine(FakeEngineServer):
-    """A fake engine that receives weights, keeps its seats and refuses a number of pushes."""
+    """A fake engine that receives weights, keeps its ranks and refuses a number of pushes."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, prepare_s=1.0, swap_s=0.1)
-        self.seats: list[GroupSeat] = []
+        self.ranks: list[GroupMember] = []
         self.num_refused = 0
 
     async def _handle(self, path: str, body: Any) -> Any:
         if path == "/prepare":
-            assert body.seat is not None
+            assert body.member is not None
             assert body.path == ""
-            self.seats.append(body.seat)
+            self.ranks.append(body.member)
             if self.num_refused:
                 self.num_refused -= 1
                 await asyncio.sleep(0.5)
@@ -201,14 +158,14 @@ class SentEngines:
             await self.is_up.wait()
 
         how: Any = {"timeout_s": 5.0, "wait_up": wait_up}
-        broadcasts = Broadcasts(self.sender.broadcast, Path("/staging"), **how)
+        broadcasts = BroadcastGroup(self.sender.broadcast, Path("/staging"), **how)
         self.fakes = [SentEngine("engine-0"), SentEngine("engine-1")]
-        self.clients = [EngineServer(fake, meeting=broadcasts) for fake in self.fakes]
+        self.clients = [EngineServer(fake, broadcast_group=broadcasts) for fake in self.fakes]
         self.lost: list[str] = []
 
     def _on_lost(self, error: EngineLost) -> None:
         self.lost.append(error.room)
-        self.clients[int(error.room[-1])].cut_nowait()
+        self.clients[int(error.room[-1])].disconnect_nowait()
 
     async def push(self, version: int) -> None:
         sent: Any = {"version": version, "digest": f"d{version}", "num_tensors": 2, "num_bytes": 8}
@@ -237,7 +194,7 @@ async def test_our_engine_samples_while_it_receives() -> None:
     assert engines.versions == [2, 2]
     assert [len(engines.sender.asked), engines.lost] == [2, []]
     for rank, fake in enumerate(engines.fakes, 1):
-        assert [(seat.rank, seat.size, seat.is_new) for seat in fake.seats] == [
+        assert [(member.rank, member.size, member.is_new) for member in fake.ranks] == [
             (rank, 3, True),
             (rank, 3, False),
         ]

@@ -16,10 +16,10 @@ from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages import frames
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import ExportResponse
-from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages import codec
+from asyncrl.messages.engine_api import Interrupt
+from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.testing.virtual_time import all_blocked
 
 DECODE_S = 0.01
@@ -51,7 +51,7 @@ async def uninterrupted(request: SamplingRequest, end_fraction: float = 0.0) -> 
     try:
         return await pool.generate(request)
     finally:
-        pool.servers[0].cut_nowait()  # close its link
+        pool.servers[0].disconnect_nowait()  # close its link
 
 
 KINDS = ["die", "up", "all", "one", "abort", "keep", "keep_kv", "wait"]
@@ -84,7 +84,7 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
     num_kept = num_kept if num_kept < len(expected.token_ids) else 0
     if num_kept:
         ids, logprobs = expected.token_ids[:num_kept], expected.behaviour_logprobs[:num_kept]
-        partial = PartialCompletion(ids, logprobs, (VersionSpan(0, num_kept, 0, engine=0),), 0)
+        partial = Completion(ids, logprobs, (VersionSpan(0, num_kept, 0, engine=0),))
     pool, fakes = make_pool(2, leaves_lost=True, slots=2, swap_s=0.003, end_fraction=end_fraction)
     for fake in fakes:
         fake.chunk_tokens = chunk_tokens or 1
@@ -95,7 +95,7 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
     async def bring_up(index: int) -> None:
         if fakes[index].has_ended.is_set():
             fakes[index].restart()
-            pool.servers[index].renew_nowait()
+            pool.servers[index].reset_nowait()
             if version:
                 await publish(pool.servers[index], version)
             pool.up_nowait(fakes[index].name)
@@ -164,7 +164,7 @@ async def test_interrupted_requests_keep_their_slots() -> None:
 @virtual
 async def test_every_token_has_its_version_and_server() -> None:
     pool, fakes = make_pool(2, leaves_lost=True)
-    kept = PartialCompletion((97,), (-1.0,), (VersionSpan(0, 1, 0),))
+    kept = Completion((97,), (-1.0,), (VersionSpan(0, 1, 0),))
     request = make_request(max_tokens=10)
     async with asyncio.TaskGroup() as tasks:
         moved = tasks.create_task(pool.generate(request, on_tokens=lambda _: None))
@@ -226,8 +226,8 @@ async def test_queued_requests_move_to_a_returned_server(interrupt: Interrupt, i
     assert sum(fake.tokens_generated for fake in fakes) == 800, "and nothing was sampled twice"
 
 
-BROKEN = frames.refused_frame(0, 500, ErrorBody(error="no memory", way_out="lower it."))
-NO_TOKENS = frames.write_frame("sampled", {name: [0] for name in frames.LAYOUTS["sampled"]})
+BROKEN = codec.refused_frame(0, 500, ErrorBody(error="no memory", way_out="lower it."))
+NO_TOKENS = codec.write_frame("sampled", {name: [0] for name in codec.LAYOUTS["sampled"]})
 
 
 @virtual

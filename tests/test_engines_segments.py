@@ -11,42 +11,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.base.errors import EngineError
-from asyncrl.engines.pool import Router, Seat, SegmentJoin
+from asyncrl.engines.pool import Charge, Router, SegmentJoin
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
-from asyncrl.messages.records import PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
 
-PARTIAL = PartialCompletion((11, 12, 13), (-1.0, -2.0, -3.0), (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)), 2)
+PARTIAL = Completion(
+    (11, 12, 13), (-1.0, -2.0, -3.0), (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)), num_interruptions=2
+)
 
 
 def make_request(max_tokens: int) -> SamplingRequest:
     return SamplingRequest("r0", (1, 2), max_tokens, temperature=1.0)
 
 
-def chunk(*tokens: int, version: int = 2, **changes: Any) -> GenerateChunk:
-    values = {"token_ids": list(tokens), "logprobs": [-float(token) for token in tokens], "version": version}
-    return GenerateChunk.model_construct(**(values | changes))
+def chunk(*tokens: int, **changes: Any) -> GenerateResponse:
+    return rest(None, *tokens, **changes)
 
 
-def rest(reason: str, *tokens: int, version: int = 2, **changes: Any) -> GenerateResponse:
-    values = chunk(*tokens).model_dump(exclude={"version"}) | {"request_id": "r0", "finish_reason": reason}
+def rest(reason: str | None, *tokens: int, version: int = 2, **changes: Any) -> GenerateResponse:
+    values: dict[str, Any] = {"token_ids": list(tokens), "logprobs": [-float(token) for token in tokens]}
     values["version_spans"] = spans((0, len(tokens), version)) if tokens else []
-    return GenerateResponse(**(values | changes))
+    return GenerateResponse(**({"request_id": "r0", "finish_reason": reason} | values | changes))
 
 
-def spans(*which: tuple[int, int, int]) -> list[Span]:
-    return [Span(start=start, end=end, version=version) for start, end, version in which]
+def spans(*which: tuple[int, int, int]) -> list[VersionSpan]:
+    return [VersionSpan(*span) for span in which]
 
 
-def check(*parts: GenerateChunk | GenerateResponse) -> None:
+def check(*parts: GenerateResponse) -> None:
     """A request of three tokens to a server that had confirmed version 2, and was offered 3."""
     request = GenerateRequest(request_id="r0", prompt_ids=[5, 6], max_tokens=3)
     checked = SegmentCheck("engine-0", request, oldest=2)
     for part in parts:
-        if isinstance(part, GenerateChunk):
-            checked.chunk(part, newest=3)
-        else:
-            checked.end(part, newest=3)
+        checked.accept(part, newest=3)
 
 
 def test_an_answer_that_can_be_passes() -> None:
@@ -58,7 +56,6 @@ def test_an_answer_that_can_be_passes() -> None:
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ([rest("stop", 7, request_id="g9")], "the answer to g9"),
         ([rest("length", 7, 8, 9, logprobs=[-1.0])], "1 logprobs for 3 tokens"),
         ([rest("stop")], "finish_reason stop after 0 tokens"),
         ([rest("stop", 7, token_ids=[-1])], "token id -1"),
@@ -78,7 +75,7 @@ def test_impossible_answer_is_an_engine_error(parts: list[Any], says: str) -> No
 
 
 def test_partial_tokens_are_told_after_each_interruption() -> None:
-    told: list[PartialCompletion] = []
+    told: list[Completion] = []
     join = SegmentJoin(make_request(8), PARTIAL, told.append)
     for segment in (rest("abort", 14, version=5), rest("abort"), rest("abort", 15, 16, version=6)):
         join.add(segment)
@@ -125,7 +122,7 @@ def test_request_queues_only_without_a_free_slot(
     steps: list[tuple[str, int]], num_servers: int, slots: int, random: Random
 ) -> None:
     router = Router(num_servers, slots)
-    open_requests: list[tuple[ExitStack, Seat]] = []
+    open_requests: list[tuple[ExitStack, Charge]] = []
 
     def take(key: str) -> None:
         had_room = min(router.load[index] for index in router.up) < slots

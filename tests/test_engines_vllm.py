@@ -12,9 +12,9 @@ from vllm_house import SLOTS, House
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, Interrupt
 from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.trainer_api import ExportResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -137,14 +137,11 @@ def test_wrongly_loaded_weights_are_not_announced(house: House, fault: str) -> N
     async def story(server: VllmServer) -> None:
         before = server.policy_version
         house.process.rpc("asyncrl_plant", fault=fault)
-        says = f"does not compute with the weights of policy_version {before + 1} .*2 of 2 attempts"
-        with pytest.raises(EngineError, match=says):
+        with pytest.raises(EngineError, match=f"does not compute with policy_version {before + 1}"):
             await push(server, next_of(server, house, 30 + before))
         assert server.policy_version == before
-        with pytest.raises(EngineLost, match="weights are those of no version"):
+        with pytest.raises(EngineLost, match="belong to no version"):
             await server.generate_segment(house.request())
 
-    house.warnings.clear()
     house.run(story)
-    assert len(house.warnings) == 1, "the first attempt was followed by another"
     mend(house)

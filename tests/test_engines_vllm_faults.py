@@ -32,8 +32,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_routes import GENERATE
 from asyncrl.engines.vllm_sampling import joint_watch
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import GenerateResponse
+from asyncrl.messages.engine_api import GenerateResponse, Interrupt
 from asyncrl.testing.virtual_time import all_blocked
 
 PHASES = ["/pause", "/abort_requests", "asyncrl_load", "/update_weight_version", "/resume"]
@@ -41,7 +40,7 @@ PHASES = ["/pause", "/abort_requests", "asyncrl_load", "/update_weight_version",
 
 async def another_process(fake: FakeVllm, server: VllmServer) -> None:
     fake.restart()
-    server.renew_nowait()
+    server.reset_nowait()
     await server.ready(10.0)
 
 
@@ -55,14 +54,14 @@ async def test_failed_canary_ends_the_commit_and_requests_move_on(
     def on_lost(error: EngineLost) -> None:
         told.append(error.is_told)
         pool.down_nowait(error.room)
-        server.cut_nowait()
+        server.disconnect_nowait()
 
     pool = EnginePool([server], slots=SLOTS, on_lost=on_lost)
-    fake.wrong_loads = [2.0, 3.0]
+    fake.wrong_loads = [2.0]
     async with asyncio.TaskGroup() as tasks:
         running = some(tasks, pool, SLOTS, 100)
         await asyncio.sleep(5 * DECODE_S)
-        says = r"engine-0: does not compute with the weights of policy_version 1 .*2 of 2 attempts"
+        says = "engine-0: does not compute with policy_version 1"
         with pytest.raises(EngineError, match=says) as caught:
             await publish(server, 1, interrupt)
         assert not isinstance(caught.value, EngineLost)
@@ -87,8 +86,8 @@ async def test_wrong_weights_behind_a_200_are_not_announced(
     elif fault == "wrong label":
         fake.ignored.add("/update_weight_version")
     else:
-        fake.wrong_loads = [fake.weights] * 2
-    with pytest.raises(EngineError, match="does not compute with the weights of policy_version 2"):
+        fake.wrong_loads = [fake.weights]
+    with pytest.raises(EngineError, match="does not compute with policy_version 2"):
         await publish(server, 2)
     assert server.policy_version == 1
 
@@ -109,7 +108,7 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
         nonlocal begun
         begun = True
         if how == "cut":
-            server.cut_nowait()
+            server.disconnect_nowait()
         elif how == "dies":
             fake.die()
         elif how == "refuses":
@@ -142,15 +141,6 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
         await another_process(fake, server)
         await publish(server, 1, interrupt)
     check_logprobs(await server.generate_segment(request("again")))
-
-
-@with_server
-async def test_impossible_answer_is_an_error_and_none_a_loss(fake: FakeVllm, server: VllmServer) -> None:
-    fake.gives_nan = True
-    with pytest.raises(EngineError, match="logprob nan"):
-        await server.generate_segment(request())
-    fake.die()
-    assert "the connection broke" in str(await lost(server.generate_segment(request())))
 
 
 @with_server

@@ -15,8 +15,8 @@ from vllm_house import House, vllm_house
 from asyncrl.base.errors import EngineError
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import write_adapter_folder
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.engine_api import Interrupt
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.weights.export import export_weights
 
 RANK, SCALE = 4, 0.35

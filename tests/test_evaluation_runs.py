@@ -18,8 +18,8 @@ from rollout_cases import single_turn, virtual
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
 
 KEPT_EXPORTS = 2

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.observe.show import render_status
 from job_runs import read_lines, write_config
 from typer.testing import CliRunner
 
@@ -17,6 +16,7 @@ from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
 from asyncrl.job.report import Reporter
 from asyncrl.launch.plan import trainer_threads
+from asyncrl.observe.show import render_status
 from asyncrl.rollouts.evaluation import EvalResult, Sample
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 
@@ -31,7 +31,7 @@ def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: An
     config = write_config(
         tmp_path,
         eval={"task": LETTERS},
-        observe={"console": "plain", "trackers": ["tensorboard"], "tracker_close_s": 600},
+        observe={"console": "plain", "trackers": ["tensorboard"]},
     )
     (tmp_path / "config.yaml").write_text(config.read_text())
     reporter = Reporter(load_config(config), tmp_path, "test")

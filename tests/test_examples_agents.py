@@ -19,11 +19,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from job_runs import read_lines
 
 from asyncrl.agents import Outcome, Task
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.agents.harness import Session, build_harness
 from asyncrl.base.user_code import load_object
 from asyncrl.config import GeneratorConfig, load_config
-from asyncrl.tasks import Feed, build_task
+from asyncrl.tasks import PromptSource, TaskPrompts, build_task
 
 ROOT = Path(__file__).parents[1]
 
@@ -251,7 +251,7 @@ def test_the_chat_template_of_the_examples_shows_the_tools_and_reads_the_calls_b
 )
 def test_the_agents_configs_load_and_their_prompts_fit(name: str) -> None:
     config = load_config(ROOT / name)
-    feed = Feed(build_task(config.task, config.seed), seed=config.seed, shuffle=True)
+    feed = PromptSource(TaskPrompts(build_task(config.task, config.seed), seed=config.seed, shuffle=True))
     texts = [feed.next_nowait().messages[-1]["content"] for _ in range(100)]
     if config.model.scratch is not None:
         assert set("".join(texts)) <= set(config.model.scratch.characters)

@@ -28,23 +28,22 @@ from vllm_process import vllm_process
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.engines.segment_check import RoutedTokens
-from asyncrl.engines.vllm_process import VllmFacts, check_settings
+from asyncrl.engines.vllm_process import VllmRequirements, check_settings
 from asyncrl.engines.vllm_routes import ServerInfo
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
-from asyncrl.messages.base import NO_EXPERT, Interrupt
-from asyncrl.messages.calls import (
-    BatchArrays,
-    BatchHeader,
+from asyncrl.messages.codec import Asked, Sampled
+from asyncrl.messages.engine_api import (
+    NO_EXPERT,
     CommitRequest,
-    ExportResponse,
     GenerateRequest,
     GenerateResponse,
+    Interrupt,
     LoadChunkRequest,
     PrepareRequest,
 )
-from asyncrl.messages.frames import Asked, Sampled
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.generators import make_trajectory
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
@@ -347,7 +346,7 @@ def test_replay_is_refused_without_routers(tiny_model_dir: Path, tmp_path: Path)
 
 
 def test_vllm_server_that_tells_no_experts_is_refused() -> None:
-    facts = VllmFacts("/model", "float32", 4, 1000, (), "cpu", returns_routing=True)
+    facts = VllmRequirements("/model", "float32", 4, 1000, (), "cpu", returns_routing=True)
     model = {"model": "/model", "dtype": "torch.float32", "max_model_len": 1000}
     model["logprobs_mode"] = "processed_logprobs"
     config: dict[str, Any] = {"model_config": model, "scheduler_config": {"max_num_seqs": 4}}

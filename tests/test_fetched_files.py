@@ -17,8 +17,8 @@ from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
 from asyncrl.base.http import Caller
 from asyncrl.launch.on_ray import fetched_files
 from asyncrl.launch.on_ray.fetched_files import NUM_KEPT, FetchedFiles
-from asyncrl.messages.base import FileRequest
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.engine_api import FileRequest
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.node_files import NodeFiles
 
 SECRET = "a secret of this run"

@@ -20,7 +20,7 @@ from asyncrl.agents.endpoint.engine_route import LONG_BODY
 from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
 from asyncrl.agents.endpoint.forms.anthropic_written import anthropic_error
 from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
-from asyncrl.agents.endpoint.forms.thoughts import signature_of
+from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
 from asyncrl.messages.records import Outcome
 

@@ -18,7 +18,8 @@ from text_tokenizers import byte_level, save
 from tokenizers import AddedToken
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats
-from asyncrl.agents.endpoint.chats import left_out
+from asyncrl.agents.endpoint.prefix_match import left_out
+from asyncrl.agents.endpoint.reasoning import THINKING
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -149,12 +150,12 @@ def test_what_follows_a_call_is_not_said_twice_in_whatever_form_it_was_written(
 def test_what_a_message_says_is_found_however_it_is_written_and_what_is_not_there_is_named() -> None:
     said = [user(text) for text in ("one", 'the "two"', "drei \u00fc", "Four  and\nfive")]
     text = r'one {"the \"two\""} drei \u00fc FOUR AND FIVE'
-    assert left_out(said, text) is None
-    assert left_out([*said, user("six")], text) == 4
+    assert left_out(said, text, THINKING) is None
+    assert left_out([*said, user("six")], text, THINKING) == 4
     many = [user(f"message {number} says something") for number in range(3000)]
     whole = "".join(message["content"] for message in many)
-    assert left_out(many, whole) is None
-    assert left_out([*many, user("no")], whole) == 3000
+    assert left_out(many, whole, THINKING) is None
+    assert left_out([*many, user("no")], whole, THINKING) == 3000
 
 
 def test_a_message_that_the_template_leaves_out_is_refused_with_the_reason(load: Load) -> None:
@@ -209,7 +210,7 @@ def test_a_call_with_other_settings_goes_on_from_the_same_answers(load: Load) ->
     chat: list[Message] = [user("Hi.")]
     renderer: Any = capture._renderer
     for number, settings in enumerate(({}, {"enable_thinking": False}, None, {"enable_thinking": False})):
-        draft = capture.draft(chat, None, settings=settings)
+        draft = capture.match(chat, None, settings=settings)
         assert draft.text.endswith("<think>\n\n</think>\n\n") == bool(settings)
         planned = capture.plan(draft, renderer.encode(draft.text))
         assert planned.how in (("new",) if not number else ("extended", "realigned"))

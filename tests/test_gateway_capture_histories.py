@@ -16,8 +16,8 @@ from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
-from asyncrl.agents.endpoint.chats import THINKING, split_thought
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
+from asyncrl.agents.endpoint.reasoning import THINKING, split_thought
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
@@ -94,7 +94,7 @@ class History:
         self.thinking = ("<", "|") if habit == "strips" else THINKING
         self.capture = Capture(self.renderer, self.counts, self.thinking)
         self.chats: list[list[Message]] = []
-        self.planned: list[Planned] = []
+        self.planned: list[PromptPlan] = []
 
     def round(self, calls: list[Call], order: Any) -> None:
         """Plan all, then answer each; the answers are known to the calls of the next round."""
@@ -122,17 +122,17 @@ class History:
             chat[0] = user("edited")
         return (chat[1:] if call.kind == "drop_front" else chat) + new
 
-    def _check_prompt(self, planned: Planned, messages: list[Message], prefill: str) -> None:
+    def _check_prompt(self, planned: PromptPlan, messages: list[Message], prefill: str) -> None:
         parent = planned.parent
         if parent is not None:
             prompt_ids, sampled = self.engine.sampled[parent.name]
             assert tuple(planned.prompt_ids.tolist())[: planned.num_reused] == prompt_ids + sampled.token_ids
-        if planned.draft is not None and planned.draft.asked is not None:
+        if planned.match is not None and planned.match.text_hash is not None:
             assert planned.how != "realigned"
             text = self.renderer.decode(tuple(planned.prompt_ids.tolist()), skip_special_tokens=False)
             assert text == self.renderer.render(messages) + prefill
 
-    def _answer(self, planned: Planned, messages: list[Message], call: Call, index: int) -> None:
+    def _answer(self, planned: PromptPlan, messages: list[Message], call: Call, index: int) -> None:
         choice = call.choices[index]
         text, is_ended = choice.raw
         completion = self.engine.sample(self.renderer.encode(text + END * is_ended))
@@ -245,7 +245,7 @@ def play(tree: Tree, habit: Habit, order: Random) -> Rollout:
     capture = Capture(renderer, GatewayStats())
     rewards: dict[str, float] = {}
     ready: list[tuple[list[Message], Tree]] = [([user(text)], then) for text, _, then in tree]
-    asked: list[tuple[list[Message], Tree, Planned]] = []
+    asked: list[tuple[list[Message], Tree, PromptPlan]] = []
     while ready or asked:
         if ready and (not asked or order.random() < 0.5):
             messages, then = ready.pop(order.randrange(len(ready)))

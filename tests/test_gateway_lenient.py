@@ -10,7 +10,6 @@ from gateway_cases import HI, RULES, ScriptedEngine, gateway_world, in_loop
 
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.requests import MAX_LOGGED, ChatRequest, RequestReader
-from asyncrl.agents.endpoint.tool_calls import HermesFormat
 from asyncrl.messages.records import Outcome
 
 
@@ -65,14 +64,15 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-@pytest.mark.parametrize("close", [HermesFormat.close, None])
+@pytest.mark.parametrize("tool_format", ["hermes", "toolcall"])
 @in_loop
 async def test_one_call_ends_the_turn_where_the_format_shows_its_end_and_else_the_first_one_is_given(
-    monkeypatch: pytest.MonkeyPatch, close: str | None
+    tool_format: str,
 ) -> None:
-    monkeypatch.setattr(HermesFormat, "close", close)
-    two = CALL % 1 + "\n" + CALL % 2
-    async with gateway_world(ScriptedEngine(lambda _: two)) as world:
+    has_end = tool_format == "hermes"
+    written = CALL if has_end else CALL.replace("tool_call>", "TOOLCALL>")
+    two = written % 1 + "\n" + written % 2
+    async with gateway_world(ScriptedEngine(lambda _: two), tool_format=tool_format) as world:
         asked: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
         _, answer = await world.post({"messages": HI, **asked})
         message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
@@ -81,9 +81,9 @@ async def test_one_call_ends_the_turn_where_the_format_shows_its_end_and_else_th
         result = {"role": "tool", "tool_call_id": call["id"], "content": "7"}
         assert (await world.post({"messages": [*HI, message, result], **asked}))[0] == 200
         (branch,) = world.session.rollout(0, Outcome(), 0.0)
-        sampled = CALL % 1 if close else two + "<|end|>"
+        sampled = written % 1 if has_end else two + "<|end|>"
         text = world.engine.tokenizer.decode(branch.token_ids.tolist(), skip_special_tokens=False)
-        assert text.partition("assistant\n")[2].startswith(sampled + ("" if close is None else "<|end|>"))
+        assert text.partition("assistant\n")[2].startswith(sampled + "<|end|>" * has_end)
         assert "7" in text, "the tool's result is there"
         _, both = await world.post({"messages": HI, "tools": TOOLS, "parallel_tool_calls": True})
         assert len(both["choices"][0]["message"]["tool_calls"]) == 2
@@ -94,13 +94,13 @@ async def test_settings_of_the_template_are_passed_on_and_an_effort_where_the_te
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     got: list[Any] = []
-    draft = Capture.draft
+    draft = Capture.match
 
     def drafting(*args: Any, settings: Any = None, **more: Any) -> Any:
         got.append(settings)
         return draft(*args, **more)
 
-    monkeypatch.setattr(Capture, "draft", drafting)
+    monkeypatch.setattr(Capture, "match", drafting)
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     for reads_effort, effort in ((True, {"reasoning_effort": "low"}), (False, {})):
         async with gateway_world(reads_effort=reads_effort) as world:

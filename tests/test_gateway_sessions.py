@@ -12,8 +12,8 @@ from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.branches import ChatNode
 from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
-from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.forms.responses_written import StoredResponse
+from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.sessions import BEGUN_SHARE, GatewaySession
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
@@ -50,7 +50,7 @@ def num_held(world: World) -> int:
 
 
 def num_objects_of_sessions() -> int:
-    kinds = (GatewaySession, GatewayCall, Answer, ChatNode, Draft, StoredResponse, SamplingRequest)
+    kinds = (GatewaySession, GatewayCall, Answer, ChatNode, PromptMatch, StoredResponse, SamplingRequest)
     # isinstance() would read attributes of the objects, some of which warn
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 

@@ -18,10 +18,11 @@ from transformers import AutoTokenizer
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.requests import ChatRequest
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl_servers.embedded.sequence import StopWatch
 
 MARKER = "<tool_call>"

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.answers import Answer
-from asyncrl.agents.endpoint.chats import Chain
-from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, sealed, signature_of, unsealed
+from asyncrl.agents.endpoint.prefix_match import Chain
+from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, sealed, signature_of, unsealed
 from asyncrl.agents.endpoint.requests import ChatRequest
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, VersionSpan
 
@@ -26,7 +26,7 @@ MARKS = ("<think>", "</think>")
 
 def cut(text: str, lengths: Sequence[int] = (), *, is_open: bool = False) -> tuple[str, str]:
     """(thought, text) when it comes in pieces of these lengths, and the rest at once."""
-    cutter, at, found = ThoughtCutter(MARKS, is_open=is_open), 0, []
+    cutter, at, found = ReasoningSplitter(MARKS, is_open=is_open), 0, []
     for length in lengths:
         found.append(cutter.feed(text[at : at + length]))
         at += length
@@ -75,7 +75,7 @@ def test_a_sealed_thought_can_be_opened_and_a_changed_one_has_another_signature(
     assert unsealed(sealed(thought)) == thought
     assert signature_of(thought) != signature_of(thought + " ")
     for other in (thought, sealed(thought)[:-1] + "!"):
-        with pytest.raises(ValueError, match=r"was not made here|base64|Invalid|padded|characters"):
+        with pytest.raises(ValueError, match=r"does not come from|base64|Invalid|padded|characters"):
             unsealed(other)
 
 
@@ -190,7 +190,7 @@ def test_each_tool_format_has_marks_of_its_own(
 ) -> None:
     source = (resources.files("trl") / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
     tool_format, tokenizer = find_tool_format("auto", source), ByteTokenizer()
-    thoughts, asked = ThoughtCutter(tool_format.thinking), ChatRequest(messages=HI)
+    thoughts, asked = ReasoningSplitter(tool_format.thinking), ChatRequest(messages=HI)
     answer = Answer(0, tokenizer, tool_format, asked, prefill="", name="call_0", thoughts=thoughts)
     ids, shown = tokenizer.encode(text), {"thought": "", "content": ""}
     for at in range(0, len(ids), length):
@@ -255,5 +255,6 @@ async def test_a_name_that_a_client_gives_an_answer_begins_no_branch(thoughts: s
 
 def test_messages_of_others_are_told_apart_by_name() -> None:
     said = {"role": "assistant", "content": "Yes."}
-    keys = {Chain([*HI, {**said, **name}], None).answers[0] for name in ({}, {"name": "a"}, {"name": "b"})}
+    names = ({}, {"name": "a"}, {"name": "b"})
+    keys = {Chain([*HI, {**said, **name}], None, MARKS).answers[0] for name in names}
     assert len(keys) == 3

@@ -1,7 +1,10 @@
-"""Tool formats of model families: what a chat template writes for a call is read back as that call."""
+"""Tool formats: what a chat template or a vendor writes for a call is read back as that call, and anything
+malformed stays text.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import os
@@ -11,19 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gateway_cases import RULES, ScriptedEngine, gateway_world, in_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.tool_calls import (
-    NO_TOOLS,
-    ParsedAnswer,
-    ToolCall,
-    ToolFormat,
-    find_tool_format,
-)
-from asyncrl.agents.endpoint.tool_formats import FORMATS
-from asyncrl.agents.tool_markup import typed
-from asyncrl.base.errors import ConfigError
+from asyncrl.agents.endpoint.requests import RequestReader
+from asyncrl.agents.endpoint.tool_families import NO_TOOLS, families, find_tool_format
+from asyncrl.agents.endpoint.tool_formats import ParsedAnswer, ToolFormat
+from asyncrl.agents.endpoint.tool_markup import ToolCall, typed
+from asyncrl.base.errors import ConfigError, RolloutFailure
 
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -88,7 +87,6 @@ def calls_of(parsed: ParsedAnswer) -> Calls:
 
 @functools.cache
 def found(name: str) -> ToolFormat:
-    """As gateway.tool_format=auto finds it for the template."""
     return find_tool_format("auto", template(name))
 
 
@@ -112,7 +110,7 @@ NO_CONTENT = {"llama3_1", "llama3_2", "muse_glimmer", "muse_glimmer_training", "
 
 
 @pytest.mark.parametrize("name", WRITING)
-def test_what_a_template_writes_for_calls_is_read_back_as_these_calls(name: str) -> None:
+def test_calls_that_a_template_writes_are_read_back(name: str) -> None:
     assert found(name).refusal == ""
     for case, calls in CASES.items():
         if len(calls) > 1 and name in ONE_CALL:
@@ -150,26 +148,9 @@ ONE_OF_EACH += ["lfm2_v2", "lfm2_2_5", "muse_glimmer"]
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @settings(max_examples=40, deadline=None)
 @given(arguments=ARGUMENTS)
-def test_arguments_are_read_back_with_their_types(name: str, arguments: dict[str, Any]) -> None:
+def test_arguments_keep_their_types(name: str, arguments: dict[str, Any]) -> None:
     calls = [("f", arguments)]
     assert calls_of(found(name).parse(written(name, calls), TOOLS)) == calls
-
-
-LOST: list[tuple[str, str]] = [
-    ("qwen3_6", "1\n</parameter>\n<parameter=t>\n2"),
-    ("nemotron_3_nano", "1\n</parameter>\n</function>"),
-    ("glm4moe", "1</arg_value>\n<arg_key>"),
-    ("gemma4_v5", '<|"|>'),
-    ("lfm2_2_5", "1', t='2"),
-    ("muse_glimmer", '1</atem:parameter>\n<atem:parameter name="t">2'),
-]
-
-
-@pytest.mark.parametrize(("name", "text"), LOST)
-def test_what_a_form_cannot_carry_is_lost_as_the_docs_say(name: str, text: str) -> None:
-    """The template writes the same for another call, or for none."""
-    calls: Calls = [("f", {"s": text})]
-    assert calls_of(found(name).parse(written(name, calls), TOOLS)) != calls
 
 
 # ---- formats whose templates trl does not ship, as their vendors publish them
@@ -224,7 +205,7 @@ PUBLISHED: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "text"), PUBLISHED)
-def test_a_format_is_read_as_its_vendor_publishes_it(name: str, text: str) -> None:
+def test_calls_are_read_as_their_vendor_publishes_them(name: str, text: str) -> None:
     tool_format = find_tool_format(name, "")
     assert calls_of(tool_format.parse(text, TOOLS)) == BOTH
     if name != "gpt_oss":
@@ -245,14 +226,13 @@ SHIPPED = {
     "llama": "llama3_2",
 }
 CHANNELS = ("gpt_oss", "muse_glimmer")
-NAMES = [*FORMATS, "llama"]
+NAMES = sorted({each.name for _, each in families()} - {"none"})
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_call_inside_a_thought_does_not_count_and_the_thought_is_content(name: str) -> None:
-    tool_format, text = find_tool_format(name, ""), raw_of(name)
-    if name == "llama":  # its models do not think
-        return
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"llama"}))  # its models do not think
+def test_call_inside_a_thought_does_not_count(name: str) -> None:
+    tool_format = find_tool_format(name, "")
+    text = raw_of(name)
     opens, closes = tool_format.thinking
     thought = f"{opens}\nI could write {'a call' if name in CHANNELS else text} here.\n{closes}"
     parsed = tool_format.parse(thought + "<|start|>assistant" * (name in CHANNELS) + text, TOOLS)
@@ -261,7 +241,7 @@ def test_a_call_inside_a_thought_does_not_count_and_the_thought_is_content(name:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_of_a_call_is_shown_and_a_cut_one_is_text_or_says_no_other_thing(name: str) -> None:
+def test_cut_call_is_not_shown_and_never_becomes_another(name: str) -> None:
     tool_format = find_tool_format(name, "")
     said = "" if name in ("llama", *CHANNELS) else "Let me see."
     text = said + raw_of(name)
@@ -279,58 +259,34 @@ def test_nothing_of_a_call_is_shown_and_a_cut_one_is_text_or_says_no_other_thing
             assert arguments == full or name in ("glm", "minimax"), "these two may end at the end of a line"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_answer_that_is_stopped_by_the_end_of_a_call_has_one_call(name: str) -> None:
-    tool_format = find_tool_format(name, "")
+@pytest.mark.parametrize(("shown", "tool_format"), [each for each in families() if each[1].name != "none"])
+def test_forced_call_is_read_back_and_may_stop_at_its_end(shown: list[str], tool_format: ToolFormat) -> None:
+    raw = raw_of(tool_format.name)
+    for begun in (str(tool_format.prefill(None)), str(tool_format.prefill("f"))):
+        assert not begun.endswith((" ", "\n")), "white space at the end would split a token"
+        if (around := tool_format.around("f")) is not None:
+            assert around[0].startswith(begun)
+        else:
+            assert raw.startswith(begun)
+    if around is not None:
+        for number in (1, 2) if tool_format.joint is not None else (1,):
+            text = (tool_format.joint or "").join([f"{around[0]}{F}{around[1]}"] * number)
+            assert calls_of(tool_format.parse(text)) == BOTH[:1] * number
     if tool_format.close is not None:
-        first, _, _ = raw_of(name).partition(tool_format.close)
+        first, _, _ = raw.partition(tool_format.close)
         assert calls_of(tool_format.parse(first, TOOLS))[:1] == BOTH[:1]
         assert tool_format.close in tool_format.opens, "it may be a special token"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_forced_call_begins_as_the_model_would_begin_it(name: str) -> None:
-    tool_format, text = (
-        find_tool_format(name, template(SHIPPED[name]) if name in SHIPPED else ""),
-        raw_of(name),
-    )
-    for begun in (tool_format.prefill(None), tool_format.prefill("f")):
-        assert begun is not None
-        assert not begun.endswith((" ", "\n")), "white space at the end would split a token"
-        if name not in ("gpt_oss", "mistral", "deepseek", "hermes", "tool_calls"):  # which have several forms
-            assert text.startswith(begun)
-    for published, text in (("deepseek", PUBLISHED[0][1]), ("mistral", PUBLISHED[4][1])):
-        shown = "[TOOL_CALLS] [ARGS] ```json"
-        assert text.startswith(str(find_tool_format(published, shown).prefill("f")))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_stands_around_arguments_in_json_makes_calls_that_are_read(name: str) -> None:
-    texts = {"deepseek": "<｜tool▁call▁begin｜> ```json", "mistral": "[TOOL_CALLS] [ARGS]"}
-    for shown in ("", texts.get(name, "")):
-        tool_format = find_tool_format(name, "")
-        tool_format = FORMATS[name](shown) if name in FORMATS else tool_format
-        around = tool_format.around("f")
-        if around is not None:
-            begins = [str(tool_format.prefill(None)), str(tool_format.prefill("f"))]
-            assert all(around[0].startswith(begin) for begin in begins)
-            for number in (1, 2) if tool_format.joint is not None else (1,):
-                text = (tool_format.joint or "").join([f"{around[0]}{F}{around[1]}"] * number)
-                assert calls_of(tool_format.parse(text)) == BOTH[:1] * number
-    assert (around is None) == (name in ("qwen3_coder", "glm", "gemma4", "deepseek_v32", "minimax", *NO_JSON))
-
-
-NO_JSON = ("lfm2", "muse_glimmer")
 PIECES = [*"<>/{}[]()|;: \n\"'ab=,", "f", "assistant", "</think>", "to=functions.f", "<|message|>"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "none"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), cuts=st.lists(st.integers(0, 9), max_size=12))
-def test_whatever_is_written_is_read_and_what_is_shown_before_is_how_the_content_begins(
-    name: str, data: st.DataObject, cuts: list[int]
-) -> None:
-    tool_format, raw = find_tool_format(name, ""), raw_of(name)
+def test_shown_pieces_are_a_prefix_of_the_content(name: str, data: st.DataObject, cuts: list[int]) -> None:
+    tool_format = find_tool_format(name, "")
+    raw = raw_of("hermes" if name == "none" else name)
     parts = [*PIECES, *tool_format.opens, *tool_format.thinking, raw, *re.split(r"(?<=[>\n])", raw)]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=12)))
     content = tool_format.parse(text, TOOLS).content or ""
@@ -343,7 +299,7 @@ def test_whatever_is_written_is_read_and_what_is_shown_before_is_how_the_content
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_long_nonsense_is_text(name: str) -> None:
+def test_long_nonsense_is_read_in_time(name: str) -> None:
     tool_format, raw = find_tool_format(name, ""), raw_of(name)
     for filler in ("{" * 10**5, "[" * 10**5, " " * 10**6, "<" * 10**5, raw[:-1] * 10**3, "\\" * 10**5):
         text = raw[: len(raw) // 2] + filler
@@ -354,7 +310,7 @@ def test_long_nonsense_is_text(name: str) -> None:
 # ---- channels
 
 
-def test_an_answer_in_channels_is_what_it_says_to_the_user_and_never_has_their_marks() -> None:
+def test_channels_show_only_the_text_for_the_user() -> None:
     thought = "<|channel|>analysis<|message|>Two and two.<|end|>"
     for tool_format in (found("gptoss"), found("gptoss").without_tools()):
         text = f"{thought}<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
@@ -371,7 +327,7 @@ def test_an_answer_in_channels_is_what_it_says_to_the_user_and_never_has_their_m
     assert found("gptoss").parse("Hello") == ParsedAnswer("Hello")
 
 
-def test_without_tools_the_marks_of_thoughts_stay_and_a_call_is_text() -> None:
+def test_format_without_tools_keeps_marks_of_thoughts() -> None:
     plain = found("gemma4").without_tools()
     assert plain.thinking == ("<|channel>thought", "<channel|>")
     assert {"<|channel>", "<channel|>"} <= set(plain.opens)
@@ -410,39 +366,156 @@ TYPED: list[tuple[Any, str, Any]] = [
 
 
 @pytest.mark.parametrize(("schema", "raw", "value"), TYPED, ids=lambda each: str(each)[:40])
-def test_an_argument_without_quotes_has_the_type_of_the_schema(schema: Any, raw: str, value: Any) -> None:
+def test_unquoted_argument_has_the_type_of_the_schema(schema: Any, raw: str, value: Any) -> None:
     parameters = {"properties": {"key": schema}, "$defs": {"Size": {"enum": ["7", "8"]}}}
     got = typed(raw, "key", parameters)
     assert (got, type(got)) == (value, type(value))
 
 
-def test_without_a_schema_a_text_that_looks_like_a_value_is_one() -> None:
-    text = written("qwen3_6", CASES["texts that look like values"])
-    assert calls_of(found("qwen3_6").parse(text)) == [("f", {"s": 75001, "t": True})]
+# ---- Hermes and Llama
+
+HERMES, LLAMA, NONE = (find_tool_format(name, "") for name in ("hermes", "llama", "none"))
 
 
-# ---- which format a model has
+def hermes(*calls: str) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
-def test_a_template_without_tools_is_named_where_tools_are_refused() -> None:
+def call_text(name: str, arguments: str, key: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+X, G0, P = call_text("f", '{"x": 1}'), call_text("g", "{}"), call_text("f", '{"x": 1}', "parameters")
+THOUGHT = f"<think>I could write <tool_call>, or {hermes(G0)}</think>"
+CALL_F = ToolCall("f", '{"x": 1}')
+TWO = (CALL_F, ToolCall("g", "{}"))
+
+TABLE: list[tuple[ToolFormat, str, str | None, tuple[ToolCall, ...]]] = [
+    (HERMES, f"Let me see.\n\n{hermes(X, G0)}\n", "Let me see.", TWO),
+    (HERMES, f"<tool_call>{X}</tool_call>and<tool_call>{G0}</tool_call> then", "and then", TWO),
+    (HERMES, hermes('{ "arguments": {"x":1}, "id": 7, "name": "f"}'), None, (CALL_F,)),
+    (HERMES, f"<tool_call>[\n{X},\n{G0}\n]</tool_call>", None, TWO),
+    (HERMES, f"{hermes(X)}\n<tool_call>\n{G0}\n", None, TWO),  # a stop string may have cut the end off
+    (HERMES, f"{THOUGHT}\n\n{hermes(X)}", THOUGHT, (CALL_F,)),
+    (HERMES, f"{hermes(G0)}</think>no", f"{hermes(G0)}</think>no", ()),  # the template may write <think>
+    (LLAMA, f"<|python_tag|>{P}; <|python_tag|>{G0}", None, TWO),
+    (LLAMA, f"I look it up. <|python_tag|>{P}", "I look it up.", (CALL_F,)),
+    (LLAMA, f"Like this: {X}", f"Like this: {X}", ()),
+    (LLAMA, '<|python_tag|>search.call(query="x")', '<|python_tag|>search.call(query="x")', ()),
+    (NONE, hermes(X), hermes(X), ()),
+]
+
+
+def test_calls_are_read_with_the_text_around_them() -> None:
+    for tool_format, text, content, calls in TABLE:
+        assert tool_format.parse(text) == ParsedAnswer(content, calls)
+
+
+MALFORMED = [
+    call_text("f", '{"x": 1'),
+    call_text("f", '{"x": NaN}'),
+    call_text("f", '{"x": 1e999}'),
+    call_text("f", '{"x": "\\ud800"}'),
+    call_text("f", "[1]"),
+    call_text("no such name", "{}"),
+    '{"name": "f"}',
+    '{"name": ["f"], "arguments": {}}',
+    f"[{X}",
+    "",
+    "{" * 100_000,
+    call_text("f", '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    call_text("f", '{"x": ' + "[" * 500 + "]" * 500 + "}"),  # no client of ours could send it back
+]
+
+
+@pytest.mark.parametrize("call", MALFORMED, ids=lambda call: call[:40])
+def test_answer_with_a_malformed_call_stays_text(call: str) -> None:
+    for text in (f" See: \n{hermes(X)}\n<tool_call>\n{call}\n</tool_call> \n", f"<tool_call>{call}"):
+        assert HERMES.parse(text) == ParsedAnswer(text)
+    for text in (call, f"<|python_tag|>{X};{call or '{'}"):
+        assert LLAMA.parse(text) == ParsedAnswer(text)
+
+
+characters = st.characters(exclude_categories=("Cs",))
+numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+KEYS = st.text(characters, max_size=3) | st.sampled_from(["</tool_call>", ";", "{"])
+json_values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(characters, max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(KEYS, json_values, max_size=3)
+CALL = st.tuples(st.sampled_from(["f", "a.b-c"]), OBJECTS, st.booleans(), st.sampled_from([None, 0, 2]))
+
+
+@given(calls=st.lists(CALL, min_size=1, max_size=3))
+def test_arguments_are_read_exactly_and_can_be_sent_back(
+    calls: list[tuple[str, dict[str, Any], bool, int | None]],
+) -> None:
+    written = [
+        (name, json.dumps(value, ensure_ascii=ascii, indent=size)) for name, value, ascii, size in calls
+    ]
+    for found in (
+        HERMES.parse(hermes(*[call_text(*call) for call in written])).tool_calls,
+        LLAMA.parse("; ".join(call_text(*call, "parameters") for call in written)).tool_calls,
+    ):
+        assert [(call.name, json.loads(call.arguments)) for call in found] == [call[:2] for call in calls]
+        functions = [{"name": call.name, "arguments": call.arguments} for call in found]
+        sent_back = [{"id": "c", "type": "function", "function": function} for function in functions]
+        answer = {"role": "assistant", "content": None, "tool_calls": sent_back}
+        (message,) = RequestReader(RULES).chat(json.dumps({"messages": [answer]}).encode()).messages
+        assert message["content"] == "", "SmolLM2's template and others take no message without"
+        read = [call["function"]["arguments"] for call in message["tool_calls"]]
+        assert read == [call[1] for call in calls]
+
+
+def test_only_a_possible_marker_is_held_back() -> None:
+    for tool_format, shown, held in (
+        (HERMES, "a <b>", " <tool"),
+        (HERMES, "a", " \n"),  # white space goes if a call follows
+        (LLAMA, "", ' {"'),
+        (LLAMA, 'a {"name":', " "),
+    ):
+        assert tool_format.show(shown + held) == (shown, len(shown))
+
+
+# ---- selection, and parsers of others
+
+
+def test_auto_reads_the_format_from_the_chat_template() -> None:
+    for shown, name in (
+        ("within <tool_call></tool_call>:\\n<tool_call>\\n{name}", "hermes"),
+        ('Environment: ipython. Respond like {"name": name, "parameters": dictionary}.', "llama"),
+        ("<tool_call>\n<function=example>\n<parameter=x>", "qwen3_coder"),
+        ('<TOOLCALL>[{"name": ...}]</TOOLCALL>', "toolcall"),
+        ("functools[...]", "none"),
+        ('<|python_tag|> <function=example>{"example": 1}</function> "parameters"', "none"),
+    ):
+        assert find_tool_format("auto", shown).name == name
+
+
+def test_refusal_of_tools_says_why() -> None:
     for name in ("gemma3", "phi3", "deepseekv3", "cohere"):
         for setting in ("auto", "none", "hermes"):
             assert find_tool_format(setting, template(name)).refusal == NO_TOOLS
-    assert "model.chat_template" in NO_TOOLS
     unknown = find_tool_format("auto", "{{ tools }}").refusal
     assert "gateway.tool_format=auto does not know" in unknown
-    assert "module:function" in unknown
     assert find_tool_format("none", template("qwen3")).refusal == "gateway.tool_format is none."
     for name in ("hermes", "auto"):
         assert find_tool_format(name, template("qwen3")).refusal == ""
 
 
-CALL = {"open_pattern": r"<call (?P<name>\w+)>", "close": "</call>", "content": "json", "repeats": True}
-CALL["transform"] = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-RESPONSE: Any = {"start_anchor": "<assistant>", "fields": {"tool_calls": CALL, "content": {}}}
+SHOWN = {
+    "open_pattern": r"<call (?P<name>\w+)>",
+    "close": "</call>",
+    "content": "json",
+    "repeats": True,
+}
+SHOWN["transform"] = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+RESPONSE: Any = {"start_anchor": "<assistant>", "fields": {"tool_calls": SHOWN, "content": {}}}
 
 
-def test_a_model_of_its_own_is_read_by_the_response_template_of_its_tokenizer(tmp_path: Path) -> None:
+def test_response_template_of_a_tokenizer_reads_its_calls(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -459,11 +532,87 @@ def test_a_model_of_its_own_is_read_by_the_response_template_of_its_tokenizer(tm
     parsed = ParsedAnswer("Sure.", (ToolCall("f", '{"n": 1}'), ToolCall("g_h", "{}")))
     assert tool_format.parse(text, TOOLS) == parsed
     for length in range(len(text)):
-        assert tool_format.hold_from(text[:length]) <= len("Sure.")
+        assert "Sure.".startswith(tool_format.show(text[:length])[0])
     for malformed in ("<call f>{</call>", "<call f>[]</call>", "Hello"):
         assert tool_format.parse(malformed) == ParsedAnswer(malformed)
-    assert tool_format.prefill(None) is None
     assert find_tool_format("auto", template("qwen3"), RESPONSE).name == "hermes", "ours is stricter"
-    assert find_tool_format("auto", "{{ tools }}", {"fields": {"content": {}}}).name == "none"
     with pytest.raises(ConfigError, match="has no response_template that reads tool calls"):
         find_tool_format("response_template", "")
+
+
+PARSER = """
+import json
+
+def parse(text): return [("f", json.loads(text[4:]))] if text.startswith("CALL") else None
+def as_text(text): return [("f", text)]
+def raises(text): return {}[text]
+def wrong_pair(text): return [("f", {}, 1)]
+def no_json(text): return [("f", {"x": {1, 2}})]
+def two(text, more): return None
+def with_content(text): return (text[:3], [("f", '{"x": 1}')]) if "f" in text else (text, None)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "own_tool_format.py").write_text(PARSER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda name: find_tool_format(f"own_tool_format:{name}", "")
+
+
+def test_user_parser_reads_calls_and_malformed_ones_stay_text(own: Any) -> None:
+    assert own("parse").parse('CALL {"x": 1}') == ParsedAnswer(None, (CALL_F,))
+    assert own("as_text").parse(' {"x":1}') == ParsedAnswer(None, (CALL_F,))
+    assert own("with_content").parse("Yes f") == ParsedAnswer("Yes", (CALL_F,))
+    texts = (("parse", "hello"), ("parse", "CALL [1]"), ("as_text", "{"), ("no_json", "a"))
+    for name, text in (*texts, ("with_content", "Yes")):
+        assert own(name).parse(text) == ParsedAnswer(text)
+    assert own("parse").show("hello") == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wrong_pair", "returned [('f', {}, 1)]; it is called as parse(text) -> [(name, arguments), ...]"),
+        ("raises", "raised KeyError: 'Hello there.' (own_tool_format.py line"),
+    ],
+)
+@in_loop
+async def test_wrong_user_parser_fails_the_rollout_by_name(own: Any, name: str, said: str) -> None:
+    own(name)
+    async with gateway_world(tool_format=f"own_tool_format:{name}") as world:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        asking = asyncio.ensure_future(world.ask(tools=tools, n=2))
+        with pytest.raises(RolloutFailure) as failure:
+            async with world.session.while_open():
+                await asyncio.Event().wait()
+        assert f"gateway.tool_format=own_tool_format:{name} {said}" in str(failure.value)
+        status, told = await asking
+        assert (status, told["error"]["code"]) == (410, "session_ended")
+
+
+@pytest.mark.usefixtures("own")
+def test_unknown_format_is_refused_at_the_start() -> None:
+    for name, why in (
+        ("cohere", "tool_format=cohere is not known.\n  Way out: set it to auto, gpt_oss, "),
+        ("own_tool_format:nothing", "has no nothing"),
+        ("own_tool_format:two", r"cannot be called as parse\(text\)"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            find_tool_format(name, "")
+
+
+@in_loop
+async def test_schema_of_the_call_types_its_arguments() -> None:
+    values = "\n".join(f"<parameter={key}>\n1\n</parameter>" for key in "xy")
+    text = f"So:\n<tool_call>\n<function=f>\n{values}\n</function>\n</tool_call>"
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    async with gateway_world(ScriptedEngine(lambda _: text), tool_format="qwen3_coder") as world:
+        _, told = await world.ask(tools=tools)
+        message = told["choices"][0]["message"]
+        assert message["content"] == "So:"
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"x": 1, "y": "1"}
+        _, told = await world.ask("Hello")
+        assert told["choices"][0]["message"]["content"] == text, "without tools it is text"

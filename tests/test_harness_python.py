@@ -59,7 +59,7 @@ async def test_endless_functions_are_given_up_and_end_the_worker(
         await asyncio.wait_for(harness.run(TASK, SESSION), 10.0)
     assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
     assert harness.calls.num_abandoned == 1
-    with pytest.raises(ConfigError, match=r"1 call of generator.python=.*:swallows did not end"):
+    with pytest.raises(ConfigError, match=r"1 call of generator.python=.*:swallows kept running"):
         await harness.run(TASK, SESSION)
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 from gateway_cases import in_loop
-from harness_gateway import open_gateway
+from harness_gateway import open_gateway, processes_of
 from sandbox_cases import need_bubblewrap
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import CommandHarness
-from asyncrl.agents.command_processes import find_group
 from asyncrl.agents.sandbox import find_sandbox
 from asyncrl.agents.worker import Worker
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -42,7 +41,7 @@ async def run(*command: str, session: Session = SESSION, **settings: Any) -> Out
     try:
         return await harness.run(TASK, session)
     finally:
-        assert find_group(harness.token) == []
+        assert processes_of(harness.token) == []
 
 
 SEES = """
@@ -141,6 +140,7 @@ async def test_a_process_cannot_exceed_its_memory_limit() -> None:
 @pytest.mark.slow
 @in_loop
 async def test_a_cancelled_command_ends_with_its_children() -> None:
+    need_bubblewrap()
     started = asyncio.Event()
 
     async def begun(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from gateway_cases import in_loop
-from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
+from harness_gateway import WORKER_KEY, TestGateway, open_gateway, processes_of, settled
 from typer.testing import CliRunner
 
 from asyncrl.agents import Harness, Outcome, Session, Task
-from asyncrl.agents.command_processes import find_group
 from asyncrl.agents.harness import AnyTask, build_harness
 from asyncrl.agents.worker import Worker, WorkerSpec, gateway_url
 from asyncrl.base.errors import ConfigError, RolloutFailure, RoomError
@@ -23,7 +22,7 @@ from asyncrl.base.http import Caller
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.cli import app
 from asyncrl.config import GeneratorConfig
-from asyncrl.launch.processes import ChildProcess
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.work import WorkerHealth
 
 
@@ -87,7 +86,7 @@ async def test_harness_errors_are_data_and_the_worker_goes_on() -> None:
     for name, said in (
         ("raises", r"g0/r0 \(prompt p0\): its harness raised ZeroDivisionError: by \? zero"),
         ("raises_in_thread", "its harness raised RuntimeError: StopIteration: no more"),
-        ("raises_the_unspeakable", "its harness raised UnspeakableError: its __str__ raised GeneratorExit"),
+        ("raises_the_unspeakable", "its harness raised .*UnspeakableError"),
         ("interrupts", "its harness raised KeyboardInterrupt"),
         ("cancels_itself", "generator.python=harnesses_for_test:cancels_itself raised CancelledError"),
     ):
@@ -190,8 +189,10 @@ async def started(
 ) -> AsyncIterator[tuple[ChildProcess, Caller]]:
     spec = WorkerSpec(name="worker-0", url=gateway.url, slots=2, harness=harness).model_dump_json()
     env, keys = {"PYTHONPATH": str(Path(__file__).parent)} | more, {WORKER_KEY_ENV: WORKER_KEY}
-    settings = {"run_dir": run_dir, "secret": "own-secret", "env": env, "secrets": keys}
-    process = ChildProcess("worker-0", "asyncrl.agents.worker", spec, **settings)  # type: ignore[arg-type]
+    module = "asyncrl.agents.worker"
+    process = ChildProcess(
+        ProcessSpec("worker-0", module, spec, run_dir, "own-secret", env=env, secrets=keys)
+    )
     await process.start()
     caller = Caller("worker-0", process.url, "own-secret")
     try:
@@ -226,7 +227,7 @@ async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) ->
         harness = GeneratorConfig(command=["/bin/bash", "-c", script])
         async with started(gateway, tmp_path, harness, TMPDIR=str(temp)) as (process, _):
             running = asyncio.ensure_future(gateway.run(0))
-            await settled(lambda: len(find_group(token(written))) >= 3)
+            await settled(lambda: len(processes_of(token(written))) >= 3)
             if how == "orphaned":
                 os.close(process._stdin or -1)
                 process._stdin = None
@@ -234,8 +235,8 @@ async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) ->
             if how == "SIGKILL":
                 process.kill_nowait()
                 await process.wait()
-                await settled(lambda: not find_group(token(written)))
-        await settled(lambda: not find_group(token(written)))
+                await settled(lambda: not processes_of(token(written)))
+        await settled(lambda: not processes_of(token(written)))
         await settled(lambda: list(temp.iterdir()) == [])
         gateway.queue.worker_gone_nowait("worker-0", "ended")
         with pytest.raises(RolloutFailure, match="worker worker-0 (was ended|is gone: ended)"):
@@ -246,7 +247,7 @@ def token(environment: Path) -> str:
     """Of the marks of a worker's commands; nonsense while the command has not written its environment."""
     lines = environment.read_text().splitlines() if environment.exists() else []
     marks = [line.partition("=")[2] for line in lines if line.startswith("ASYNCRL_COMMAND=")]
-    return marks[0].partition(".")[0] if marks else "nothing"
+    return marks[0] if marks else "nothing"
 
 
 def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

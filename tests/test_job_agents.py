@@ -12,7 +12,6 @@ from typing import Any
 
 import forked_processes
 import pytest
-from asyncrl.observe.show import render_inspect
 from hostile_agents_for_test import BODIES, WAYS
 from job_runs import (
     ROOT,
@@ -27,6 +26,7 @@ from job_runs import (
 
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.journal.read import read_batch, reading
+from asyncrl.observe.show import render_inspect
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from asyncrl.observe.show import render_status
 from crash_fuzz import differences
 from job_runs import (
     all_gone,
@@ -33,6 +31,7 @@ from job_runs import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.launch.processes import catches
+from asyncrl.observe.show import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "trainer.num_steps=100000"
@@ -45,13 +44,10 @@ def test_run_survives_losses_until_restarts_are_used_up(
     """One after the other: the eval engine is killed, the trainer is killed, an engine is frozen, and killed
     once it is back.
     """
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        # given ones, which the second process of an engine takes again
-        ports = [holder.getsockname()[1] for holder in (one, other)]
     config = write_config(
         tmp_path,
         eval={"task": {"python": "asyncrl.tasks.letters:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},
-        rollout={"num_engines": 2, "ports": ports},
+        rollout={"num_engines": 2},
         buffer={"max_staleness": 2, "on_overdue": "drop"},
         observe={"heartbeat_s": 12},
         supervision={"backoff_s": 0.1, "max_restarts": 1},

@@ -25,8 +25,8 @@ from asyncrl.job.loop import Job
 from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumePoint
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.testing.virtual_time import all_blocked
 
 REPORTED = ("start", "status_server", "close_console", "training_starts", "status", "step", "evaluated")

@@ -11,7 +11,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from asyncrl.observe.page.view import view_run
 from conftest import NUM_STEPS
 from crash_fuzz import (
     PATIENCE_S,
@@ -47,6 +46,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.job.scale import scale_run
 from asyncrl.journal.checkpoints import Checkpoints
+from asyncrl.observe.page.view import view_run
 from asyncrl.observe.run_dir import TIMELINE_FILE
 from asyncrl.observe.timeline import read_timeline
 

@@ -38,7 +38,7 @@ from asyncrl.base.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
 from asyncrl.journal.tokens import decode_partial, decode_trajectory, encode_partial, encode_trajectory
-from asyncrl.messages.records import Credit, GrammarSpan, GroupId, PartialCompletion, Trajectory, VersionSpan
+from asyncrl.messages.records import Completion, Credit, GrammarSpan, GroupId, Trajectory, VersionSpan
 
 NUM_GROUPS = 30
 
@@ -179,7 +179,7 @@ def test_damaged_log_is_refused_and_a_torn_one_accepted(tmp_path: Path, at: int)
     damaged[at] ^= 0x10
     log.write_bytes(damaged)
     for _ in range(2):  # at the second start too
-        with pytest.raises(JournalError, match=r"wal is damaged: after 0 whole frames there are \d commits"):
+        with pytest.raises(JournalError, match=r"wal is damaged: \d commits after 0 whole frames"):
             open_journal(copy)
         assert log.read_bytes() == damaged, "the log stays unchanged"
     log.write_bytes(whole[:-3000])
@@ -191,9 +191,9 @@ def test_new_journal_is_not_made_beside_an_old_log(tmp_path: Path) -> None:
     """SQLite would replay the log and bring the old groups back."""
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
     log.write_bytes(b"the newest groups")
-    with pytest.raises(JournalError, match=r"-wal without the journal that it belongs to") as caught:
+    with pytest.raises(JournalError, match=r"-wal exists without its journal") as caught:
         open_journal(path)
-    assert f"move {log} there too" in caught.value.way_out
+    assert f"move {log} to where the journal is" in caught.value.way_out
     assert (path.exists(), log.read_bytes()) == (False, b"the newest groups")
     log.rename(tmp_path / "elsewhere")  # the way out, taken
     check(path)
@@ -273,7 +273,7 @@ def test_unfinished_completion_comes_back_with_every_bit(
     tokens: list[tuple[int, float]], spans: list[VersionSpan]
 ) -> None:
     ids, logprobs = tuple(token for token, _ in tokens), tuple(logprob for _, logprob in tokens)
-    partial = PartialCompletion(ids, logprobs, tuple(spans), 7)
+    partial = Completion(ids, logprobs, tuple(spans), num_interruptions=7)
     assert repr(decode_partial(encode_partial(3, 1, partial), 3, 1)) == repr(partial)
 
 

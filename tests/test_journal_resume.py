@@ -44,7 +44,7 @@ def test_resume_finds_batches_groups_and_prompts(tmp_path: Path) -> None:
         journal.segment_nowait(GroupId(6), 0, 0, 0, make_partial(3))
         journal.segment_nowait(GroupId(6), 0, 1, 0, make_partial(5))
         journal.segment_nowait(GroupId(5), 1, 0, 0, make_partial(9))  # late: it means nothing any more
-        journal.group_ended_nowait(GroupId(7), "handed_back", "dropped", requeued=1)
+        journal.group_ended_nowait(GroupId(7), "requeued", "dropped", requeued=1)
         journal.rollout_finished_nowait(GroupId(7), (make_trajectory(7, 1),))  # late as well
         journal.group_ended_nowait(GroupId(8), "failed", "too few usable rollouts")
 
@@ -60,7 +60,7 @@ def test_resume_finds_batches_groups_and_prompts(tmp_path: Path) -> None:
     assert (five.ticket, five.prompt) == (Ticket(GroupId(5), 1), make_prompt(5))
     assert (list(five.rollouts), five.failures) == ([1], {0: (3, "it timed out \\ud800")})
     assert (five.partials, six.partials) == ({}, {0: (1, make_partial(5))})
-    with pytest.raises(JournalError, match="its newest batch is 1, and a checkpoint is of version 3"):
+    with pytest.raises(JournalError, match="the newest batch is 1, but a checkpoint has version 3"):
         read_resume(path, 3)  # the journal has lost something
 
 
@@ -96,13 +96,13 @@ def test_failed_prompt_and_its_hand_backs_are_known(tmp_path: Path) -> None:
         for group_id in (0, 1):
             admit(journal, group_id)
         journal.group_ended_nowait(GroupId(0), "failed", "the judge is down", requeued=1)
-        journal.group_ended_nowait(GroupId(1), "handed_back", "dropped", requeued=1)
+        journal.group_ended_nowait(GroupId(1), "requeued", "dropped", requeued=1)
         assert (await journal.read_resume(0)).returning == {"0/0"}
         assert (await journal.read_resume(1)).returning == set(), "and that is an older one"
-        journal.admitted_nowait(Ticket(GroupId(2), 1), replace(make_prompt(0), num_handed_back=1))
+        journal.admitted_nowait(Ticket(GroupId(2), 1), replace(make_prompt(0), num_requeued=1))
         state = await journal.read_resume(0)
         assert ([*state.requeued], state.returning) == (["0/1"], set())
-        assert [group.prompt.num_handed_back for group in state.running] == [1]
+        assert [group.prompt.num_requeued for group in state.running] == [1]
 
     with_journal(tmp_path / "journal.sqlite", story)
 

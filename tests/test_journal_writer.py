@@ -147,7 +147,7 @@ def test_full_disk_leaves_the_written_whole(tmp_path: Path) -> None:
                 await fill(journal)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert "then resume: all that was written before is whole" in caught.value.way_out
+        assert "then resume; earlier entries are whole" in caught.value.way_out
         with pytest.raises(JournalError):
             await journal.aclose()
 
@@ -190,7 +190,7 @@ class Histories(RuleBasedStateMachine):
         return [group for group, found in self.states.items() if found == state]
 
     def requeued(self) -> list[tuple[int, int]]:
-        """Return the prompts that return, and how often each was handed back."""
+        """Return the prompts that return, and how often each was requeued."""
         newest = {prompt: group for group, prompt in self.prompts.items()}
         again = self.comes_again
         return [(prompt, again[group]) for prompt, group in sorted(newest.items()) if group in again]
@@ -214,13 +214,13 @@ class Histories(RuleBasedStateMachine):
             self.partials[group, index] = num_tokens
 
     @precondition(lambda self: self.of("running"))
-    @rule(data=st.data(), state=st.sampled_from([*["ready"] * 3, "failed", "filtered", "handed_back"]))
+    @rule(data=st.data(), state=st.sampled_from([*["ready"] * 3, "failed", "filtered", "requeued"]))
     def end(self, data: st.DataObject, state: str) -> None:
         group = self.pick(data, "running")
         if state == "ready":
             for index in {0, 1} - self.finished[group]:
                 self.journal.rollout_finished_nowait(GroupId(group), (make_trajectory(group, index),))
-        requeued = data.draw(st.sampled_from([None, 0, 1, 3])) if state in ("failed", "handed_back") else None
+        requeued = data.draw(st.sampled_from([None, 0, 1, 3])) if state in ("failed", "requeued") else None
         self.journal.group_ended_nowait(GroupId(group), state, "", requeued=requeued)  # type: ignore[arg-type]
         self.states[group] = state
         if requeued is not None:
@@ -240,8 +240,8 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop_ready(self, data: st.DataObject) -> None:
         group = self.pick(data, "ready")
-        self.journal.group_ended_nowait(GroupId(group), "handed_back", "dropped", requeued=2)
-        self.states[group], self.comes_again[group] = "handed_back", 2
+        self.journal.group_ended_nowait(GroupId(group), "requeued", "dropped", requeued=2)
+        self.states[group], self.comes_again[group] = "requeued", 2
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:

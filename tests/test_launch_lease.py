@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.base.errors import RoomError
 from asyncrl.launch.lease import ROUTINE, Call, Lease, Side
-from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.messages.engine_api import EnginePart, TransferStats
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 TIMEOUT_S = 30.0
@@ -39,7 +39,7 @@ class World:
         if kind in ("handover failed", "handover undone", "lease broken"):
             self.is_undoing = kind == "handover failed"
 
-    def calls(self, call: Call) -> dict[str, Awaitable[Moved]]:
+    def calls(self, call: Call) -> dict[str, Awaitable[TransferStats]]:
         if call.of == "publisher":
             return {"publisher": self.push()}
         if call.of == "trainer":
@@ -49,7 +49,7 @@ class World:
             return {engine.name: engine.sleep(call.parts) for engine in self.engines}
         return {engine.name: engine.wake(call.parts) for engine in self.engines}
 
-    async def call(self, parts: Sequence[str], change: Any) -> Moved:
+    async def call(self, parts: Sequence[str], change: Any) -> TransferStats:
         """One call: `change(part)` for each part, unless a fault says otherwise."""
         fault = self.faults.get(self._calls)
         self._calls += 1
@@ -71,7 +71,7 @@ class World:
             await asyncio.sleep(10 * TIMEOUT_S)
         if fault == "cancel_after":
             await self.cancel()
-        return Moved(num_bytes=10 * len(parts), seconds=1.0)
+        return TransferStats(num_bytes=10 * len(parts), seconds=1.0)
 
     async def cancel(self) -> None:
         self.task.cancel()
@@ -87,7 +87,7 @@ class World:
             assert not (self.trainer and "kv" in engine_parts), shared
             assert not (self.trainer - {"weights"} and engine_parts), shared
 
-    async def push(self) -> Moved:
+    async def push(self) -> TransferStats:
         def bring(_part: str) -> None:
             assert "weights" in self.trainer, "there is nothing to push"
             for engine in self.engines:
@@ -133,14 +133,14 @@ class FakeEngine:
         self.version: int | None = 0
         self.committed = 0
 
-    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
+    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
         def change(part: str) -> None:
             self.awake.discard(part)
             self.version = None if part == "weights" else self.version
 
         return await self._world.call(parts, change)
 
-    async def wake(self, parts: Sequence[EnginePart]) -> Moved:
+    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
         return await self._world.call(parts, self.awake.add)
 
 
@@ -274,7 +274,7 @@ def test_a_call_that_was_cancelled_from_outside_is_a_failure_and_no_cancellation
 ) -> None:
     world.run("trainer")
 
-    async def cancelled_push() -> Moved:
+    async def cancelled_push() -> TransferStats:
         raise asyncio.CancelledError
 
     async def story() -> None:

@@ -155,9 +155,7 @@ def test_what_is_no_form_of_nodes_is_refused_with_the_forms(text: str) -> None:
 
 
 def test_several_nodes_need_a_launcher_that_has_them() -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape("set launcher=ray, or placement.trainer={nodes: 1, gpus: 4}")
-    ):
+    with pytest.raises(ConfigError, match="set launcher=ray, or placement.trainer.nodes=1"):
         load("placement.trainer={nodes: 2, gpus: 4}")
     with pytest.raises(ConfigError, match="launcher=local starts processes on this machine, and there are 2"):
         place(load(), nodes(1, 1))

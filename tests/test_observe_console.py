@@ -10,12 +10,12 @@ from typing import TextIO
 from unittest.mock import Mock
 
 import pytest
-from asyncrl.observe.verdict import Verdict, summary_panel
 from rich.console import Console as RichConsole
 
 from asyncrl.observe import console as console_module
 from asyncrl.observe.console import Console, Kind, outliving, plain_line
 from asyncrl.observe.run_numbers import Steps, TimeShares, duration, sparkline
+from asyncrl.observe.verdict import Verdict, summary_panel
 
 METRICS = {
     "step": 12,

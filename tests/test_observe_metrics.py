@@ -17,7 +17,6 @@ import config_reference
 import metrics_reference
 import numpy as np
 import pytest
-from asyncrl.observe.run_dir import evaluation_metrics
 from job_runs import read_lines, write_config
 from journal_cases import make_batch
 from stuck_runs import play
@@ -26,10 +25,11 @@ from asyncrl.config import load_config
 from asyncrl.config.load import all_keys
 from asyncrl.job.parts_read import gauges
 from asyncrl.job.report import Reporter
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, PROGRESS, SpecialTokens, Totals, batch_metrics, gauge_of
+from asyncrl.observe.run_dir import evaluation_metrics
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.trainer.step_report import append_line
 

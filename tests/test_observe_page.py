@@ -287,7 +287,9 @@ def folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lines_cut, garbage, folder, Path.unlink])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "journal.sqlite", TIMELINE_FILE, "samples.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "status.json", "journal.sqlite", TIMELINE_FILE, "samples.jsonl"]
+)
 def test_a_damaged_file_is_reported_and_the_rest_shown(tmp_path: Path, name: str, damage: Any) -> None:
     make_run(tmp_path)
     damage(tmp_path / name)
@@ -346,7 +348,7 @@ def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:
     make_run(tmp_path)
     with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
         insert = (
-            "INSERT INTO groups (group_id, prompt_id, num_handed_back, start_version, state, reason, admitted_s)"
+            "INSERT INTO groups (group_id, prompt_id, num_requeued, start_version, state, reason, admitted_s)"
             " VALUES (0, 'p0', 0, 0, 'failed', 'g0 has 0 usable rollouts of 4', 0)"
         )
         journal.execute(insert)

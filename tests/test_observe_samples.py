@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncrl.observe.tracker_clients import TensorBoard
-from asyncrl.observe.trackers import TrackedRun
 from buffer_groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +21,21 @@ from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory
 from asyncrl.observe import samples as samples_module
 from asyncrl.observe.console import Console
 from asyncrl.observe.run_dir import append_lines
-from asyncrl.observe.samples import MAX_PARTS, SampleOf, SampleWriter, ShownRollout, choose, harmless, headline, read_samples, render_samples, sample_text, shown
+from asyncrl.observe.samples import (
+    MAX_PARTS,
+    SampleOf,
+    SampleWriter,
+    ShownRollout,
+    choose,
+    harmless,
+    headline,
+    read_samples,
+    render_samples,
+    sample_text,
+    shown,
+)
+from asyncrl.observe.tracker_clients import TensorBoard
+from asyncrl.observe.trackers import TrackedRun
 from asyncrl.rollouts.rollout import FailedRollout, Seen
 
 HOSTILE = (
@@ -114,7 +126,7 @@ def steps_in(folder: Path) -> list[tuple[int, str]]:
 
 
 def writer_of(folder: Path, **more: Any) -> SampleWriter:
-    return SampleWriter(folder, **{"seed": 1, "per_step": 3, "failed_per_step": 2, **more})
+    return SampleWriter(folder, **{"seed": 1, "per_step": 2, **more})
 
 
 def fail(writer: SampleWriter, group_id: int, rollout: Callable[[], Rollout] = tuple) -> None:
@@ -141,7 +153,7 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     assert (best["reward"], best["logprob_gap"], best["sample_index"]) == (3.0, 0.25, 3)
     text = sample_text(second)
     assert all(words in text for words in ("failed rollout of step 1", "no reward", "user | why", "| so"))
-    kinds = ["failed", "failed", "best", "worst", "random"]
+    kinds = ["failed", "failed", "best", "worst"]
     assert steps_in(tmp_path) == [*((1, kind) for kind in kinds), (2, "failed")]
     with (tmp_path / "samples.jsonl").open("a") as half:
         half.write('{"step": 4, "kind"')
@@ -181,7 +193,7 @@ def test_invalid_samples_are_skipped_and_reported(tmp_path: Path) -> None:
 
 
 def test_without_samples_no_file_is_made(tmp_path: Path) -> None:
-    writer = writer_of(tmp_path, per_step=0, failed_per_step=0)
+    writer = writer_of(tmp_path, per_step=0)
     writer.goes_on_at(1)
     assert writer.step(make_batch([[1.0]], 0), {}, Letters()) == []
     fail(writer, 1)

@@ -1,4 +1,4 @@
-"""`asyncrl runs`, `status` and `inspect`: live, ended and damaged runs, from the journal and the trainer's record."""
+"""`asyncrl status` and `inspect`: live, ended and damaged runs, from the journal and the trainer's record."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def record_line(version: int, ages: tuple[int, int] = (0, 2)) -> dict[str, Any]:
         group = version * NUM_GROUPS + index
         spans = [[3, 7, version]] if oldest == version else [[3, 4, oldest], [4, 7, version]]
         entry = {"group_id": group, "prompt_id": f"e0-{group}", "sample_index": 0, "branch": 0}
-        entries.append({**entry, "reward": float(index), "num_tokens": 7, "num_loss_tokens": 4, "spans": spans})
+        numbers = {"reward": float(index), "num_tokens": 7, "num_loss_tokens": 4}
+        entries.append({**entry, **numbers, "spans": spans})
     return {"version": version, "min_version": max(0, version - 2), "trajectories": entries}
 
 
@@ -93,7 +94,8 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
     lock.release()
     assert (status["state"], status["steps_done"], status["num_steps"]) == ("running", 3, 9)
     assert (status["last_metrics"]["reward/mean"], status["verdict"]["bottleneck"]) == (0.5, "unknown")
-    for said in (f"process {os.getpid()} on host", "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left", "Too short to"):
+    pace = "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left"
+    for said in (f"process {os.getpid()} on host", pace, "Too short to"):
         assert said in text
     waits = "train loop waits in TrainerClient.train for optimizer step 4, 12 s, to be woken by"
     for said in (waits, "g7/r1, 12.0", "training 90% ███"):
@@ -105,7 +107,7 @@ def test_status_of_an_unhealthy_run_fits_a_screen(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     for step in range(1, 41):
         ill = {"reward/equal_fraction": 0.9, "sample/truncated_fraction": 0.98, "trainer/skipped_steps": 1}
-        means = {"policy/entropy": 2.0, "policy/grad_norm": 0.1, "sample/length_mean": 9.0, "perf/step_s": 1.0}
+        means = {"policy/entropy": 2.0, "policy/grad_norm": 0.1, "perf/step_s": 1.0}
         rewards = {"reward/mean": 0.1, "reward/std": 0.1}
         recorder.record_step({"step": step, "time_s": step, **rewards, **ill, **means})
     recorder.write_status({"state": "running", "warnings": ["a reward call takes long " * 3] * 5})
@@ -300,7 +302,7 @@ def test_an_unreadable_file_is_reported(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()  # rights do not bind the superuser, whom tests may run as
     problem = f"{name} cannot be read: Is a directory"
     assert problem in inspected(tmp_path)["problems"]
-    assert (problem in status_of(tmp_path)["problems"]) == (name != "trained.jsonl"), "status does not read it"
+    assert (problem in status_of(tmp_path)["problems"]) == (name != "trained.jsonl")
 
 
 # ---- the journal
@@ -344,8 +346,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_inspect_accounts_for_groups_and_wasted_tokens(run_dir: Path) -> None:
     plain = inspected(run_dir)
     journal = plain["journal"]
-    assert journal["groups"] == {"failed": 1, "filtered": 1, "handed_back": 1, "running": 2, "taken": 4}
-    wasted = {"retried": 15, "failed": 0, "filtered": 20, "handed_back": 10, "masked": 7}
+    assert journal["groups"] == {"failed": 1, "filtered": 1, "requeued": 1, "running": 2, "taken": 4}
+    wasted = {"retried": 15, "failed": 0, "filtered": 20, "requeued": 10, "masked": 7}
     assert (journal["wasted_tokens"], journal["sampled_tokens"]) == (wasted, 80 + 20 + 20 + 10 + 15)
     assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 1)
     assert [event["what"] for event in journal["events"]] == ["restored", "engine_restarted", "stuck"]
@@ -382,7 +384,7 @@ def test_a_rollout_shows_all_branches_and_rewards_of_parts(run_dir: Path) -> Non
     [
         ({}, ["engine_restarted", "name engine-0", "bound_kept True"]),
         ({"group": 4}, ["state failed", "reason too few usable rollouts", "timed out"]),
-        ({"group": 5}, ["state handed_back", "reason dropped", "same_prompt 6"]),
+        ({"group": 5}, ["state requeued", "reason dropped", "same_prompt 6"]),
         ({"group": 6}, ["state running", "text_from no tokenizer.json in"]),
     ],
 )
@@ -421,7 +423,7 @@ def test_a_step_trained_again_on_other_data_is_found(run_dir: Path, tmp_path: Pa
     batch = make_batch(1, 2, 3)
     group, *groups = batch.groups
     first, *others = group.trajectories
-    changes: list[dict[str, Any]] = [{"token_ids": first.token_ids + np.int32(1)}, {"reward": -1.0}, {"reward": -2.0}]
+    changes: list[Any] = [{"token_ids": first.token_ids + np.int32(1)}, {"reward": -1.0}, {"reward": -2.0}]
     changed = [replace(group, trajectories=(replace(first, **change), *others)) for change in changes]
     answers = []
     for again in (batch, batch, *(replace(batch, groups=(each, *groups)) for each in changed)):

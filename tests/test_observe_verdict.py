@@ -5,11 +5,11 @@ import random
 from collections.abc import Callable
 
 import pytest
-from asyncrl.observe.verdict import Verdict, judge
 from launch_cases import load
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import Steps, TimeShares, recent, seconds_left
+from asyncrl.observe.verdict import Verdict, judge
 
 ZERO, TWO = "buffer.max_staleness=0", "buffer.max_staleness=2"
 WAIT = "buffer.on_overdue=wait"
@@ -282,7 +282,7 @@ HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
             "training",
             "Too old (on_overdue=drop): 3 groups generated again.",
         ),
-        ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_hand_backs=3)"),
+        ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_requeues=3)"),
         ("train_s=1 rollout/filtered=20", [FILTER], "training", "replaced 20 groups (20.0% of all"),
         ("train_s=1 rollout/filtered=100", [FILTER], "training", "Prompts of another difficulty"),
     ],
@@ -341,9 +341,7 @@ TRAINED = "train_s=0.5 forward_s=0.1 backward_s=0.25 optimizer_s=0.05 pack_s=0.0
         ),
     ],
 )
-def test_the_verdict_shows_how_the_trainer_used_its_device(
-    metrics: str, rows: dict[str, str]
-) -> None:
+def test_the_verdict_shows_how_the_trainer_used_its_device(metrics: str, rows: dict[str, str]) -> None:
     found = dict(judge(Steps(steps(metrics)), config()).trainer)
     assert {name: found.get(name) for name in rows} == rows
     assert rows or not found

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 AT_MOST_S = 60
 
 
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Chrome]:
     if not (CHROMIUM.exists() and DRIVER.exists()):

@@ -149,12 +149,12 @@ async def test_failed_prompt_returns_at_a_later_version() -> None:
         await asyncio.sleep(3.0)
         fails.clear()
         assert house.trained == ["p2", "p3"]
-        assert not house.source.handed_back, "a group of the same version gets a new prompt"
+        assert not house.source.requeued, "a group of the same version gets a new prompt"
         assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == ["p0", "p1"]
         house.sink.start_version = engine.policy_version = 1
         house.sink.allow(2)
         await asyncio.sleep(2.5)
-        again = [(prompt.prompt_id, prompt.num_handed_back) for prompt in house.source.handed_back]
+        again = [(prompt.prompt_id, prompt.num_requeued) for prompt in house.source.requeued]
         assert again == [("p0", 1), ("p1", 1)]
         assert sorted(house.trained) == ["p0", "p1", "p2", "p3"]
         assert len({request.seed for request in engine.requests}) == 6
@@ -246,7 +246,7 @@ async def test_every_ticket_is_answered_once_within_capacity(
         for at_s in sorted(drops):
             await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
             if running := sorted({*house.admitted} - {*answered()}):
-                house.producers.handed_back(running[0], None, "overdue")
+                house.producers.requeued(running[0], None, "overdue")
                 dropped.append(running[0])
                 house.sink.allow(1)
         await asyncio.sleep(2000.0)

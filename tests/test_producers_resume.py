@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from rollout_cases import one_token, virtual
 from test_producers_groups import House
 
-from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Ticket, UnfinishedGroup, VersionSpan
+from asyncrl.messages.records import Completion, GroupId, Prompt, Ticket, UnfinishedGroup, VersionSpan
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "q"},))
 TICKET = Ticket(GroupId(7), 2)
-PARTIAL = PartialCompletion((ord("a"), ord("b")), (-1.0, -2.0), (VersionSpan(0, 2, 2),), 1)
+PARTIAL = Completion((ord("a"), ord("b")), (-1.0, -2.0), (VersionSpan(0, 2, 2),), num_interruptions=1)
 
 
 def done(index: int) -> Any:
@@ -100,7 +100,7 @@ def test_resume_samples_only_the_rest_with_its_seeds(states: list[str], attempt:
             assert (house.producers.prompts_out(), house.journal.states) == ([], {GroupId(7): "ready"})
         else:
             assert house.sink.failed == [7]
-            aside = [replace(PROMPT, num_handed_back=1)]
+            aside = [replace(PROMPT, num_requeued=1)]
             assert house.producers.prompts_out() == aside, "set aside until a group has not failed"
 
     rollouts, failures = {index: done(index) for index in known("done")}, known("failed", (2, "no"))

@@ -20,7 +20,6 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Completion,
     GroupId,
-    PartialCompletion,
     Prompt,
     Rollout,
     SamplingRequest,
@@ -30,7 +29,7 @@ from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 
@@ -115,10 +114,12 @@ class Spends(FakeEngine):
         self.hangs = asyncio.Event()
 
     async def generate(self, request: SamplingRequest, **options: Any) -> Completion:
-        before = options["partial"] or PartialCompletion()
+        before = options["partial"] or Completion()
         options["on_spent"](2)
         tokens = before.token_ids + (98, 99)
-        kept = PartialCompletion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), 1)
+        kept = Completion(
+            tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), num_interruptions=1
+        )
         options["on_segment"](kept)
         options["on_spent"](self._rest)
         self.spent += 2 + self._rest
@@ -174,7 +175,7 @@ def test_the_journal_counts_every_sampled_token_once(
         if ends[-1] == "hangs":  # the group is dropped while it runs
             await engine.hangs.wait()
             running.cancel()
-            journal.group_ended_nowait(group_id, "handed_back", "dropped")
+            journal.group_ended_nowait(group_id, "requeued", "dropped")
             await asyncio.wait({running})
         elif isinstance(outcome := await running, FailedRollout):
             journal.rollout_failed_nowait(group_id, 1, outcome.num_attempts, "no")

@@ -165,7 +165,7 @@ def test_a_table_has_columns_of_one_length_with_nan_where_a_line_has_no_number()
 
 
 def test_a_folder_that_is_no_run_is_refused_as_the_commands_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         asyncrl.read_run(tmp_path)
 
 

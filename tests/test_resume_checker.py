@@ -74,7 +74,7 @@ def run_dir(tmp_path: Path) -> Path:
         admit(journal, 9, 9, 3)
         journal.group_ended_nowait(GroupId(9), "failed", "no reward", requeued=1)
         admit(journal, 10, 10, 3)
-        journal.group_ended_nowait(GroupId(10), "handed_back", "dropped", requeued=1)
+        journal.group_ended_nowait(GroupId(10), "requeued", "dropped", requeued=1)
         admit(journal, 11, 10, 3)
         await journal.aclose()
         return batches
@@ -91,7 +91,7 @@ def found_in(run_dir: Path, promise: Promise = PROMISE) -> list[str]:
 def test_an_honest_history_has_no_violation(run_dir: Path) -> None:
     evidence = read_evidence(run_dir)
     assert found_in(run_dir) == []
-    assert [group.state for group in evidence.groups[8:]] == ["ready", "failed", "handed_back", "running"]
+    assert [group.state for group in evidence.groups[8:]] == ["ready", "failed", "requeued", "running"]
     assert sum(len(group.branches) for group in evidence.groups) == 27, "nine groups of three branches"
     assert found_in(run_dir, replace(PROMISE, max_staleness=0)) != []
 

@@ -102,7 +102,7 @@ def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_
         house.trainer.go.clear()
         for _ in range(5):
             await house.step(is_written=False)
-        assert house.told == ["the checkpoint at version 4 is left out: the one before is being written"]
+        assert house.told == ["the checkpoint at version 4 is skipped: the last one is still being written"]
         assert (house.whole, house.journal.events) == ([], [])
         house.trainer.go.set()
         await asyncio.wait(house.tasks)
@@ -195,7 +195,7 @@ class NewTrainer:
         self.loaded: str | None = None
         self.trained: list[int] = []
 
-    async def recover(self, state: Path | None, batches: AsyncIterator[Batch], _: object) -> None:
+    async def catch_up(self, state: Path | None, batches: AsyncIterator[Batch], _: object) -> None:
         await self._pass("loading")
         self.loaded = None if state is None else (state / "weights").read_text()
         async for batch in batches:
@@ -209,7 +209,7 @@ class NewTrainer:
 
 
 async def recover(life: Life, house: House, trainer: Any) -> None:
-    await recover_trainer(trainer, life.journal, house.checkpoints, 3, num_batches=20)
+    await recover_trainer(trainer, 3, journal=life.journal, checkpoints=house.checkpoints, num_batches=20)
 
 
 async def begin(life: Life, house: House) -> None:

@@ -14,14 +14,14 @@ from buffer_groups import make_buffer
 from fakes import FakeEngine, FakeScorer, MemoryJournal
 from journal_cases import open_journal
 from rollout_cases import make_producers, single_turn
-from test_tasks_feed import Numbers
+from test_tasks_prompt_source import Numbers
 
 from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
-from asyncrl.tasks import Feed
+from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.testing.virtual_time import run_virtual
 
 NUM_BATCHES, NUM_GROUPS = 4, 6
@@ -30,9 +30,9 @@ TRIES = {"0/1": 1, "0/4": 1, "0/8": 2, "0/9": 1, "0/10": 3}
 
 BATCHES = [
     ["0/0", "0/2", "0/3", "0/5", "0/6", "0/7"],
-    ["0/1 handed back 1", "0/4 handed back 1", "0/11", "0/12", "0/13", "0/14"],
-    ["0/9 handed back 1", "0/15", "0/16", "0/17", "0/18", "0/19"],
-    ["0/8 handed back 2", "0/20", "0/21", "0/22", "0/23", "0/24"],
+    ["0/1 requeued 1", "0/4 requeued 1", "0/11", "0/12", "0/13", "0/14"],
+    ["0/9 requeued 1", "0/15", "0/16", "0/17", "0/18", "0/19"],
+    ["0/8 requeued 2", "0/20", "0/21", "0/22", "0/23", "0/24"],
 ]
 
 
@@ -45,7 +45,7 @@ class Life:
         latencies = random.Random(seed)
         self.journal, self.capacity = journal, capacity
         self.engine = FakeEngine(latency_s=lambda _: latencies.uniform(1.0, 3.0))
-        self.feed = Feed(Numbers(1000), seed=0, shuffle=False)
+        self.feed = PromptSource(TaskPrompts(Numbers(1000), seed=0, shuffle=False))
         self.buffer = make_buffer(num_groups=NUM_GROUPS, num_batches=NUM_BATCHES, max_staleness=0)
         self.unfinished: tuple[UnfinishedGroup, ...] = ()
         self.returning: list[tuple[int, Prompt]] = []
@@ -56,10 +56,10 @@ class Life:
     async def play(self, *, version: int = 0, until_s: float = 1e9) -> None:
         """From batch `version` to the end of the run, or of this life."""
         scorer = FakeScorer(
-            lambda prompt, _: "no" if prompt.num_handed_back < TRIES.get(prompt.prompt_id, 0) else 1.0
+            lambda prompt, _: "no" if prompt.num_requeued < TRIES.get(prompt.prompt_id, 0) else 1.0
         )
         generator = single_turn(self.engine, scorer, max_tokens=8)
-        limits = {"max_failed_groups": 99, "max_hand_backs": 2, "capacity": self.capacity, "timeout_s": None}
+        limits = {"max_failed_groups": 99, "max_requeues": 2, "capacity": self.capacity, "timeout_s": None}
         async with asyncio.TaskGroup() as tasks:
             producers = make_producers(
                 self.buffer, tasks.create_task, generator, source=self.feed, journal=self.journal, **limits

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from buffer_groups import make_buffer
-from fake_server import FakeTrainerServer
+from fake_server import FakeProcess, FakeTrainerServer
 from journal_cases import asked, make_group, make_partial, make_rollout, open_journal, same_group
 from test_trainer_supervision import batch_at, weights_of
 
@@ -23,12 +23,11 @@ from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
-from asyncrl.tasks import Feed
+from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.tasks.epochs import Epochs
-from asyncrl.trainer.trainer_client import TrainerClient
 
 
 class Questions:
@@ -41,8 +40,8 @@ class Questions:
         return f"Question {index}"
 
 
-def make_feed(seed: int = 0) -> Feed:
-    return Feed(Questions(), seed=seed, shuffle=False)  # type: ignore[arg-type]
+def make_feed(seed: int = 0) -> PromptSource:
+    return PromptSource(TaskPrompts(Questions(), seed=seed, shuffle=False))  # type: ignore[arg-type]
 
 
 class Life:
@@ -56,9 +55,10 @@ class Life:
         self.journal, self.buffer, self.feed = open_journal(path), make_buffer(num_batches=20), make_feed()
         self.worker = FakeTrainerServer(train_s=0.0)
         self.worker.export_s = self.worker.load_s = self.worker.save_s = self.worker.write_s = 0.0
-        self.client = TrainerClient(self.worker)
         supervision, never = Supervision(SupervisionConfig(), 1.0, print, print), AsyncMock()
-        self.trainer = SupervisedTrainer(self.client, [], supervision, before_start=never, recover=never)
+        self.trainer = SupervisedTrainer(
+            [FakeProcess(self.worker)], supervision, before_start=never, bring_back=never
+        )
         self.producers = self
         self.steps: list[tuple[Batch, TrainResponse]] = []
         self.returned: list[tuple[int, str, int]] = []
@@ -85,7 +85,7 @@ class Life:
         batch = self.buffer.take_nowait()
         await self.journal.batch_taken(batch)
         if is_trained:
-            report = await self.client.train(batch)
+            report = await self.trainer.train(batch)
             self.journal.trained_nowait(batch.version, report.metrics)
             self.buffer.set_served_nowait(report.policy_version)
 
@@ -103,7 +103,7 @@ class Life:
 
     def next_prompts(self, number: int) -> list[tuple[str, int]]:
         prompts = [self.feed.next_nowait() for _ in range(number)]
-        return [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts]
+        return [(prompt.prompt_id, prompt.num_requeued) for prompt in prompts]
 
     # As reporter and producers.
 
@@ -117,7 +117,7 @@ class Life:
         self.steps.append((batch, report))
 
     def returns_nowait(self, version: int, prompt: Prompt) -> None:
-        self.returned.append((version, prompt.prompt_id, prompt.num_handed_back))
+        self.returned.append((version, prompt.prompt_id, prompt.num_requeued))
 
 
 def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
@@ -144,7 +144,7 @@ async def leave_something_of_everything(life: Life) -> None:
     life.journal.rollout_failed_nowait(nine.group_id, 0, 3, "it timed out")
     life.journal.segment_nowait(nine.group_id, 2, 1, 0, make_partial(5))
     life.journal.admitted_nowait(Ticket(GroupId(10), 3), life.feed.next_nowait())
-    life.journal.group_ended_nowait(GroupId(10), "handed_back", "dropped", requeued=1)
+    life.journal.group_ended_nowait(GroupId(10), "requeued", "dropped", requeued=1)
     for group_id, version in ((11, 3), (12, 4)):
         life.journal.admitted_nowait(Ticket(GroupId(group_id), version), life.feed.next_nowait())
         life.journal.group_ended_nowait(GroupId(group_id), "failed", "no reward", requeued=2)
@@ -156,7 +156,7 @@ def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path
         if version == 4:  # no checkpoint can be ahead of the journal: its batch was trained
             life.journal.trained_nowait(3, {})
         (nine,) = await life.restore(Whole(version, tmp_path / "step", {}) if version else None)
-        assert (life.restored, life.worker.weights, life.client.policy_version) == (1, weights_of(4), 4)
+        assert (life.restored, life.worker.weights, life.trainer.policy_version) == (1, weights_of(4), 4)
         assert [batch.version for batch, _ in life.steps] == list(range(version, 4))
         for batch, report in life.steps:
             expected = batch_at(batch.version)
@@ -220,7 +220,7 @@ def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
     async def third(life: Life) -> None:
         life.buffer = make_buffer(num_batches=20, max_staleness=0)
         assert await life.restore() == ()
-        assert life.client.policy_version == 3
+        assert life.trainer.policy_version == 3
         state = await life.journal.read_resume(0)
         assert state.counted["rollout/dropped"] == 0, "no batch left them too old"
         assert life.next_prompts(2) == [("0/5", 0), ("0/7", 0)]
@@ -244,7 +244,7 @@ def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
         if refusal == "order":
             life.feed = make_feed(seed=1)
         elif refusal == "task":
-            life.feed._epochs = Epochs(1, seed=0, shuffle=False)
+            life.feed._tasks[""].epochs = Epochs(1, seed=0, shuffle=False)
         elif refusal == "state":
             error = TrainerError("trainer-0", "the state is of another model")
             life.trainer.recover = AsyncMock(side_effect=error)  # type: ignore[method-assign]
@@ -279,7 +279,7 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
 
     async def second(life: Life) -> None:
         assert await life.restore(whole) == ()
-        assert (life.worker.weights, life.client.policy_version) == (weights_of(3), 3)
+        assert (life.worker.weights, life.trainer.policy_version) == (weights_of(3), 3)
         assert life.numbers() == (3, 0, 0)
         assert [life.admit().group_id for _ in range(4)] == [8, 9, 10, 11]
 
@@ -288,7 +288,7 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
         assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
         assert life.next_prompts(1) == [("0/10", 0)], "0 to 5 are consumed, though this journal saw none"
         assert life.buffer.next_group_id == 12
-        with pytest.raises(JournalError, match="begins at version 3, the newest whole checkpoint is of 2"):
+        with pytest.raises(JournalError, match="begins at version 3, after the newest checkpoint, 2"):
             await life.journal.read_resume(2)
 
     lives(tmp_path / "lost.sqlite", first)
@@ -326,7 +326,7 @@ def test_new_trainer_gets_its_checkpoint_and_answered_batches(tmp_path: Path, sa
             life.worker.states[str(checkpoints.root / f"step_{version}" / "trainer")] = weights_of(version)
         unfinished = checkpoints.begin()
         life.worker.restart()
-        await recover_trainer(life.client, life.journal, checkpoints, 3, num_batches=20)
+        await recover_trainer(life.trainer, 3, journal=life.journal, checkpoints=checkpoints, num_batches=20)
         assert life.worker.weights == weights_of(3), "batch 3 is asked for again by the call that waits"
         assert life.worker.calls.count("/train") == 3 + 3 - max(saved, default=0)
         assert unfinished.folder.exists(), "one may be in the making"

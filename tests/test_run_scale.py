@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.observe.run_dir import Recorder
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
 from hypothesis import given, settings
@@ -30,6 +29,7 @@ from asyncrl.job.life import Voice
 from asyncrl.job.resume import changed_keys
 from asyncrl.job.scale import WANTED_FILE, EngineScale, first_wanted, read_wanted, scale_run, write_wanted
 from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
+from asyncrl.observe.run_dir import Recorder
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -87,11 +87,10 @@ class House(EngineRooms):
 
     def supervisor(self, process: Any, target: EngineServer, supervision: Supervision) -> EngineSupervisor:
         if not hasattr(self, "scale"):
-            limits = {"min": 1, "max": len(self.fakes), "start": self.start}
+            limits = {"min": 1, "max": len(self.fakes)}
             config, change = make_config(self.folder, limits), self.capacities.append
-            first = first_wanted(config, self.folder)
             self.scale = EngineScale(
-                config, self.folder, self.pool, self.voice, on_change=change, num_first=first
+                config, self.folder, self.pool, self.voice, on_change=change, num_first=self.start
             )
         return self.scale.supervisor(process, target, self.turns, supervision)
 
@@ -417,7 +416,7 @@ def test_the_command_refuses_what_cannot_be_and_asks_for_nothing(
         saved = ran.folder / "config.yaml"
         changed = changed_keys(load_config(saved), load_config(saved, [override]))
         assert list(changed) == [allowed], "what it says to write would be accepted"
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         scale_run(tmp_path / "nowhere", "engines=2")
 
 
@@ -447,9 +446,9 @@ def test_a_run_that_goes_on_begins_with_what_was_asked_for(tmp_path: Path) -> No
         assert first == scale.wanted
         return scale.wanted
 
-    assert wanted({"min": 1, "max": 4, "start": 2}) == 2
+    assert wanted({"min": 2, "max": 4}) == 2
     write_wanted(tmp_path, 4)
-    assert wanted({"min": 1, "max": 4, "start": 2}) == 4
+    assert wanted({"min": 2, "max": 4}) == 4
     assert (wanted(2), voice.lines) == (2, [])
     assert wanted({"min": 1, "max": 3}) == 1
     assert "asks for 4 engines; rollout.num_engines allows 1 to 3" in voice.lines[0]

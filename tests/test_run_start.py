@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +28,10 @@ from asyncrl.job.start import Server
 from asyncrl.launch import launchers
 from asyncrl.launch.devices import place
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine
-from asyncrl.launch.nodes import Needs, Node, Order, look, with_addresses
-from asyncrl.launch.processes import ChildProcess, ForeignProcess
-from asyncrl.messages.calls import EngineHealth
+from asyncrl.launch.nodes import Node, NodeRequirements
+from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import Publisher
 from asyncrl_servers.vllm.arguments import VllmSpec
 
@@ -81,11 +79,10 @@ def test_vllm_runs_under_its_own_python(tmp_path: Path) -> None:
     for engine in maker(tmp_path, *own).engines():
         child = engine.child
         assert isinstance(child, ChildProcess)
-        assert child.module == "asyncrl_servers.vllm"
-        assert child.python == child.renewed().python == python
-        folder = Path(child.env["PYTHONPATH"])
-        assert sorted(path.name for path in folder.iterdir()) == ["asyncrl", "asyncrl_servers"]
-        assert json.loads(child.spec)["name"] == child.name
+        assert child.spec.module == "asyncrl_servers.vllm"
+        assert child.spec.python is not None
+        assert child.spec.python() == python
+        assert json.loads(child.spec.spec)["name"] == child.name
 
 
 @pytest.mark.parametrize("num_cuda", [0, 3])
@@ -99,8 +96,8 @@ def test_process_sees_only_its_devices(
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
     for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert isinstance(server.child, ChildProcess)
-        assert json.loads(server.child.spec)["device"] == ("cuda" if num_cuda else "cpu")
-        assert server.child.env.get("CUDA_VISIBLE_DEVICES") == (names if num_cuda else None)
+        assert json.loads(server.child.spec.spec)["device"] == ("cuda" if num_cuda else "cpu")
+        assert server.child._environ.get("CUDA_VISIBLE_DEVICES") == (names if num_cuda else None)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -115,7 +112,7 @@ def test_processes_share_a_device(
     settings += [f"rollout.vllm_python={python}"] if kind == "vllm" else []
     launch, own = maker(tmp_path, *settings, num_cuda=1), 0.5 / 80
     (trainer,), engines = launch.trainers(tmp_path / "staging"), launch.engines()
-    specs = [json.loads(server.child.spec) for server in (trainer, *engines)]  # type: ignore[union-attr]
+    specs = [json.loads(server.child.spec.spec) for server in (trainer, *engines)]  # type: ignore[union-attr]
     assert specs[0]["share"] == pytest.approx(0.6 - own)
     for spec in specs[1:]:
         if kind == "vllm":
@@ -128,17 +125,18 @@ def test_processes_share_a_device(
 class Holding:
     """A launcher of two nodes that records its requests."""
 
-    def __init__(self) -> None:
-        self.held, self.needs = dict[int, list[str]](), dict[int, Needs]()
+    def __init__(self, nodes: tuple[Node, ...]) -> None:
+        self.nodes = nodes
+        self.held, self.needs = dict[int, list[str]](), dict[int, NodeRequirements]()
 
-    async def hold(self, parts: dict[int, list[str]], needs: dict[int, Needs]) -> None:
+    async def hold(self, parts: dict[int, list[str]], needs: dict[int, NodeRequirements]) -> None:
         self.held, self.needs = dict(parts), needs
 
     async def free_port(self, node: int) -> int:
         return 4000 + node
 
-    def process(self, node: int, order: Order) -> Any:
-        return SimpleNamespace(name=order.name, node=node, order=order)
+    def process(self, node: int, spec: ProcessSpec) -> Any:
+        return SimpleNamespace(name=spec.name, node=node, spec=spec)
 
 
 TWO_NODES = (
@@ -155,7 +153,8 @@ def test_nodes_hold_parts_and_ranks_know_their_store(
 ) -> None:
     machine = Machine((), 8, 2**34, has_bfloat16=False)
     nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
-    config, holding = load(*TWO_NODES), Holding()
+    config = load(*TWO_NODES)
+    holding = Holding(nodes)
     launcher: Any = holding
     made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
     for name in ("config.json", "run.id"):
@@ -163,17 +162,15 @@ def test_nodes_hold_parts_and_ranks_know_their_store(
     asyncio.run(made.hold(tmp_path / "staging"))
     assert holding.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
-    assert holding.needs == {0: Needs(read), 1: Needs(read)}
+    assert holding.needs == dict.fromkeys((0, 1), NodeRequirements(read))
     store = asyncio.run(made.find_store())
-    assert with_addresses(store, nodes) == "10.0.0.0:4000"
+    assert store == "10.0.0.0:4000"
     ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", store)]
-    specs = [json.loads(with_addresses(rank.order.spec, nodes)) for rank in ranks]
+    specs = [json.loads(rank.spec.spec) for rank in ranks]
     assert [rank.node for rank in ranks] == [0, 0, 1, 1]
     assert [spec["local_rank"] for spec in specs] == [0, 1, 0, 1]
     assert [spec["address"] for spec in specs] == ["10.0.0.0"] * 2 + ["10.0.0.1"] * 2
     assert {spec["store"] for spec in specs} == {"10.0.0.0:4000"}
-    moved = (nodes[0], replace(nodes[1], address="10.0.0.9"))
-    assert json.loads(with_addresses(ranks[2].order.spec, moved))["address"] == "10.0.0.9"
     engines: Any = [server.child for server in made.engines()]
     assert [engine.node for engine in engines] == [0, 1]
 
@@ -260,7 +257,7 @@ async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: i
     async def before_start() -> None:
         prepared.append(None)
 
-    config = SupervisionConfig(max_restarts=max_restarts, restart_window_s=None)
+    config = SupervisionConfig(max_restarts=max_restarts)
     starting = startup.start_again(
         start, [killed, other], config, warn=warned.append, before_start=before_start
     )
@@ -306,18 +303,3 @@ async def test_unknown_weights_are_replaced_before_sampling(
         assert served[-1] == 1
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-
-
-def test_missing_or_other_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.id"
-    path.write_bytes(b"t0ken \xff")
-    (tmp_path / "python").write_bytes(b"\x7fELF\xff")
-    there = {str(path): "t0ken", str(tmp_path / "python"): ""}
-    assert look(Needs(there)).unseen == []
-    lacking = {str(path): "other", str(tmp_path / "nothing"): "", str(tmp_path): ""}
-    assert look(Needs({**there, **lacking})).unseen == list(lacking)
-    launcher = LocalLauncher()
-    launcher.open()
-    asyncio.run(launcher.hold({0: ["cpu"]}, {0: Needs(there)}))
-    with pytest.raises(ConfigError, match=f"does not see {tmp_path}/nothing, or sees another file there"):
-        asyncio.run(launcher.hold({0: ["cpu"]}, {0: Needs({str(tmp_path / "nothing"): ""})}))

@@ -32,7 +32,7 @@ from resume_checker import read_evidence, violations
 from slow_wire import slow_wire
 
 from asyncrl.config import ScratchConfig
-from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN_S = 600.0
@@ -174,11 +174,11 @@ def test_a_run_continues_when_a_host_is_lost_and_comes_back(
             assert process.returncode == 130, output
         assert [*(hosts[1].folder / "shm").glob("asyncrl-*")] == []
     log = (run_dir / "logs" / "controller.log").read_text().splitlines()
-    later = "starting it again, once the node is there; the run goes on meanwhile"
+    later = "starting it again, once the node is back; the run continues without it"
     told = [line for line in log if "engine-1: " in line and later in line]
     assert len(told) == len(losses)
     if has_rank:
-        waits = "once the node is there: the run waits for it, supervision.node_wait_s=600 at most"
+        waits = "once the node is back; the run waits for it, 600 s at most"
         assert any("teacher: " in line and waits in line for line in log)
         assert any("the trainer again" in line and waits in line for line in log)
         teacher = itertools.groupby(what for what, _ in events(run_dir) if what.startswith("teacher"))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.engines.engine import EngineServer
-from asyncrl.messages.calls import CommitResponse, ExportResponse
+from asyncrl.messages.engine_api import CommitResponse
 from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -55,7 +56,7 @@ class House:
         if not lost.is_told:
             self.lost.append(lost.room)
         self.publisher.down_nowait(lost.room)
-        next(target for target in self.targets if target.name == lost.room).cut_nowait()
+        next(target for target in self.targets if target.name == lost.room).disconnect_nowait()
 
     def versions(self) -> list[int]:
         return [target.policy_version for target in self.targets]
@@ -64,7 +65,7 @@ class House:
         """Another process, with nothing staged, which is being brought up."""
         self.on_lost(EngineLost(f"engine-{index}", "was killed"))
         self.fakes[index].restart()
-        self.targets[index].renew_nowait()
+        self.targets[index].reset_nowait()
         return asyncio.ensure_future(self.publisher.bring_up(f"engine-{index}"))
 
     def _on_served(self, version: int) -> None:
@@ -187,7 +188,7 @@ def test_engines_read_weights_of_their_own_node() -> None:
         assert (house.lost, house.versions()) == (["engine-1"], [1, 0, 1])
         assert read == {name: f"on the node of {name}" for name in ("engine-0", "engine-2")}
         house.fakes[1].restart()
-        house.targets[1].renew_nowait()
+        house.targets[1].reset_nowait()
         with pytest.raises(EngineLost, match="gets no weights"):
             await house.publisher.bring_up("engine-1")
 

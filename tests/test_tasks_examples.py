@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from asyncrl.config import TaskConfig, load_config
-from asyncrl.tasks import Feed, build_task
+from asyncrl.tasks import PromptSource, TaskPrompts, build_task
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ def test_configs_of_the_page_make_tasks(text: str) -> None:
         config = TaskConfig(**one)
         if config.dataset is None:  # that one needs the network
             task = build_task(config, seed=0)
-            feed = Feed(task, seed=0, shuffle=True, system_prompt=config.system_prompt)
+            feed = PromptSource(TaskPrompts(task, seed=0, shuffle=True, system_prompt=config.system_prompt))
             assert feed.next_nowait().messages
 
 
@@ -63,7 +63,7 @@ def test_page_shows_the_examples_as_they_are() -> None:
 )
 def test_example_data_can_be_answered(file: str, reward: str, right: str, wrong: str) -> None:
     task = build_task(TaskConfig(files=[f"examples/data/{file}.jsonl"], reward=reward), seed=0)
-    feed = Feed(task, seed=0, shuffle=False)
+    feed = PromptSource(TaskPrompts(task, seed=0, shuffle=False))
     for prompt in [feed.next_nowait() for _ in range(len(task))]:
         said = (text.format(prompt.answer) for text in (right, wrong))
         assert [task.score(prompt, text) for text in said] == [1.0, 0.0]
@@ -72,7 +72,7 @@ def test_example_data_can_be_answered(file: str, reward: str, right: str, wrong:
 def test_shipped_configs_load_and_their_prompts_fit() -> None:
     for name in ("quickstart", "smollm2"):
         config = load_config(ROOT / "configs" / f"{name}.yaml")
-        feed = Feed(build_task(config.task, config.seed), seed=config.seed, shuffle=True)
+        feed = PromptSource(TaskPrompts(build_task(config.task, config.seed), seed=config.seed, shuffle=True))
         prompts = [feed.next_nowait().messages[-1]["content"] for _ in range(200)]
         if config.model.scratch is not None:
             assert set("".join(prompts)) <= set(config.model.scratch.characters)

@@ -36,19 +36,11 @@ def scorer_of(function: Any, pool: str, **settings: Any) -> AbstractAsyncContext
     return aclosing(TaskScorer(SimpleNamespace(score=function), config, seed=0))  # type: ignore[arg-type]
 
 
-async def awaits_what_another_cancels(*_: Any) -> float:
-    judging = asyncio.ensure_future(asyncio.Event().wait())
-    asyncio.get_running_loop().call_soon(judging.cancel)
-    return float(await judging)
-
-
 class Stop(BaseException):
-    """A test framework, trio or generated code may raise such an error."""
+    """An error of a test framework or trio."""
 
 
 class UnspeakableError(Exception):
-    """Its __str__ raises no Exception."""
-
     def __str__(self) -> str:
         raise GeneratorExit
 
@@ -72,10 +64,8 @@ RAISES: list[tuple[Any, str]] = [
     (lambda *_: {}["no such thing"], "KeyError: 'no such thing' .test_tasks_scorer.py line"),
     (lambda *_: sys.exit(3), "SystemExit: 3"),
     (lambda *_: next(iter(())), "StopIteration"),  # which asyncio futures do not take
-    (awaits_what_another_cancels, "CancelledError"),
-    (raiser(UnspeakableError()), "UnspeakableError: its __str__ raised GeneratorExit"),
-    *((made(Stop("enough")), "Stop: enough") for made in (raiser, async_raiser)),
-    (async_raiser(KeyboardInterrupt()), "KeyboardInterrupt"),
+    (raiser(UnspeakableError()), ".*UnspeakableError"),
+    *((made(Stop("enough")), ".*Stop: enough") for made in (raiser, async_raiser)),
 ]
 
 
@@ -149,16 +139,15 @@ async def test_hung_thread_costs_its_own_rollout_alone() -> None:
 
 
 @pytest.mark.asyncio
-async def test_callers_learn_that_every_thread_hangs() -> None:
+async def test_too_many_hung_threads_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.base.user_code.MAX_ABANDONED", 2)
     gate = threading.Event()
-
     settings = {"reward_workers": 2, "reward_timeout_s": 0.1}
     async with scorer_of(lambda *_: gate.wait(30.0), "thread", **settings) as scorer:
-        calls = (scorer.score(PROMPT, "") for _ in range(6))
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(error) for error in found] == [RewardFailure] * 2 + [TaskError] * 4
-        assert "Way out: set task.reward_pool=process" in str(found[-1])
-        with pytest.raises(TaskError, match="all 2 reward threads"):
+        calls = (scorer.score(PROMPT, "") for _ in range(2))
+        failures = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(failure) for failure in failures} == {RewardFailure}
+        with pytest.raises(TaskError, match="task.reward_pool=process"):
             await scorer.score(PROMPT, "")
         gate.set()
 
@@ -172,7 +161,6 @@ REWARDS = """
         if completion == "die": os._exit(7)
         if completion == "raise": raise KeyError("no")
         if completion == "none": return None
-        if completion == "interrupt": raise KeyboardInterrupt
         if completion == "torch":
             import sys; return "torch" in sys.modules
         if completion == "pid": return os.getpid()
@@ -200,7 +188,6 @@ MOODS = {
     "die": "ended its process .exit code 7.",
     "raise": "raised KeyError",
     "none": "returned None",
-    "interrupt": "raised KeyboardInterrupt",
 }
 
 
@@ -231,22 +218,25 @@ async def test_processes_survive_whatever_the_reward_does(rewards: Path) -> None
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("module", "error", "words"),
     [
-        ("raise ValueError('not here')", r"cannot build the score function(.|\n)*not here"),
-        ("import os; os._exit(9)", "died outside of any call, twice"),
+        ("raise ValueError('not here')", TaskError, r"cannot build the score function(.|\n)*not here"),
+        ("import os; os._exit(9)", RewardFailure, "lost its process outside of any call"),
     ],
 )
-async def test_score_that_no_process_can_build_ends_the_run(rewards: Path, module: str, words: str) -> None:
+async def test_score_that_no_process_can_build_is_an_error(
+    rewards: Path, module: str, error: type[Exception], words: str
+) -> None:
     async with process_scorer("rewards_here:plain", reward_workers=1) as scorer:
         (rewards / "rewards_here.py").write_text(module)
-        with pytest.raises(TaskError, match=words):
+        with pytest.raises(error, match=words):
             await scorer.score(PROMPT, "x")
     assert multiprocessing.active_children() == []
 
 
 MOODY_RUN = """
     import asyncio, os, signal, sys
+    from asyncrl.base.user_code import cancel_remaining
     from asyncrl.config import TaskConfig
     from asyncrl.messages.records import Prompt
     from asyncrl.tasks import TaskScorer, build_task
@@ -257,7 +247,7 @@ MOODY_RUN = """
         print(int(await scorer.score(Prompt("0/0", ()), sys.argv[2])), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if __name__ == "__main__":
-        asyncio.run(main())
+        asyncio.run(cancel_remaining(main()))
 """
 
 

@@ -10,9 +10,8 @@ import pytest
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks import Feed, TaskScorer, build_task
+from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
 from asyncrl.tasks.letters import Letters
-from asyncrl.tasks.scorer import ProcessPool, ThreadPool
 from asyncrl.tasks.sources import math_reward
 from asyncrl.tasks.task import RowTask
 
@@ -40,7 +39,7 @@ def test_gym_prompts_follow_the_library_and_the_seed() -> None:
 @pytest.mark.parametrize("name", ["chain_sum", "countdown"])
 def test_reference_answers_score_1(name: str) -> None:
     task = gym(name, args=TWO_DIGITS if name == "chain_sum" else {}, size=2)
-    prompt = Feed(task, seed=0, shuffle=False).next_nowait()
+    prompt = PromptSource(TaskPrompts(task, seed=0, shuffle=False)).next_nowait()
     assert 0.0 <= task.score(prompt, "I do not know") < 1.0
     if (answer := prompt.answer["answer"]) is not None:
         assert task.score(prompt, f"{answer}") == task.score(prompt, f"I <answer>{answer}</answer>") == 1.0
@@ -75,7 +74,7 @@ LETTERS = Letters(size=1000, seed=0)
 
 
 def test_right_letters_alone_score_1() -> None:
-    feed = Feed(LETTERS, seed=0, shuffle=False)
+    feed = PromptSource(TaskPrompts(LETTERS, seed=0, shuffle=False))
     for prompt in (feed.next_nowait() for _ in range(len(LETTERS))):
         letter, count = prompt.messages[-1]["content"].split(" ")
         right = letter * int(count)
@@ -137,7 +136,6 @@ def test_unreadable_reference_is_an_error(answer: object) -> None:
 
 def test_math_runs_in_processes_by_default() -> None:
     task = RowTask([], str, lambda prompt, completion: 0.0, prompt_column="prompt", answer_column=None)
-    cases = (({}, ProcessPool), ({"reward_pool": "thread"}, ThreadPool), ({"reward": "m:f"}, ThreadPool))
-    for settings, kind in cases:
+    for settings, is_process in (({}, True), ({"reward_pool": "thread"}, False), ({"reward": "m:f"}, False)):
         config = TaskConfig(**{"files": ["x.jsonl"], "reward": "math", **settings})
-        assert isinstance(TaskScorer(task, config, seed=0)._pool, kind)
+        assert (TaskScorer(task, config, seed=0)._processes is not None) == is_process

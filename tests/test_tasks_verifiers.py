@@ -17,7 +17,7 @@ from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.config import RunConfig, TaskConfig, load_config
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
-from asyncrl.tasks import Feed, TaskScorer, build_task
+from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
 from asyncrl.tasks.from_config import build_score, look_at_task
 from asyncrl.tasks.task import PromptTask
 
@@ -38,7 +38,7 @@ def task_of(name: str = "calculator_env", args: dict[str, Any] | None = None, **
 
 
 def prompts_of(task: PromptTask, count: int) -> list[Prompt]:
-    feed = Feed(task, seed=0, shuffle=True)
+    feed = PromptSource(TaskPrompts(task, seed=0, shuffle=True))
     return [feed.next_nowait() for _ in range(count)]
 
 

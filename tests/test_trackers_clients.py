@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.observe.tracker_clients import sample_table
 from test_trackers import SAMPLE
 from tracker_clients import CONFIG, NUM_STEPS, RUN_ID
+
+from asyncrl.observe.tracker_clients import sample_table
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "tracker_clients.py"
@@ -40,9 +41,7 @@ def client(verb: str, name: str, run_dir: Path, *rest: str, **environ: str) -> s
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_client_keeps_one_run_over_a_resume(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_client_keeps_one_run_over_a_resume(name: str, tmp_path: Path) -> None:
     settings = [setting.format(run_dir=tmp_path) for setting in SETTINGS[name]]
     for first in (0, 2):
         said = client("tell", name, tmp_path, str(first), *settings)

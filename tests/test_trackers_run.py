@@ -25,8 +25,7 @@ def test_a_run_goes_its_way_whatever_its_trackers_do_and_says_how_it_stands_at_i
         observe={
             "console": "plain",
             "trackers": trackers,
-            "tracker_args": {"own": own},
-            "tracker_close_s": 2,
+            "tracker_args": own,
             "status_port": 0,
         },
     )

@@ -20,17 +20,17 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import TrainerError
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.model import tree
-from asyncrl.trainer.model.dealing import Costs
+from asyncrl.trainer.model.load_balance import Costs
 from asyncrl.trainer.model.packing import mini_batches, rank_micro_batches
 from asyncrl.trainer.model.policy import ForwardPlan
 from asyncrl.trainer.objective import check_batch, find_units, loss_tokens
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.trainer_client import TrainerClient, pack_groups, sampled_by
+from asyncrl.trainer.trainer_client import TrainerClient, pack_groups
 
 CREDITS = {"no credits": ("none",), "turns": ("turn",), "all kinds": ("none", "turn", "branch")}
 
@@ -228,10 +228,10 @@ def test_groups_are_packed_with_version_and_engine_per_token() -> None:
 
 @pytest.mark.parametrize("spans", [[(2, 4, 3)], [(2, 5, 3), (4, 5, 4)]])
 def test_spans_must_cover_the_sampled_tokens_exactly(spans: list[Any]) -> None:
-    whole, wrong = make_trajectory(), make_trajectory(spans=tuple(VersionSpan(*span) for span in spans))
-    masks = [whole.loss_mask, wrong.loss_mask, whole.loss_mask]
+    wrong = make_trajectory(spans=tuple(VersionSpan(*span) for span in spans))
+    group = Group(GroupId(7), Prompt("0-7", ()), (make_trajectory(), wrong))
     with pytest.raises(TrainerError, match="do not cover its 3 sampled tokens"):
-        sampled_by([whole, wrong, whole], np.concatenate(masks))
+        pack_groups(Batch(version=4, groups=(group,), min_version=3))
 
 
 def test_step_wakes_all_that_wait_for_its_version() -> None:

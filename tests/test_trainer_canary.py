@@ -15,7 +15,7 @@ from trainer_cases import MakeStep, make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import Canary
+from asyncrl.messages.trainer_api import Canary
 from asyncrl.trainer.model.packing import pack_texts
 
 NUM_TOKENS = 160

@@ -16,11 +16,11 @@ from text_tokenizers import byte_level, save
 from trainer_cases import DeviceReads
 from trainer_cases import make_spec as make_trainer_spec
 
-from asyncrl.messages.calls import pack_batch, unpack_batch
 from asyncrl.messages.records import Batch, GrammarSpan, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.trainer.model import policy
-from asyncrl.trainer.model.allowed import AllowedRows
 from asyncrl.trainer.model.policy import head_scores
+from asyncrl.trainer.model.support_mask import AllowedRows
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.build_engine import build_engine

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
-from asyncrl.config import LoraConfig
+from asyncrl.config import LoraConfig, TrainerConfig
 from asyncrl.trainer.model.lora import ADAPTER, Adapters, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep
 
@@ -93,12 +93,14 @@ def test_change_too_small_for_bfloat16_changes_nothing() -> None:
         layer.zero_grad()
 
 
-def test_merge_once_a_step_is_merge_in_each_pass(make_step: MakeStep, tmp_path: Path) -> None:
+def test_merge_once_a_step_is_merge_in_each_pass(
+    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digests = []
-    for when in ("pass", "auto"):
-        settings = {"lora": {**LORA["lora"], "merge": when}, "micro_batch_tokens": 40}
+    for when in ("pass", "step"):
+        monkeypatch.setattr(TrainerConfig, "keeps_merged", when == "step")
+        settings = {**LORA, "micro_batch_tokens": 40}
         step = make_step(trainer=settings, dtype="bfloat16", algorithm={"kl_coefficient": 0.1})
-        assert step.spec.trainer.keeps_merged == (when == "auto")
         trained(step)
         step.begin_save_state(tmp_path / when).result()
         step.offload(["optimizer"])

@@ -20,7 +20,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.message import ErrorBody, find_fatal
 from asyncrl.config import load_config
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.scratch import main, make_character_tokenizer
+from asyncrl.trainer.model.random_init import main, make_character_tokenizer
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
 

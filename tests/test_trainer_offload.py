@@ -16,11 +16,8 @@ from trainer_cases import MakeStep, full_disk, learned, make_batch
 from asyncrl.base.errors import TrainerError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import Moved, TrainerPart
-from asyncrl.messages.calls import StateRequest, TrainerHealth
-from asyncrl.trainer import offload
-from asyncrl.trainer.offload import PARTS, HostMemory
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.trainer_api import StateRequest, TrainerHealth, TrainerPart
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
@@ -129,33 +126,6 @@ def test_checkpoint_may_hold_offloaded_parts(make_step: MakeStep, tmp_path: Path
     assert again.weights_digest() == step.weights_digest()
 
 
-def test_ranks_of_a_host_ask_for_its_memory_together(
-    make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank would find enough memory for itself, and all would be killed."""
-
-    class Two(Ranks):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, value] if isinstance(value, list) else [value]
-
-    step = make_step()
-    step.train(*make_batch())
-    digest, moves = step.weights_digest(), step._offload
-    moves._ranks = Two()
-    moves._pinned = {part: HostMemory(torch.device("cpu")) for part in PARTS}
-    size = sum(map(offload._aligned, (storage for part in ALL for storage in moves._storages(part))))
-    for factor, is_enough in ((1.5, False), (2.5, True), (0.0, True)):
-        monkeypatch.setattr(offload, "available_memory", lambda factor=factor: int(factor * size))
-        if is_enough:
-            step.offload(ALL)
-            step.onload(ALL)
-        else:
-            words = rf"2 ranks on 127.0.0.1 need {2 * size} bytes of host memory, and {int(1.5 * size)} are"
-            with pytest.raises(Refused, match=words):
-                step.offload(ALL)
-        assert (step.offloaded, step.weights_digest()) == ([], digest), "memory once taken is kept"
-
-
 @pytest.mark.gpu
 def test_device_parts_come_back_to_the_bit(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step(device="cuda", dtype="bfloat16")
@@ -182,8 +152,10 @@ def loss(current, *rest):
 """
 
 
-def move(group: Group, what: str, *parts: TrainerPart) -> Moved:
-    moved: Moved = group.ask(lambda caller: getattr(TrainerClient(caller, timeout_s=TIMEOUT_S), what)(parts))
+def move(group: Group, what: str, *parts: TrainerPart) -> TransferStats:
+    moved: TransferStats = group.ask(
+        lambda caller: getattr(TrainerClient(caller, timeout_s=TIMEOUT_S), what)(parts)
+    )
     return moved
 
 

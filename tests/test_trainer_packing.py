@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import Rows, assert_all_close, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.messages.calls import BatchArrays, BatchHeader
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.model import kernel_calls, tree
 from asyncrl.trainer.model.attention import packed_attention, plain_attention
-from asyncrl.trainer.model.dealing import Costs, PassSize, costs_of, deal
+from asyncrl.trainer.model.load_balance import Costs, PassSize, assign, costs_of
 from asyncrl.trainer.model.packing import MicroBatch, by_group, pack, token_ranges
 from asyncrl.trainer.model.policy import ForwardPlan, Policy
 from asyncrl.trainer.model.tree import Layout, TokenRange, places_of
@@ -193,7 +193,7 @@ Steps = list[list[list[TokenRange]]]
 def dealt(groups: Rows, max_tokens: int, num_ranks: int, costs: Costs = COSTS) -> tuple[Steps, BatchArrays]:
     header, arrays = batch_of(groups)
     sequences = by_group(token_ranges(header, arrays.loss_mask))
-    return deal(sequences, arrays.token_ids, costs, max_tokens, num_ranks), arrays
+    return assign(sequences, arrays.token_ids, costs, max_tokens, num_ranks), arrays
 
 
 def tree_cost(sequences: list[TokenRange], arrays: BatchArrays, costs: Costs) -> tuple[int, float]:

@@ -27,7 +27,7 @@ from asyncrl.config import load_config
 from asyncrl.job import start as startup
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.launch.devices import place
-from asyncrl.messages.calls import (
+from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
     ExportChunkRequest,
@@ -37,7 +37,7 @@ from asyncrl.messages.calls import (
     TrainerHealth,
 )
 from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.ranks import Rendezvous, join_ranks
+from asyncrl.trainer.ranks import join_ranks, meet
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.export import digest_of
@@ -293,9 +293,8 @@ def test_ranks_that_do_not_meet_say_who_is_missing(
         spec = make_spec(
             tiny_model_dir, tmp_path, rank=rank, store=store, meet_s=3.0, trainer={"world_size": 2}
         )
-        rendezvous = Rendezvous(spec)
         with pytest.raises(ConfigError, match=f"{missing}.*") as caught:
-            rendezvous.here(rendezvous.open())
+            meet(spec, lambda _: None)
     assert f"{store} within 3 s" in caught.value.what
     assert "every TCP port" in caught.value.way_out
 
@@ -305,10 +304,10 @@ def test_store_that_cannot_be_opened_is_refused(tiny_model_dir: Path, tmp_path: 
         store = f"127.0.0.1:{other.getsockname()[1]}"
         spec = make_spec(tiny_model_dir, tmp_path, store=store, trainer={"world_size": 2})
         with pytest.raises(ConfigError, match=f"cannot listen at {store}: Address already in use"):
-            Rendezvous(spec).open()
+            meet(spec, lambda _: None)
     spec = make_spec(tiny_model_dir, tmp_path, store="192.0.2.7:29500", trainer={"world_size": 2})
     with pytest.raises(ConfigError, match="cannot listen at 192.0.2.7:29500: Cannot assign"):
-        Rendezvous(spec).open()
+        meet(spec, lambda _: None)
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.config import TrainerConfig
-from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.observe.metrics import GAUGES
 from asyncrl.trainer.model import loading
-from asyncrl.trainer.model.parts import learning_rate_at
+from asyncrl.trainer.model.optimizer import learning_rate_at
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
     MIN_ENGINE_TOKENS,
@@ -79,7 +79,7 @@ def loss_with_words(current_M: torch.Tensor, *_: Any) -> Answer:
 def test_third_skipped_step_in_a_row_is_refused(
     make_step: MakeStep, loss: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    step = make_step(algorithm={"loss": f"test_trainer_step:{loss}"}, trainer={"max_skipped_steps": 3})
+    step = make_step(algorithm={"loss": f"test_trainer_step:{loss}"})
     before = step.weights_digest()
     for version in range(2):
         header, arrays = make_batch(version=version)
@@ -94,7 +94,7 @@ def test_third_skipped_step_in_a_row_is_refused(
     assert [json.loads(line)["loss"] for line in lines] == [None, None]
     with pytest.raises(Refused, match=r"step 3 \(groups 10, 11\) gave .* stays 2.*step_3") as caught:
         step.train(*make_batch(version=2))
-    assert "trainer.max_skipped_steps=3" in caught.value.body.rule
+    assert "after 3 skipped steps in a row" in caught.value.body.rule
     assert step.weights_digest() == before
     assert all(weight.grad is None for weight in step._masters.named.values())
 

@@ -35,14 +35,12 @@ class House:
         others = [FakeTrainerServer(f"trainer-{rank}") for rank in range(1, num_ranks)]
         self.server = FakeTrainerServer(train_s=TRAIN_S, peers=others)
         self.ranks = [FakeProcess(server, start_s=START_S) for server in (self.server, *others)]
-        self.client = TrainerClient(self.server)
         self.journal: list[Batch] = []
         self.state_at, self.state = state_at, Path("states/one")
         self.told: list[str] = []
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.cleared_at: list[float] = []
         self.trainer = SupervisedTrainer(
-            self.client,
             self.ranks,
             Supervision(
                 SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
@@ -51,17 +49,17 @@ class House:
                 lambda *event: self.events.append(event),
             ),
             before_start=self.clear,
-            recover=self.recover,
+            bring_back=self.bring_back,
         )
         self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
 
     async def clear(self) -> None:
         self.cleared_at.append(now_s())
 
-    async def recover(self, version: int) -> None:
+    async def bring_back(self, client: TrainerClient, version: int) -> None:
         is_there = str(self.state) in self.server.states
         batches = self.load(self.state_at if is_there else 0, version)
-        await self.client.recover(self.state if is_there else None, batches, lambda *_: None)
+        await client.catch_up(self.state if is_there else None, batches, lambda *_: None)
 
     async def load(self, start: int, stop: int) -> AsyncIterator[Batch]:
         for batch in self.journal[start:stop]:
@@ -151,10 +149,10 @@ def test_error_while_recovering_ends_the_run() -> None:
     error = KeyError("x")
 
     async def story(house: House) -> None:
-        async def recover(_: int) -> None:
+        async def bring_back(*_: Any) -> None:
             raise error
 
-        house.trainer._recover = recover
+        house.trainer._catches_up = bring_back
         house.server.die()
         await asyncio.sleep(30.0)
 
@@ -227,9 +225,10 @@ def test_late_word_of_lost_processes_touches_no_new_ones() -> None:
             if len(calls) == 1:  # its connection breaks after a new process started
                 await asyncio.sleep(20.0)
                 raise TrainerLost("trainer", "no answer to /train")
-            return await TrainerClient.train(house.client, batch)
+            return await once(batch)
 
-        house.client.train = train  # type: ignore[method-assign]
+        once = house.trainer._train
+        house.trainer._train = train  # type: ignore[method-assign]
         training = house.tasks.create_task(house.trainer.train(batch))
         await asyncio.sleep(1.0)
         house.server.die()
@@ -256,7 +255,7 @@ def test_checkpoints_hear_of_a_loss() -> None:
         await asyncio.sleep(2 * trainer.config.backoff_s + START_S + 1.5)
         assert house.server.policy_version == 1, "it answers, and is not where it was"
         for call in (trainer.begin_save_state(Path("s")), trainer.wait_save_state()):
-            with pytest.raises(TrainerLost, match="is being started again"):
+            with pytest.raises(TrainerLost, match="is restarting"):
                 await call
         assert "/begin_save_state" not in house.server.calls
 

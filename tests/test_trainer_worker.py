@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from trainer_cases import learned, make_batch, make_spec
 
 from asyncrl.base.http import Caller, CallRefused
-from asyncrl.messages.calls import (
+from asyncrl.messages.trainer_api import (
     ExportResponse,
     StateRequest,
     TrainerHealth,

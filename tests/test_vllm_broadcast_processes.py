@@ -18,19 +18,13 @@ from vllm_process import VllmProcess, vllm_process
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Caller
-from asyncrl.engines.broadcast import Broadcasts
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.broadcast import BroadcastGroup
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.messages.calls import (
-    ExportChunkRequest,
-    ExportChunkResponse,
-    ExportResponse,
-    GenerateRequest,
-    LoadChunkRequest,
-)
+from asyncrl.messages.engine_api import GenerateRequest, LoadChunkRequest
+from asyncrl.messages.trainer_api import ExportChunkRequest, ExportChunkResponse, ExportResponse
 from asyncrl.sync.push import Push
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -42,16 +36,27 @@ class House(BroadcastHouse):
     def run(self, story: Any, *, num_servers: int) -> None:
         self.tell(story, {f"engine-{index}": one for index, one in enumerate(self.servers[:num_servers])})
 
-    async def client_of(self, server: VllmProcess, caller: Caller, meeting: Broadcasts) -> VllmServer:
-        engine = self.client(caller, served(server))
+    async def client_of(
+        self, server: VllmProcess, caller: Caller, broadcast_group: BroadcastGroup
+    ) -> VllmServer:
+        engine = self.client(caller, served(server), broadcast_group)
         await engine.ready(200)
-        engine.meeting = meeting
         return engine
 
-    def client(self, caller: Caller, version: int = 0) -> VllmServer:
-        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
-        rules = PushRules(1e-3, chunk_bytes=40_000)
-        return VllmServer(caller, facts=facts, rules=rules, policy_version=version)
+    def client(
+        self, caller: Caller, version: int = 0, broadcast_group: BroadcastGroup | None = None
+    ) -> VllmServer:
+        needed = VllmRequirements(
+            str(self.model_path),
+            "float32",
+            SLOTS,
+            MAX_LENGTH,
+            (),
+            "cpu",
+            canary_limit=1e-3,
+            chunk_bytes=40_000,
+        )
+        return VllmServer(caller, needed, policy_version=version, broadcast_group=broadcast_group)
 
 
 def served(server: VllmProcess) -> int:
@@ -112,22 +117,6 @@ def test_three_broadcasts_give_the_bits_that_files_give(house: House) -> None:
     house.run(story, num_servers=2)
 
 
-def test_weights_that_are_not_those_announced_are_never_served(house: House) -> None:
-    async def story(trainer: TrainerClient, engines: list[VllmServer]) -> None:
-        await asyncio.to_thread(house.train)
-        manifest = await trainer.export()
-        lost: list[EngineLost] = []
-        await push(manifest.model_copy(update={"num_bytes": 1}), engines, house.version - 1, lost)
-        (error,) = lost
-        assert "announced were" in str(error)
-        again = house.client(engines[0]._caller)
-        again.meeting = engines[0].meeting
-        await push(manifest, [again], house.version - 1)  # the process lives: a whole load mends it
-        assert (await sample(again))[0]
-
-    house.run(story, num_servers=1)
-
-
 def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_written(
     house: House, tmp_path: Path
 ) -> None:
@@ -161,26 +150,3 @@ def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_writte
 
 async def post_chunk(message: ExportChunkRequest, caller: Caller) -> ExportChunkResponse:
     return await caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=60)
-
-
-def test_a_server_that_is_killed_between_its_pause_and_the_broadcast_leaves_it_to_the_other(
-    house: House,
-) -> None:
-    """The last story: afterwards one server is gone."""
-
-    async def story(trainer: TrainerClient, engines: list[VllmServer]) -> None:
-        await asyncio.to_thread(house.train)
-        manifest = await trainer.export()
-        for engine in engines:
-            await engine.prepare(manifest)
-        house.servers[1].process.kill()
-        commits = (engine.commit(manifest.version, manifest.digest, "abort") for engine in engines)
-        report, error = await asyncio.gather(*commits, return_exceptions=True)
-        assert isinstance(error, EngineLost)
-        assert not isinstance(report, BaseException)
-        assert report.version == engines[0].policy_version == house.version
-        await asyncio.to_thread(house.train)
-        await push(await trainer.export(), engines[:1], house.version - 1)
-        assert engines[0].policy_version == house.version
-
-    house.run(story, num_servers=2)

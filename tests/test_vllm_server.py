@@ -105,32 +105,6 @@ def test_batch_invariance_is_asked_for_on_cuda_alone(tmp_path: Path, monkeypatch
         assert os.environ["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "3600"
 
 
-@pytest.mark.parametrize(
-    ("is_cpu", "bind", "changes", "forks"),
-    [
-        (True, None, {}, True),
-        (False, None, {}, False),
-        (True, "auto", {}, False),
-        (True, None, {"threads": 2}, False),
-        (True, None, {"args": {"numa-bind": True}}, False),
-    ],
-)
-def test_an_engine_is_a_fork_where_no_thread_of_openmp_needs_to_be_bound_or_to_survive_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_cpu: bool,
-    bind: str | None,
-    changes: dict[str, Any],
-    forks: bool,
-) -> None:
-    monkeypatch.setattr(vllm_arguments.tempfile, "tempdir", None)
-    monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda: is_cpu)
-    monkeypatch.setattr(os, "environ", {"VLLM_CPU_OMP_THREADS_BIND": bind} if bind else {})
-    spec = VllmSpec(**SPEC, model_path="/model", **changes)
-    vllm_arguments.set_environment(spec, tmp_path)
-    assert vllm_arguments.can_fork(spec) == forks
-
-
 POINTS = (
     "(EngineCore pid=7) ERROR core.py:99] RuntimeError: WorkerProc initialization failed\n"
     "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
@@ -180,20 +154,6 @@ class TestAServer:
         for pid in pids:
             for name in ("cmdline", "environ"):
                 assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
-
-    def test_it_says_its_settings_and_runs_no_command_to_describe_the_machine(
-        self, server: VllmProcess
-    ) -> None:
-        info = server.get("/server_info?config_format=json")
-        assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
-        assert info["system_env"] == {}
-
-    def test_its_engine_and_its_worker_are_forks_that_have_not_imported_vllm_anew(
-        self, server: VllmProcess
-    ) -> None:
-        parts = [pid for pid in server.group() if b"VLLM::" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        leader, *others = (Path(f"/proc/{pid}/auxv").read_bytes() for pid in (server.process.pid, *parts))
-        assert others == [leader] * 2, "where the kernel has put what was executed"
 
     def test_seeded_requests_with_split_prefills_live_and_answer_bit_for_bit_as_alone(
         self, server: VllmProcess

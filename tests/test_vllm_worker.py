@@ -16,8 +16,6 @@ import torch
 from engine_in_process import make_qwen3, stage_file, weights_of
 from vllm_process import VllmProcess, vllm_process
 
-from asyncrl.weights.tensor_files import digest_tensors
-
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 Outputs = list[tuple[list[int], list[float]]]
@@ -62,7 +60,8 @@ class House:
 
     def push(self, tensors: dict[str, torch.Tensor], chunk_bytes: int = 100_000) -> dict[str, Any]:
         """Stage and load; the answer of the load, or a refusal before it."""
-        version, request = next(self.versions), self.write(tensors)
+        version = next(self.versions)
+        request = self.write(tensors)
         staged = self.stage(version, chunk_bytes, **request)
         return self.load(version, request["digest"]) if "error" not in staged else staged
 
@@ -110,75 +109,6 @@ def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server_does(house: House, 
             assert outputs_of(house.server) == house.fresh[model]
 
 
-def test_weights_that_come_chunk_by_chunk_through_one_file_answer_as_a_fresh_server_does(
-    house: House,
-) -> None:
-    house.serve("A")
-    version, path = next(house.versions), house.folder / "one-file.safetensors"
-    tensors = list(house.weights["B"].items())
-    parts = [dict(tensors[start : start + 7]) for start in range(0, len(tensors), 7)]
-    for index, part in enumerate(parts):
-        request = house.write(part)
-        path.write_bytes(Path(request["path"]).read_bytes())  # in place: the same file for every chunk
-        at = {"path": str(path), "version": version, "index": index, "is_last": index == len(parts) - 1}
-        answer = house.server.rpc("asyncrl_load_chunk", **request | at)
-        assert answer == {"ok": True, "digest": request["digest"]}
-    digest = digest_tensors(house.weights["B"])
-    answer = house.server.rpc("asyncrl_finish_chunks", version=version, digest=digest)
-    assert answer == {"ok": True, "digest": digest}
-    assert outputs_of(house.server) == house.fresh["B"]
-
-
-@only_tied
-def test_what_is_staged_is_loaded_under_its_own_digest_alone(house: House) -> None:
-    house.serve("A")
-    good, right = house.write(house.weights["B"]), house.weights["B"]
-    torn = house.folder / "torn.safetensors"
-    torn.write_bytes(Path(good["path"]).read_bytes()[:-1000])
-    first, second = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
-    swapped = house.write({**right, first: right[second], second: right[first]})
-    version = next(house.versions)
-    for changes, message in (
-        ({"num_tensors": 99}, "announced were 99"),
-        ({"path": str(torn)}, "cannot read the weights file"),
-        ({"path": swapped["path"]}, "announced were"),
-    ):
-        assert message in house.stage(version, **good | changes)["error"]
-        assert "staged is nothing" in house.load(version, good["digest"])["error"]
-    assert house.stage(version, **good)["state"] == "staged"
-    assert f"with digest {good['digest']}" in house.load(version, "1" * 32)["error"]
-    assert house.server.rpc("asyncrl_drop") == {"ok": True}
-    assert "staged is nothing" in house.load(version, good["digest"])["error"]
-    assert outputs_of(house.server) == house.fresh["A"]
-
-
-@only_tied
-def test_a_large_file_is_hashed_beside_generation(house: House) -> None:
-    house.serve("A")
-    request = house.write({"large": torch.zeros(2**26)}) | {"digest": "0" * 32}
-    first = house.server.rpc("asyncrl_stage", version=10**6, chunk_bytes=1, **request)
-    assert first["state"] == "staging", "this test needs a file that is not hashed at once"
-    assert outputs_of(house.server) == house.fresh["A"]
-    assert "with digest 00000000" in house.stage(10**6, **request)["error"]
-
-
-@only_tied
-def test_weights_beside_the_serving_ones_change_nothing_before_they_are_loaded(house: House) -> None:
-    house.serve("A")
-    version, request = next(house.versions), house.write(house.weights["B"])
-    assert house.stage(version, **request)["state"] == "staged"
-    assert outputs_of(house.server) == house.fresh["A"]
-    lacking = house.write(
-        {key: one for key, one in house.weights["B"].items() if "layers.1.mlp.up" not in key}
-    )
-    refused = house.stage(next(house.versions), **lacking)
-    assert "layers.1.mlp.gate_up_proj" in refused["error"]
-    assert "those that serve stay" in refused["rule"]
-    assert house.server.rpc("asyncrl_facts")["broken"] is None
-    assert "staged is nothing" in house.load(version, request["digest"])["error"]
-    assert outputs_of(house.server) == house.fresh["A"]
-
-
 @only_tied
 @pytest.mark.parametrize(
     "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
@@ -203,9 +133,3 @@ def test_a_set_that_lacks_a_tensor_leaves_a_server_of_no_version_until_a_whole_o
     assert house.push(house.weights["B"])["ok"]
     assert house.server.rpc("asyncrl_facts") == {"ok": True, "extension": 1, "vocab_size": 50, "broken": None}
     assert outputs_of(house.server) == house.fresh["B"]
-
-
-@only_tied
-def test_an_extension_method_answers_nonsense_with_an_error_and_never_raises(house: House) -> None:
-    for method in ("asyncrl_stage", "asyncrl_load", "asyncrl_load_chunk", "asyncrl_finish_chunks"):
-        assert "error" in house.server.rpc(method, nonsense=1)

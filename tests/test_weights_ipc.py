@@ -24,14 +24,15 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller
 from asyncrl.base.serving import Refused
 from asyncrl.engines.engine import EngineServer
-from asyncrl.messages.base import ChunkMemory, EnginePart
-from asyncrl.messages.calls import (
+from asyncrl.messages.engine_api import (
+    ChunkMemory,
     CommitRequest,
-    ExportChunkResponse,
+    EnginePart,
     LoadChunkRequest,
     SleepRequest,
     WakeRequest,
 )
+from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import CudaDriver, make_cuda_memory, make_file
@@ -69,7 +70,7 @@ OPEN_IN_ANOTHER = """
 import sys, torch
 from test_weights_ipc import DEVICE, host_tensor
 from asyncrl.weights import ipc
-from asyncrl.messages.base import MemoryHandle
+from asyncrl.messages.engine_api import MemoryHandle
 
 ipc.device_tensor = host_tensor
 driver = ipc.CudaDriver(sys.argv[1])

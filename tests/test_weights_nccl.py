@@ -20,8 +20,8 @@ from trainer_cases import make_batch
 
 from asyncrl.base.http import CallRefused
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.engine_api import GroupMember
+from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights import nccl
 from asyncrl.weights.export import LazyWeights
 from asyncrl.weights.nccl import BroadcastTransport, GroupBroken, WeightGroup
@@ -32,10 +32,10 @@ CPU = torch.device("cpu")
 NAMES = itertools.count()
 
 
-def seats(folder: Path, size: int, *, timeout_s: float = 20.0) -> list[GroupSeat]:
+def ranks(folder: Path, size: int, *, timeout_s: float = 20.0) -> list[GroupMember]:
     path = str(folder / f"group-{next(NAMES)}")
     return [
-        GroupSeat(path=path, size=size, rank=rank, is_new=True, timeout_s=timeout_s) for rank in range(size)
+        GroupMember(path=path, size=size, rank=rank, is_new=True, timeout_s=timeout_s) for rank in range(size)
     ]
 
 
@@ -49,8 +49,8 @@ def hold(held: BroadcastTransport, weights: dict[str, Tensor], version: int) -> 
     return held.export(Exported(version, lambda: LazyWeights(weights)), Path())
 
 
-def take(seat: GroupSeat) -> tuple[int, dict[str, Tensor]]:
-    parts = list(WeightGroup(seat, CPU).receive())
+def take(member: GroupMember) -> tuple[int, dict[str, Tensor]]:
+    parts = list(WeightGroup(member, CPU).receive())
     (version,) = {version for version, _ in parts}
     return version, {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
 
@@ -64,10 +64,10 @@ def test_every_receiver_gets_the_bits_that_were_held(
     answer = hold(held, weights, 3)
     for tensor in weights.values():
         tensor.zero_()
-    first, *others = seats(tmp_path, 3)
+    first, *others = ranks(tmp_path, 3)
     with ThreadPoolExecutor() as threads:
-        receiving = [threads.submit(take, seat) for seat in others]
-        sent = held.send(BroadcastRequest(version=3, seat=first))
+        receiving = [threads.submit(take, member) for member in others]
+        sent = held.send(BroadcastRequest(version=3, member=first))
         received = [future.result() for future in receiving]
     for version, tensors in received:
         assert version == 3
@@ -77,23 +77,23 @@ def test_every_receiver_gets_the_bits_that_were_held(
     assert (answer.num_tensors, answer.num_bytes) == (4, sum(tensor.nbytes for tensor in expected.values()))
     assert hold(held, some_weights(2), 4).digest != answer.digest
     with pytest.raises(Refused, match="what is held is version 4"):
-        held.send(BroadcastRequest(version=3, seat=first))
+        held.send(BroadcastRequest(version=3, member=first))
 
 
 def test_member_that_never_comes_ends_the_wait(tmp_path: Path) -> None:
     held = BroadcastTransport(TrainerEnd(CPU, torch.float32, 2**20))
     hold(held, some_weights(), 1)
     with pytest.raises(Refused, match="no group of 2 processes within 0.3 s"):
-        held.send(BroadcastRequest(version=1, seat=seats(tmp_path, 2, timeout_s=0.3)[0]))
-    first, second = seats(tmp_path, 2)
+        held.send(BroadcastRequest(version=1, member=ranks(tmp_path, 2, timeout_s=0.3)[0]))
+    first, second = ranks(tmp_path, 2)
     with ThreadPoolExecutor() as threads:
         receiving = threads.submit(take, second)
-        held.send(BroadcastRequest(version=1, seat=first))
+        held.send(BroadcastRequest(version=1, member=first))
         assert receiving.result()[1].keys() == some_weights().keys()
 
 
 def test_member_that_dies_breaks_the_group(tmp_path: Path) -> None:
-    first, second = seats(tmp_path, 2)
+    first, second = ranks(tmp_path, 2)
     with ThreadPoolExecutor() as threads:
         joining = threads.submit(WeightGroup, second, CPU)
         group = WeightGroup(first, CPU)
@@ -125,23 +125,23 @@ def test_members_of_an_nccl_group_connect_within_their_limit(
     monkeypatch.setattr(nccl, "_LATE_S", 0.1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    seat = seats(tmp_path, 2)[0].model_copy(update={"timeout_s": 0.1})
+    member = ranks(tmp_path, 2)[0].model_copy(update={"timeout_s": 0.1})
     with pytest.raises(GroupBroken, match="no group of 2 processes"):
-        WeightGroup(seat, torch.device("cuda"), Mock())
+        WeightGroup(member, torch.device("cuda"), Mock())
     assert SilentNccl.asked.get(timeout=60) == torch.device("cuda", 3)
 
 
 @pytest.mark.gpu
 def test_broadcast_on_a_device_does_not_wait_for_training(tmp_path: Path) -> None:
     held = BroadcastTransport(TrainerEnd(torch.device("cuda"), torch.bfloat16, 4096))
-    seat = seats(tmp_path, 2)[0].model_copy(update={"size": 1})  # the trainer alone
+    member = ranks(tmp_path, 2)[0].model_copy(update={"size": 1})  # the trainer alone
     for version in (1, 2):  # the first one makes NCCL's communicator
         hold(held, {name: one.cuda() for name, one in some_weights().items()}, version)
         torch.cuda.synchronize()
         training = torch.cuda.Event()  # type: ignore[no-untyped-call]
         torch.cuda._sleep(2**33 * version)  # type: ignore[no-untyped-call]  # cycles: some seconds
         training.record()
-        held.send(BroadcastRequest(version=version, seat=seat))
+        held.send(BroadcastRequest(version=version, member=member))
     assert not training.query()  # type: ignore[no-untyped-call]
 
 
@@ -153,10 +153,10 @@ def test_trainer_process_sends_what_it_would_write(
     """Shards are gathered, adapters are merged; a later step changes nothing that is sent."""
     how: dict[str, Any] = {"trainer": {"lora": lora}, "transport": "nccl", "is_file_wanted": True}
     with running(tiny_model_dir, tmp_path / "trainer", world_size, chunk_bytes=8192, **how) as trainer:
-        first, second = seats(tmp_path, 2)
+        first, second = ranks(tmp_path, 2)
 
         def send(version: int) -> BroadcastResponse:
-            body = BroadcastRequest(version=version, seat=first)
+            body = BroadcastRequest(version=version, member=first)
             return trainer.ask(lambda one: one.post("/broadcast", body, BroadcastResponse, timeout_s=60.0))
 
         trainer.train(*make_batch(version=0))

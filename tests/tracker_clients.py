@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from asyncrl.observe.trackers import TrackedRun, make_trackers
 from test_trackers import SAMPLE
 
 from asyncrl import cli
 from asyncrl.config import ObserveConfig
+from asyncrl.observe.trackers import TrackedRun, make_trackers
 
 RUN_ID, NUM_STEPS = "0123456789abcdef", 4
 CONFIG = {"seed": 1, "buffer": {"max_staleness": 2}, "task": {"args": {"%": [1]}}}

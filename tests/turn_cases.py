@@ -23,9 +23,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import TakingTurns
 from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
-from asyncrl.messages.base import Moved
-from asyncrl.messages.calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
+from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
+from asyncrl.messages.trainer_api import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -82,7 +82,7 @@ class TurnTrainer(FakeTrainerServer):
         if isinstance(body, OffloadRequest) and path not in self.refuse:
             before = len(self.away)
             self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
-            return Moved(num_bytes=abs(len(self.away) - before), seconds=0.0)
+            return TransferStats(num_bytes=abs(len(self.away) - before), seconds=0.0)
         if lacking := NEEDS.get(path, set()) & self.away:
             raise CallRefused(self.name, path, 409, ErrorBody(error=f"{lacking} offloaded"))
         if isinstance(body, ExportChunkRequest):
@@ -189,14 +189,12 @@ class House(EngineRooms):
         self.worker_process = FakeProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
         self.batches: list[Batch] = []
-        self.client = TrainerClient(self.worker)
         config = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1)
         trainer = SupervisedTrainer(
-            self.client,
             [self.worker_process],
             Supervision(config, HEARTBEAT_S, print, self.tell),
             before_start=lambda: self.turns.wait_room_for_trainer(),
-            recover=self._recover,
+            bring_back=self._bring_back,
         )
         super().__init__(
             tasks,
@@ -257,12 +255,12 @@ class House(EngineRooms):
             await asyncio.sleep(0.05)
             self.check()
 
-    async def _recover(self, version: int) -> None:
+    async def _bring_back(self, client: TrainerClient, version: int) -> None:
         async def batches() -> Any:
             for batch in self.batches[:version]:
                 yield batch
 
-        await self.client.recover(None, batches(), lambda *_: None)
+        await client.catch_up(None, batches(), lambda *_: None)
 
 
 Rooms = TypeVar("Rooms", bound=EngineRooms)

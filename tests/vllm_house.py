@@ -5,7 +5,6 @@ what transformers says.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,11 +18,11 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.http import Caller
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.messages.calls import Canary, EngineHealth, ExportResponse, GenerateRequest
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.messages.engine_api import EngineHealth, GenerateRequest
+from asyncrl.messages.trainer_api import Canary, ExportResponse
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
@@ -42,11 +41,10 @@ class House:
     version: int = 0
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
 
-    def facts(self, **changes: Any) -> VllmFacts:
-        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
-        return replace(facts, **changes)
+    def facts(self, **changes: Any) -> VllmRequirements:
+        facts = VllmRequirements(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
+        return replace(facts, chunk_bytes=40_000, **changes)
 
     def run(
         self,
@@ -58,9 +56,8 @@ class House:
 
         async def within() -> None:
             caller = Caller("engine-0", self.process.url, SECRET)
-            rules = PushRules(canary_limit, chunk_bytes=40_000, warn=self.warnings.append)
-            known = {"rules": rules, "policy_version": self.version, "decode": self.decode}
-            server = VllmServer(caller, facts=self.facts(**(facts or {})), **known)
+            needed = self.facts(canary_limit=canary_limit, **(facts or {}))
+            server = VllmServer(caller, needed, policy_version=self.version, decode=self.decode)
             try:
                 async with asyncio.timeout(200):
                     await server.ready(100)
@@ -70,10 +67,6 @@ class House:
                 await caller.aclose()
 
         asyncio.run(within())
-        with contextlib.suppress(OSError):  # a story may end the server
-            self.process.post(
-                "/update_weight_version", {"new_version": str(self.version)}
-            )  # the next client knows no second attempt
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))

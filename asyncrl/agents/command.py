@@ -10,61 +10,67 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import itertools
 import json
-import logging
 import os
 import secrets
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 from pydantic import ValidationError
 
-from asyncrl.agents.command_processes import (
-    MARK_ENV,
-    end_group,
-    kill_group_nowait,
-    reap_orphans,
-    start_guard,
-)
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
 from asyncrl.agents.sandbox import HOME, Forwarder, find_sandbox, is_file
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
 
-log = logging.getLogger(__name__)
-
 KEPT_ENV = ("PATH", "HOME", "LANG")
 ROLLOUT_ENV = ["TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
 ROLLOUT_ENV += ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
 OWN_PREFIX = "ASYNCRL_"
 """Prefix of asyncrl's own variables (keys and secrets included), hidden from commands."""
+MARK_ENV = "ASYNCRL_COMMAND"
+"""Variable by which the guard finds a worker's commands and their children."""
 STDERR_TAIL_BYTES = 2000
-_CHUNK_BYTES = 2**16
+MAX_OUTPUT_BYTES = 2**20
+"""Limit on each output stream of a command; more fails its rollout."""
+GRACE_S = 2.0
+"""Delay between SIGTERM and SIGKILL; less than the worker's own limit."""
+_KILL_WAIT_S = 5.0
+_POLL_S = 0.02
+_DRAIN_S = 1.0
+"""Limit on reading the rest of the output."""
+
+_GUARD = """
+read _
+for round in 1 2 3 4 5 6 7 8; do
+    for file in $(grep -ls "$1" /proc/[0-9]*/environ); do
+        pid=${file#/proc/}
+        kill -9 "${pid%/environ}"
+    done
+done
+rm -rf "$2"
+"""
+"""Waits for its worker's end, kills every process with the text $1 in its environment, and removes $2."""
 
 
 class CommandHarness:
-    """Runs a command for each rollout, in its own session and folder.
+    """Runs a command for each rollout, in its own process group and folder.
 
-    Life: run: folder created -> started -> exits, prints too much, or is cancelled -> its whole process group
-        ended and reaped -> folder removed.
-    Waits: run sleeps until the command exits; then up to GRACE_S for the rest of its group, and as long again
-        after SIGKILL.
-    Invariant: after run(), no process of the group, open pipe or folder remains.
+    Waits: run waits until the command exits; then up to GRACE_S for the rest of its group.
+    Invariant: after run(), no process of the group, open pipe or folder remains. A process that leaves the
+        group (setsid) ends with the worker, or with its sandbox.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Initialize. `is_worker`: adopt orphans of commands, and kill all commands if this process is
-        killed. Arguments that name files become absolute, because the command runs in another folder.
-
-        Raises ConfigError if the program or sandbox is missing, generator.env sets a reserved variable, or a
-        variable of generator.pass_env is unset.
+        """Check the command; arguments that name files become absolute, because it runs in another folder.
+        `is_worker`: kill all commands if this process is killed. Raises ConfigError if it cannot run.
         """
         _refuse_own("generator.env", config.env)
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
@@ -74,104 +80,73 @@ class CommandHarness:
         program = shutil.which(self.command[0], path=self._env.get("PATH"))
         if program is None:
             what = f"generator.command: there is no program {command[0]}"
-            rule = f"it is looked for in {Path.cwd()} and on PATH={self._env.get('PATH', '')}"
+            rule = f"it is looked up in {Path.cwd()} and on PATH={self._env.get('PATH', '')}"
             raise ConfigError(what, rule=rule, way_out="correct the name, or make the file executable.")
         self.sandbox = find_sandbox(config, [program, *self.command])
-        self.max_output_bytes = config.max_output_bytes
         self.token = secrets.token_hex(8)
-        self._numbers = itertools.count()
-        self._own_children: set[int] = set()
-        self._num_starting = 0
-        self._is_killed = False
         self._folder: str | None = None
         if is_worker:
             self._folder = tempfile.mkdtemp(prefix="asyncrl-commands-")
-            self._guard = start_guard(self.token, self._folder)
-            self._own_children.add(self._guard.pid)
+            self._guard = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARD, "guard", f"{MARK_ENV}={self.token}", self._folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={},
+            )
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """Return the outcome on the last line (empty if outcomes are posted). Raises RolloutFailure for an
-        exit code other than 0, too much output, or an invalid last line.
-        """
+        """Return the outcome on the last line (empty if outcomes are posted). Raises RolloutFailure."""
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
+        for name in ("work", "tmp", "shm"):
+            (folder / name).mkdir()
         forwarder = None if self.sandbox is None else Forwarder(session.base_url)
         try:
-            for name in ("work", "tmp", "shm"):
-                (folder / name).mkdir()
-            with (
-                contextlib.closing(OutputPipe("standard output", self.max_output_bytes)) as output,
-                contextlib.closing(OutputPipe("standard error", self.max_output_bytes)) as errors,
-            ):
-                code = await self._run(task, session, folder, forwarder, output, errors)
-                if self._is_killed:  # killed by this process at its end: no result of the rollout
-                    raise asyncio.CancelledError
-                text = self._output(code, output, errors)
+            text = await self._run(task, session, folder, forwarder)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
         finally:
             if forwarder is not None:
                 await forwarder.aclose()
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    def kill_all_nowait(self) -> None:
-        """Kill all commands and cancel their rollouts. Callable from any thread."""
-        self._is_killed = True
-        kill_group_nowait(self.token)
-
-    async def _run(
-        self,
-        task: AnyTask,
-        session: Session,
-        folder: Path,
-        forwarder: Forwarder | None,
-        output: OutputPipe,
-        errors: OutputPipe,
-    ) -> int:
-        mark = f"{self.token}.{next(self._numbers)}."
-        if forwarder is not None:
-            session = replace(session, base_url=forwarder.inner_url)
-        command, environment = self.command, self._environment(session, folder, mark)
+    async def _run(self, task: AnyTask, session: Session, folder: Path, forwarder: Forwarder | None) -> str:
+        """Return the standard output. Raises RolloutFailure if the command fails or prints too much."""
+        command = self.command
+        environment = self._environment(session, folder)
         fds = tuple[int, ...]()
         if forwarder is not None and self.sandbox is not None:
+            session = replace(session, base_url=forwarder.inner_url)
             fds = (forwarder.their_end.fileno(),)
             command = self.sandbox.around(command, folder, fds[0])
-            environment |= {"HOME": HOME, "TMPDIR": "/tmp"}
-        reading_end, writing_end = os.pipe()  # a pipe, so that the task can be read only once
-        feed, _ = await asyncio.get_running_loop().connect_write_pipe(
-            asyncio.BaseProtocol, os.fdopen(writing_end, "wb", buffering=0)
-        )
-        feed.write(_standard_input(task, session))
-        feed.close()  # after all is written
-        process: asyncio.subprocess.Process | None = None
+            environment = self._environment(session, folder) | {"HOME": HOME, "TMPDIR": "/tmp"}
         try:
-            self._num_starting += 1
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=reading_end,
-                    stdout=output.writing_end,
-                    stderr=errors.writing_end,
-                    cwd=folder / "work",
-                    env=environment,
-                    start_new_session=True,
-                    pass_fds=fds,
-                )
-            except OSError as error:
-                raise RolloutFailure(f"command {self.command[0]} cannot be started: {error}") from error
-            finally:
-                self._num_starting -= 1
-                os.close(reading_end)
-            self._own_children.add(process.pid)
-            for pipe in (output, errors):
-                pipe.read(on_overflow=functools.partial(kill_group_nowait, mark, process.pid))
+            transport, process = await asyncio.get_running_loop().subprocess_exec(
+                _Process,
+                *command,
+                cwd=folder / "work",
+                env=environment,
+                start_new_session=True,
+                pass_fds=fds,
+            )
+        except OSError as error:
+            raise RolloutFailure(f"command {self.command[0]} cannot be started: {error}") from error
+        try:
+            feed = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+            feed.write(_standard_input(task, session))
+            feed.close()  # after all is written
             if forwarder is not None:
                 await forwarder.wait_open()
-            return await process.wait()
+            await process.ended.wait()
         finally:
-            if feed.get_write_buffer_size():  # otherwise written and closed
-                feed.abort()
-            await self._end(process, mark)
+            await _end_group(transport.get_pid())
+            with contextlib.suppress(TimeoutError):  # a process outside the group may hold a pipe
+                async with asyncio.timeout(_DRAIN_S):
+                    await process.drained.wait()
+            transport.close()
+        return self._checked(process, transport.get_returncode() or 0)
 
-    def _environment(self, session: Session, folder: Path, mark: str) -> dict[str, str]:
+    def _environment(self, session: Session, folder: Path) -> dict[str, str]:
         return self._env | {
             "TMPDIR": str(folder / "tmp"),
             "OPENAI_BASE_URL": session.base_url,
@@ -179,38 +154,73 @@ class CommandHarness:
             "OPENAI_MODEL": session.model,
             "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": session.api_key,
-            MARK_ENV: mark,
+            MARK_ENV: self.token,
         }
 
-    async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:
-        group = process.pid if process else None
-        try:
-            if survivors := await end_group(mark, group):
-                log.error("processes of command %s survive SIGKILL: %s", self.command[0], survivors)
-            if process is not None:
-                await process.wait()
-        except asyncio.CancelledError:  # the second cancellation: no time left
-            kill_group_nowait(mark, group)
-            raise
-        finally:
-            if process is not None and process.returncode is not None:
-                self._own_children.discard(process.pid)
-            # a starting child, unknown to asyncio so far, would look like an orphan
-            if self._folder is not None and not self._num_starting:
-                reap_orphans(but=self._own_children)
-
-    def _output(self, code: int, output: OutputPipe, errors: OutputPipe) -> str:
-        """Raises RolloutFailure if the command failed."""
-        for pipe in (output, errors):
-            pipe.take()
-            if pipe.is_over:
-                what = f"command {self.command[0]} printed more than {pipe.max_bytes} bytes to {pipe.name}"
-                raise RolloutFailure(what, way_out="print less, or raise generator.max_output_bytes.")
+    def _checked(self, process: _Process, code: int) -> str:
+        for fd, name in ((1, "output"), (2, "error")):
+            if len(process.output[fd]) > MAX_OUTPUT_BYTES:
+                limit = f"{MAX_OUTPUT_BYTES} bytes to standard {name}"
+                what = f"command {self.command[0]} printed more than {limit}"
+                raise RolloutFailure(what, way_out="print less.")
         if code != 0:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            tail = errors.text()[-STDERR_TAIL_BYTES:].strip() or "(empty)"
+            tail = process.text(2)[-STDERR_TAIL_BYTES:].strip() or "(empty)"
             raise RolloutFailure(f"command {self.command[0]} {how}; the end of its standard error: {tail}")
-        return output.text()
+        return process.text(1)
+
+
+class _Process(asyncio.SubprocessProtocol):
+    """Output of a command by file descriptor, at most MAX_OUTPUT_BYTES and one chunk each.
+
+    `ended`: it has exited or printed too much. `drained`: it has exited, and all pipes are closed.
+    """
+
+    def __init__(self) -> None:
+        self.output = {1: bytearray(), 2: bytearray()}
+        self.ended = asyncio.Event()
+        self.drained = asyncio.Event()
+
+    def text(self, fd: int) -> str:
+        return self.output[fd].decode("utf-8", errors="replace")
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if len(self.output[fd]) <= MAX_OUTPUT_BYTES:
+            self.output[fd] += data
+        else:
+            self.ended.set()
+
+    def process_exited(self) -> None:
+        self.ended.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.drained.set()
+
+
+async def _end_group(group: int) -> None:
+    """Send SIGTERM to a process group and, after GRACE_S or a second cancellation, SIGKILL."""
+    now_s = asyncio.get_running_loop().time
+    try:
+        for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
+            is_alive = _signal(group, number)
+            until_s = now_s() + limit_s
+            while is_alive and now_s() < until_s:
+                await asyncio.sleep(_POLL_S)
+                is_alive = _signal(group, 0)
+            if not is_alive:
+                return
+    except asyncio.CancelledError:
+        _signal(group, signal.SIGKILL)
+        raise
+
+
+def _signal(group: int, number: int) -> bool:
+    """Send a signal to a process group; return whether the group exists."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
@@ -224,14 +234,12 @@ def passed_env(names: Sequence[str]) -> dict[str, str]:
 
 def _refuse_own(setting: str, names: Iterable[str]) -> None:
     if taken := sorted(name for name in names if name in ROLLOUT_ENV or name.startswith(OWN_PREFIX)):
-        rule = f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are asyncrl's own"
+        rule = f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are reserved for asyncrl"
         raise ConfigError(f"{setting} has {', '.join(taken)}", rule=rule, way_out="choose other names.")
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
-    """Return the task with the outcome key, which the command's children would inherit from the
-    environment.
-    """
+    """Return the task as JSON, with the outcome key, which children would inherit from the environment."""
     values = asdict(task) | {"name": task.name}
     if session.outcome_key is not None:
         values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
@@ -251,53 +259,3 @@ def last_line_outcome(text: str) -> Outcome:
         what = f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}"
         rule = 'it is a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or any other text'
         raise RolloutFailure(what, rule=rule) from None
-
-
-class OutputPipe:
-    """Pipe read without waiting for EOF, so that a process that keeps its end open cannot block the worker.
-
-    Life: both ends open -> passed to a process -> read() -> take() for the rest after the process's exit ->
-        close().
-    Invariant: holds at most max_bytes and one chunk.
-    """
-
-    def __init__(self, name: str, max_bytes: int) -> None:
-        self.name, self.max_bytes, self._data = name, max_bytes, bytearray()
-        reading_end, writing_end = os.pipe()
-        os.set_blocking(reading_end, False)
-        self._reading_end = os.fdopen(reading_end, "rb", buffering=0)
-        self.writing_end = os.fdopen(writing_end, "wb", buffering=0)
-
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._reading_end)
-        self._reading_end.close()
-        self.writing_end.close()
-
-    @property
-    def is_over(self) -> bool:
-        return len(self._data) > self.max_bytes
-
-    def text(self) -> str:
-        return self._data.decode("utf-8", errors="replace")
-
-    def read(self, on_overflow: Callable[[], None]) -> None:
-        """Read while the process runs. `on_overflow` is called beyond max_bytes."""
-
-        def readable() -> None:
-            self.take()
-            if self.is_over:
-                on_overflow()
-
-        self.writing_end.close()
-        asyncio.get_running_loop().add_reader(self._reading_end, readable)
-
-    def take(self) -> None:
-        """Read the bytes written so far."""
-        while not self.is_over:
-            chunk = self._reading_end.read(_CHUNK_BYTES)
-            if chunk is None:  # no data now
-                return
-            self._data += chunk
-            if not chunk:
-                break
-        asyncio.get_running_loop().remove_reader(self._reading_end)

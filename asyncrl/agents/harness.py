@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout, install_extra
 from asyncrl.base.message import ErrorBody
-from asyncrl.base.user_code import UserCalls, is_for_us, load_function, words_of
+from asyncrl.base.user_code import UserCalls, load_function, message_of
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import kind_of
 from asyncrl.messages.records import Outcome, task_of
@@ -195,11 +195,9 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
     try:
         async with limit:
             return as_outcome(await harness.run(task, session))
-    except ConfigError:
+    except (ConfigError, asyncio.CancelledError):
         raise
     except BaseException as error:
-        if is_for_us(error):
-            raise
         if isinstance(error, TimeoutError) and limit.expired():
             what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
             rule = "that is what was left of rollout.timeout_s, the limit of all attempts together"
@@ -231,8 +229,7 @@ def as_outcome(value: object) -> Outcome:
 
 def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
     rule, way_out = "", "the worker's log has the traceback."
-    what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}"
-    what += f": {words_of(error)}"
+    what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {message_of(error)}"
     if isinstance(error, AsyncrlError):
         what, rule, way_out = error.what, error.rule, error.way_out
     words = [text[:_MAX_WORDS].encode("utf-8", errors="replace").decode() for text in (what, rule, way_out)]

@@ -26,12 +26,12 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, Field
 
-from asyncrl.agents.command_processes import hide_memory
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
 from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.host import hide_memory
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.message import WORKER_KEY_ENV, Message
-from asyncrl.base.user_code import end_what_is_left
+from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import HARNESSES
 from asyncrl.messages import work as wire
@@ -268,7 +268,7 @@ def work(
             await caller.aclose()
         return caught[0] if caught else 0
 
-    return asyncio.run(end_what_is_left(live()))
+    return asyncio.run(cancel_remaining(live()))
 
 
 def main() -> None:

@@ -32,6 +32,10 @@ from asyncrl.config import AlgorithmConfig
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
 
+ICEPOP_FLOOR = 0.5
+"""Smallest importance weight that icepop keeps."""
+M2_LIMIT = 0.04
+"""Largest second moment of the log ratio that m2po leaves, in nats squared."""
 LARGEST_LOG_RATIO = 20.0
 """Log ratios are clamped to this many nats before exp: e^20 = 5e8 exceeds every clip and cap; e^89 is
 infinite in float32, and NaN when multiplied by 0.
@@ -109,15 +113,14 @@ def vespo(
     """-phi(W) A current, phi(W) = W^k exp(lambda (1 - W)) without gradient; W = exp(sum(current - anchor)),
     the ratio of the whole sequence.
 
-    phi(1) = 1; k reduces small ratios, lambda large ones, both by the sign of A (vespo_positive,
-    vespo_negative). sequence_weight is phi. A correction is part of W: the caller subtracts it from anchor.
+    phi(1) = 1; k reduces small ratios, lambda large ones, both by the sign of A. sequence_weight is phi. A
+    correction is part of W: the caller subtracts it from anchor.
     https://arxiv.org/abs/2602.10693; the bounds of log W, log 1e-8 and LARGEST_LOG_RATIO, are TRL's.
     """
     log_w_M = sequence_sum(current_M.detach() - anchor_M, sequence_M).clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
-    (k, rate), (k_negative, rate_negative) = settings.vespo_positive, settings.vespo_negative
     is_negative_M = advantage_M < 0
-    k_M = torch.where(is_negative_M, k_negative, k)
-    rate_M = torch.where(is_negative_M, rate_negative, rate)
+    k_M = torch.where(is_negative_M, 3.0, 2.0)
+    rate_M = torch.where(is_negative_M, 2.0, 3.0)
     phi_M = (k_M * log_w_M + rate_M * (1.0 - log_w_M.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
     return -phi_M * advantage_M * current_M, {"sequence_weight": phi_M.sum()}
 
@@ -209,17 +212,17 @@ def mis_sequence(
 def icepop(
     log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig
 ) -> Tensor:
-    """Two-sided masking per token: w, or 0 below importance_floor or above importance_cap.
+    """Two-sided masking per token: w, or 0 below ICEPOP_FLOOR or above importance_cap.
 
     Ring-1T, https://arxiv.org/abs/2510.18855; INTELLECT-3, https://arxiv.org/abs/2512.16144, equation 1 (0.5
     and 5).
     """
     weight_M = mis(log_weight_M, advantage_M, sequence_M, settings)
-    return torch.where(weight_M >= settings.importance_floor, weight_M, 0.0)
+    return torch.where(weight_M >= ICEPOP_FLOOR, weight_M, 0.0)
 
 
 def m2po(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
-    """1 or 0: masks tokens of largest (log w)^2 until the mean of the rest is at most m2_limit. No other
+    """1 or 0: masks tokens of largest (log w)^2 until the mean of the rest is at most M2_LIMIT. No other
     weight.
 
     Counts and masks only tokens that moved in the direction of their advantage (A > 0 and w > 1, or A < 0 and
@@ -232,7 +235,7 @@ def m2po(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings
     count_K = torch.arange(1, len(moment_K) + 1, device=moment_K.device)
     mean_K = moment_K.cumsum(0) / count_K  # of the smallest 1, 2, 3...
     weight_M = torch.ones_like(log_weight_M)
-    weight_M[counted_K[order_K[mean_K > settings.m2_limit]]] = 0.0
+    weight_M[counted_K[order_K[mean_K > M2_LIMIT]]] = 0.0
     return weight_M
 
 

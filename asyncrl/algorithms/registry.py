@@ -34,6 +34,8 @@ WITHIN_RATIO = frozenset({_LOSSES + "vespo"})
 _CLIPPED = frozenset({_LOSSES + "ppo_clip", _LOSSES + "gspo"})
 _CAP, _CAPS = 2.0, {"icepop": 5.0}
 """importance_cap for auto, by correction if its paper differs."""
+ICEPOP_FLOOR = 0.5
+"""Same as in losses.py, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,10 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
             "it is made of all tokens before the first step, so their proximal logprobs have to be computed"
         )
         raise _refused(what, rule, "set algorithm.proximal=recompute")
-    floor, cap = config.importance_floor, importance_cap(config, recipe)
-    if correction == "icepop" and floor > cap:
-        what = f"algorithm.importance_floor={floor} is above algorithm.importance_cap={cap}"
-        raise _refused(what, "icepop would mask every token", "lower algorithm.importance_floor")
+    cap = importance_cap(config, recipe)
+    if correction == "icepop" and cap < ICEPOP_FLOOR:
+        what = f"algorithm.importance_cap={cap} is below icepop's smallest weight, {ICEPOP_FLOOR}"
+        raise _refused(what, "icepop would mask every token", "raise algorithm.importance_cap")
     has_ratio = config.loss in RECIPES and recipe.surrogate != _LOSSES + "reinforce"
     if has_ratio and recipe.ratio == "behaviour" and correction not in {"none", *WHOLE_BATCH}:
         what = f"algorithm.loss={config.loss} with ratio=behaviour and correction={correction}"

@@ -1,29 +1,27 @@
 """User code: loaded by name from the config (load_object), awaited with a limit (UserCalls).
 
-A coroutine that swallows its CancelledError cannot be ended, so nothing may wait for it: no rollout, no event
-loop, no process.
+A coroutine that swallows CancelledError and a thread that never returns cannot be ended, so nothing waits for
+them: no rollout, no event loop, no process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
+import ctypes
 import difflib
 import importlib
 import inspect
 import logging
-import signal
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
 
@@ -37,32 +35,32 @@ def find_here() -> str:
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """Return the object of `spec` (`module:attribute`), also from the working directory.
+    """Import `module:attribute`, also from the working directory. `setting` is the config key, for messages.
 
-    `setting` is the config key, for messages. Raises ConfigError if the module cannot be imported or lacks
-    the attribute.
+    Raises ConfigError.
     """
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{setting}={spec} is not module:name", way_out="write it like my_task:MyTask.")
     here = find_here()
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # user code may raise anything
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            what = f"{setting}={spec}: there is no module {error.name}"
-            rule = f"modules are looked for in the working directory ({here}) and among installed packages"
-            way_out = "start asyncrl in the folder of the module, install it, or correct the name."
-            raise ConfigError(what, rule=rule, way_out=way_out) from error
+            raise ConfigError(
+                f"{setting}={spec}: there is no module {error.name}",
+                rule=f"modules are imported from the working directory ({here}) and installed packages",
+                way_out="start asyncrl in the module's folder, install the module, or correct the name.",
+            ) from error
         what = f"{setting}={spec}: importing {module_name} raised {type(error).__name__}: {error}"
         raise ConfigError(what, way_out=f"make `python -c 'import {module_name}'` work first.") from error
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            close = difflib.get_close_matches(name, vars(found), n=1)
+        if not hasattr(target, name):
+            close = difflib.get_close_matches(name, vars(target), n=1)
             way_out = f"did you mean {close[0]}?" if close else f"define {name} there."
             raise ConfigError(f"{setting}={spec}: {module_name} has no {name}", way_out=way_out)
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target
 
 
 def load_function(
@@ -73,9 +71,7 @@ def load_function(
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return the function of `spec`, callable like `usage`. Raises ConfigError like load_object and
-    check_call.
-    """
+    """Import a function that can be called like `usage`. Raises ConfigError."""
     function: Callable[..., Any] = load_object(spec, setting)
     check_call(function, arguments, keywords or {}, said=f"{setting}={spec}", usage=usage)
     return function
@@ -84,9 +80,7 @@ def load_function(
 def check_call(
     function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, said: str, usage: str
 ) -> None:
-    """Raise ConfigError if `function` does not accept these arguments; `said`: the config's text, `usage`:
-    the call.
-    """
+    """Raise ConfigError if `function` does not accept these arguments; `said` names it in the message."""
     if not callable(function):
         what = f"{said} is {function!r:.80}, which cannot be called"
         raise ConfigError(what, rule=f"it is called as {usage}", way_out="name a function or class.")
@@ -95,42 +89,20 @@ def check_call(
     except TypeError as error:
         what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
         names = ", and the names of task.args or generator.args" if keywords else ""
-        raise ConfigError(what, way_out=f"give it these parameters{names}, no more.") from error
+        raise ConfigError(what, way_out=f"give it exactly these parameters{names}.") from error
     except ValueError:  # a builtin without a signature: only a call can fail
         return
 
 
 def raised(error: BaseException) -> str:
-    """Return the user code's error and its place, as text after its name."""
+    """Describe an error of user code and its place, as text that follows the function's name."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"raised {type(error).__name__}: {words_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
-    )
+    return f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
 
 
-def words_of(error: BaseException) -> str:
-    """Return str(error). User code defines __str__ too, which may raise anything."""
-    try:
-        return str(error)
-    except BaseException as second:
-        if is_for_us(second):
-            raise
-        return f"its __str__ raised {type(second).__name__}"
-
-
-def is_for_us(error: BaseException) -> bool:
-    """Return true for Ctrl-C or this task's cancellation, which user code did not raise.
-
-    With a signal handler of asyncrl or asyncio installed, Ctrl-C raises no KeyboardInterrupt.
-    """
-    if isinstance(error, KeyboardInterrupt):
-        is_main = threading.current_thread() is threading.main_thread()
-        return is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
-        return False
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+def message_of(error: BaseException) -> str:
+    """Return the error's type and text; a user's __str__ may raise, too."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 logger = logging.getLogger("asyncrl.base.user_code")
@@ -145,17 +117,13 @@ MAX_ABANDONED = 64
 WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit what is awaited."
 
 _abandoned: set[asyncio.Task[Any]] = set()
-"""Abandoned tasks of the process, referenced until they end: an unreferenced task is destroyed, which would
-resume its coroutine.
-"""
+"""Abandoned tasks, referenced until they end: destroying an unreferenced task would resume its coroutine."""
 
 
 class UserCalls:
-    """Awaits calls of one user function in separate tasks and abandons stuck ones.
+    """Awaits calls of one user function in separate tasks and abandons those that ignore cancellation.
 
-    Life: of a call: started -> done and answered; or its caller is cancelled -> it is cancelled -> it ends
-        within grace_s, or is abandoned and runs without a waiter.
-    Waits: run sleeps until the call is done. The caller sets the limit by cancelling it.
+    Waits: run waits until the call is done. Its caller sets the limit by cancelling it.
     Invariant: run returns at most grace_s after its cancellation, and at once after a second one. While
         MAX_ABANDONED calls are alive, check refuses further ones.
     """
@@ -167,66 +135,61 @@ class UserCalls:
         error: Callable[..., AsyncrlError],
         warn: Callable[[str], None] = logger.warning,
         grace_s: float | None = None,
+        way_out: str = WAY_OUT,
     ) -> None:
-        """`name`: the function, as in the config. `error` makes the error that ends the run or worker; `warn`
-        is called for the first abandoned call.
-        """
-        self.name, self._error, self._warn = name, error, warn
+        """`error` makes the error that ends the run or worker; `warn` reports the first abandoned call."""
+        self.name = name
+        self._error = error
+        self._warn = warn
+        self._way_out = way_out
         self._grace_s = GRACE_S if grace_s is None else grace_s
-        self._alive: set[asyncio.Task[Any]] = set()
+        self._alive: set[asyncio.Future[Any]] = set()
         self.num_abandoned = 0
 
     def check(self) -> None:
-        """Raise `error` if too many abandoned calls run. Call it before the function."""
+        """Raise `error` if too many abandoned calls are alive. Call it before the function."""
         if len(self._alive) >= MAX_ABANDONED:
-            rule = f"{MAX_ABANDONED} of them may run on, and nothing can end them"
-            raise self._error(self._what(len(self._alive)), rule=rule, way_out=WAY_OUT)
+            rule = f"at most {MAX_ABANDONED} may be left running, because nothing can end them"
+            raise self._error(self._describe(len(self._alive)), rule=rule, way_out=self._way_out)
 
     async def run(self, call: Awaitable[Result]) -> Result:
         """Return the call's result. Raises its error, and RolloutFailure if it cancels itself."""
-        task = asyncio.ensure_future(_carry(call))
+        task = asyncio.ensure_future(_catch(call))
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
-            await self._end(task)
+            task.cancel()
+            try:
+                await asyncio.wait({task}, timeout=self._grace_s)
+            finally:
+                if not task.done():
+                    abandon(task)
+                    self.left_running(task)
             raise
         if task.cancelled():
-            rule = "it was not cancelled from outside: it did so itself, or what it awaited was cancelled"
-            way_out = "catch that where it may happen, and raise an error instead."
+            rule = "nothing outside cancelled it: it cancelled itself, or what it awaited was cancelled"
+            way_out = "catch the CancelledError where it is raised, and raise another error instead."
             raise RolloutFailure(f"{self.name} raised CancelledError", rule=rule, way_out=way_out)
         result, error = task.result()
         if error is not None:
             raise error
         return cast(Result, result)
 
-    async def _end(self, task: asyncio.Task[Any]) -> None:
-        task.cancel()
-        try:
-            await _wait_within(self._grace_s, {task})
-        finally:
-            if not task.done():
-                abandon(task)
-                self._alive.add(task)
-                task.add_done_callback(self._alive.discard)
-                self.num_abandoned += 1
-                if self.num_abandoned == 1:
-                    self._warn(f"{self._what(1)}; it runs on, and more are counted. Way out: {WAY_OUT}")
+    def left_running(self, call: asyncio.Future[Any]) -> None:
+        """Count a call that nobody waits for any more, until it ends."""
+        self._alive.add(call)
+        call.add_done_callback(self._alive.discard)
+        self.num_abandoned += 1
+        if self.num_abandoned == 1:
+            self._warn(f"{self._describe(1)}. Later ones are only counted. Way out: {self._way_out}")
 
-    def _what(self, num_calls: int) -> str:
+    def _describe(self, num_calls: int) -> str:
         calls = f"{num_calls} call{'s' if num_calls > 1 else ''} of {self.name}"
-        return f"{calls} did not end within {self._grace_s} s of being cancelled"
+        return f"{calls} kept running after the time limit"
 
 
-async def _wait_within(timeout_s: float, tasks: set[asyncio.Task[Any]]) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await asyncio.wait(tasks)
-
-
-async def _carry(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
-    """Return the call's result and exception. A SystemExit or KeyboardInterrupt that leaves a task would end
-    the event loop.
-    """
+async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
+    """Return a call's result and error: SystemExit or KeyboardInterrupt in a task would end the loop."""
     try:
         return await call, None
     except asyncio.CancelledError:
@@ -242,88 +205,70 @@ def abandon(task: asyncio.Task[Any]) -> None:
     asyncio.tasks._unregister_task(task)
 
 
-Inbox: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
-"""Calls for a thread; None ends it."""
-
-
 class DaemonThreads(ThreadPoolExecutor):
-    """Unbounded, reusable daemon threads for asyncio.to_thread. Reuse matters because the loop waits for a
-    thread's start.
+    """Unbounded, reused daemon threads for asyncio.to_thread.
 
-    In asyncio's own limited threads, hanging user calls (a request without a timeout) would block other
-    calls, the loop's end, which joins threads without a limit, and the end of the process.
+    In asyncio's own threads, user calls that hang would block other calls, the end of the loop and the end of
+    the process.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._without_call: deque[Inbox] = deque()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         future: Future[Result] = Future()
-        inbox = self._without_call.pop() if self._without_call else self._new_thread()
-        inbox.put(partial(self._call, inbox, future, partial(fn, *args, **kwargs)))
+        self._calls.put((future, partial(fn, *args, **kwargs)))
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name="to_thread", daemon=True).start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End idle threads; busy ones are abandoned."""
         super().shutdown(wait=False, cancel_futures=cancel_futures)
-        while self._without_call:
-            self._without_call.pop().put(None)
+        while self._idle.acquire(blocking=False):
+            self._calls.put(None)
 
-    def _new_thread(self) -> Inbox:
-        inbox: Inbox = SimpleQueue()
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            _answer(*call)
+            del call  # it holds the result
+            self._idle.release()
 
-        def body() -> None:
-            while (call := inbox.get()) is not None:
-                call()
-                del call  # it holds the call's result
 
-        threading.Thread(target=body, name="to_thread", daemon=True).start()
-        return inbox
-
-    def _call(self, inbox: Inbox, future: Future[Any], fn: partial[Any]) -> None:
-        is_wanted = future.set_running_or_notify_cancel()
+def _answer(future: Future[Any], call: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
         try:
-            result = fn() if is_wanted else None
+            future.set_result(call())
         except BaseException as error:  # re-raised in the caller
-            self._without_call.append(inbox)  # first, since the receiver may submit the next call
             future.set_exception(error)
-        else:
-            self._without_call.append(inbox)
-            if is_wanted:
-                future.set_result(result)
 
 
-async def end_what_is_left(main: Awaitable[Result]) -> Result:
-    """Await `main`, then cancel all other tasks of the loop and abandon those still running after GRACE_S.
+async def cancel_remaining(main: Awaitable[Result]) -> Result:
+    """Await `main`, then cancel the loop's other tasks and abandon those still running after GRACE_S.
 
-    Threads of asyncio.to_thread are abandoned too; `main` awaits the ones it needs.
+    Threads of asyncio.to_thread are abandoned, too; `main` awaits the ones it needs.
     """
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     try:
         return await main
     finally:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
+        remaining = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in remaining:
             task.cancel()
-            abandon(task)  # now: a KeyboardInterrupt may leave the wait below
-        if left:
-            await _wait_within(GRACE_S, left)
-        for task in left:
-            if not task.done():
+            abandon(task)  # now: a KeyboardInterrupt may end the wait below
+        if remaining:
+            _, stuck = await asyncio.wait(remaining, timeout=GRACE_S)
+            for task in stuck:
                 logger.warning("a task did not end within %s s of being cancelled: %s", GRACE_S, task)
 
 
 @atexit.register
-def _outlive_python() -> None:
-    """Leak a reference to each abandoned task, because Python's final cleanup would otherwise resume its
-    coroutine.
-    """
-    if _abandoned:
-        import ctypes
-
-        for task in _abandoned:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+def _leak_abandoned() -> None:
+    """Leak a reference to each abandoned task: Python's final cleanup would resume its coroutine."""
+    for task in _abandoned:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
 def load_loss(spec: str) -> Callable[..., Any]:

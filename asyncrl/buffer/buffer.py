@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.base.errors import TaskError, WouldWait
 from asyncrl.base.spans import note_span
@@ -22,6 +22,9 @@ from asyncrl.messages.records import (
     WaitReport,
     by_task,
 )
+
+MAX_FILTERED_GROUPS = 256
+"""Consecutive filtered groups that end a run."""
 
 
 class WaitMeter:
@@ -51,7 +54,7 @@ class WaitMeter:
         return WaitReport(**{f"{cause}_s": seconds for cause, seconds in self._seconds.items()})
 
 
-OnHandedBack = Callable[[GroupId, Group | None, str], None]
+OnRequeued = Callable[[GroupId, Group | None, str], None]
 """(group_id, the group if it was ready, None if it runs and must stop, "dropped" or "all_masked")."""
 
 
@@ -59,7 +62,7 @@ class Buffer:
     """Groups between admission and training.
 
     Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned through
-        `on_handed_back`, which frees the place.
+        `on_requeued`, which frees the place.
     Waits: producers sleep in wait_open until a version is served, look_ahead grows, or a group fails, is
         filtered or returned; the trainer sleeps in wait_batch until finish_nowait completes a batch. Both may
         be cancelled: a group or batch is delivered in one step without a sleep, so none is lost. After the
@@ -79,12 +82,9 @@ class Buffer:
         *,
         num_groups: int,
         num_batches: int,
-        on_handed_back: OnHandedBack,
-        filters: Mapping[str, str] | None = None,
+        on_requeued: OnRequeued,
     ) -> None:
-        """`filters`: buffer.filter by task name, if tasks differ."""
-        self.config, self._on_handed_back = config, on_handed_back
-        self._filters = filters or {}
+        self.config, self._on_requeued = config, on_requeued
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -113,7 +113,7 @@ class Buffer:
         served.
 
         Returns the groups that are not taken back, for the settings have changed and no batch can use them
-        any more. `on_handed_back` is not called for them.
+        any more. `on_requeued` is not called for them.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}
@@ -126,7 +126,7 @@ class Buffer:
 
     async def wait_open(self) -> None:
         """Return as soon as admit_nowait gives leave. Sleeps for ever once the run's groups are all out."""
-        with waiting(self._what_opens, on="a version served, or a group failed or handed back"):
+        with waiting(self._what_opens, on="a version served, or a group failed or requeued"):
             while not self.rule.num_open:
                 await self._opened.wait()
 
@@ -147,11 +147,10 @@ class Buffer:
     def finish_nowait(self, group: Group) -> Finished:
         """The group has all its rollouts: it is ready, or buffer.filter replaces it.
 
-        Raises TaskError with the last of buffer.max_filtered_groups in a row. If `mask` leaves nothing of it,
-        it goes straight to `on_handed_back`; a filtered group does not, for its prompt is not sampled again.
+        Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. If `mask` leaves nothing of it,
+        it goes straight to `on_requeued`; a filtered group does not, for its prompt is not sampled again.
         """
-        kind = self._filters.get(group.prompt.task, self.config.filter)
-        if kind == "equal_rewards" and len(rewards_of(group)) == 1:
+        if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
             self._filter(group)
             return "filtered"
         self._filtered_in_a_row = 0
@@ -160,22 +159,21 @@ class Buffer:
         self._ready[group.group_id] = group
         self._changed()
         if is_useless:
-            self._hand_back(group.group_id)
-        return "handed_back" if is_useless else "ready"
+            self._requeue(group.group_id)
+        return "requeued" if is_useless else "ready"
 
     def _filter(self, group: Group) -> None:
         """Hand its admission back. Without an end to a row of these a run would sample for ever and never
         train.
         """
         self._filtered_in_a_row += 1
-        if self._filtered_in_a_row >= self.config.max_filtered_groups:
+        if self._filtered_in_a_row >= MAX_FILTERED_GROUPS:
             raise TaskError(
                 self.name,
                 f"{self._filtered_in_a_row} groups in a row had one reward for all their rollouts, as has "
                 f"group {group.group_id}, prompt {group.prompt.prompt_id}: {rewards_of(group).pop():g}",
-                rule="buffer.filter replaces them; buffer.max_filtered_groups of them in a row end the run",
-                way_out="give easier prompts (harder ones at the highest reward), or set buffer.filter=none "
-                "(task.filter, where the task has its own).",
+                rule="buffer.filter replaces them; MAX_FILTERED_GROUPS of them in a row end the run",
+                way_out="give easier prompts (harder ones at the highest reward), or set buffer.filter=none.",
             )
         self.rule.fail_nowait(group.group_id)
         self._num_filtered[group.prompt.task] += 1
@@ -226,8 +224,8 @@ class Buffer:
         groups = tuple(self._ready.pop(group_id) for group_id in choice.group_ids)
         min_version = max(0, choice.version - self.rule.max_staleness)
         self._changed()
-        for group_id in choice.handed_back:
-            self._hand_back(group_id)
+        for group_id in choice.requeued:
+            self._requeue(group_id)
         return Batch(choice.version, groups, min_version, mask_older=self.rule.overdue.masks)
 
     # ---- queries
@@ -299,8 +297,8 @@ class Buffer:
             lacks = self._meter is not None and self.rule.lacks_groups
             self._auto.note(asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks)
 
-    def _hand_back(self, group_id: GroupId) -> None:
-        self._on_handed_back(group_id, self._ready.pop(group_id, None), self.rule.overdue.reason)
+    def _requeue(self, group_id: GroupId) -> None:
+        self._on_requeued(group_id, self._ready.pop(group_id, None), self.rule.overdue.reason)
 
 
 def _versions(group: Group) -> tuple[int, int]:

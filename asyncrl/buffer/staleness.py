@@ -21,7 +21,7 @@ class BatchChoice:
 
     version: int
     group_ids: tuple[GroupId, ...]
-    handed_back: tuple[GroupId, ...]
+    requeued: tuple[GroupId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class StalenessRule:
         version = self.next_batch
         group_ids = tuple(sorted(self._pop_earliest() for _ in range(self.num_groups)))
         self.next_batch += 1
-        return BatchChoice(version, group_ids, tuple(self._hand_back(version)))
+        return BatchChoice(version, group_ids, tuple(self._requeue(version)))
 
     # ---- how
 
@@ -290,17 +290,17 @@ class StalenessRule:
                 self._note_last_use(group_id, None)
                 return group_id
 
-    def _hand_back(self, version: int) -> list[GroupId]:
+    def _requeue(self, version: int) -> list[GroupId]:
         """Forget the groups that batch `version` was the last to have a use for; it did not take them."""
-        handed_back = []
+        requeued = []
         for group_id in sorted(self._useless_after.pop(version, ())):
             if group_id in self._ready:
                 _count_down(self._ready_due, self._ready.pop(group_id))
             else:
                 _count_down(self._running_due, self._running.pop(group_id))
             del self._last_use[group_id]
-            handed_back.append(group_id)
-        return handed_back
+            requeued.append(group_id)
+        return requeued
 
 
 def _count_down(counts: Counter[int], deadline: int) -> None:

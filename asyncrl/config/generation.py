@@ -16,16 +16,16 @@ from pydantic import (
     model_validator,
 )
 
-from asyncrl.config.fields import FrozenConfig, Name, Port, tag_of
+from asyncrl.config.fields import FrozenConfig, Name, tag_of
 from asyncrl.config.model_task import TaskConfig
-from asyncrl.messages.base import LatencyModel
+from asyncrl.messages.engine_api import LatencyModel
 
 OnOverdue = Literal["wait", "mask", "drop"]
 EngineKind = Literal["embedded", "vllm", "simulated"]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineCapabilities:
     """Facts about an engine kind for settings and placement; asyncrl/job/engine_kinds.py has its behavior.
     `settings`: keys of `rollout` that only this kind reads.
     """
@@ -64,8 +64,8 @@ class EngineFacts:
         return -(-length // self.kv_block) * self.kv_block
 
 
-ENGINES: dict[EngineKind, EngineFacts] = {
-    "embedded": EngineFacts(
+ENGINES: dict[EngineKind, EngineCapabilities] = {
+    "embedded": EngineCapabilities(
         receives_transfers=True,
         keeps_turns=True,
         returns_routing=True,
@@ -74,8 +74,8 @@ ENGINES: dict[EngineKind, EngineFacts] = {
         forward_tokens=1024,
         logit_copies=7,
     ),
-    "simulated": EngineFacts(settings=("simulated",), has_model=False),
-    "vllm": EngineFacts(
+    "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
+    "vllm": EngineCapabilities(
         settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
         free_settings=("vllm_python", "urls", "tensor_parallel"),
         package="vllm",
@@ -100,19 +100,13 @@ class EngineRange(FrozenConfig):
     """Fewest that work at once."""
     max: int = Field(ge=1)
     """Maximum. Devices, memory and threads are planned for this number."""
-    start: PositiveInt | None = None
-    """Number at the start, until `asyncrl scale` changes it (none = min)."""
-
-    @property
-    def first(self) -> int:
-        """Engines that a new run starts."""
-        return self.min if self.start is None else self.start
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
-        if not self.min <= self.first <= self.max:
-            said = {name: value for name, value in self if value is not None}
-            raise ValueError(f"{said} is no range: min <= start <= max; write {{min: 1, max: {self.max}}}")
+        if self.min > self.max:
+            raise ValueError(
+                f"{self.model_dump()} is no range: min must be at most max; write {{min: 1, max: {self.max}}}"
+            )
         return self
 
 
@@ -155,7 +149,7 @@ class RolloutConfig(FrozenConfig):
     """Retries of a failed rollout, within timeout_s."""
     max_failed_groups: int = Field(default=16, ge=1)
     """End the run when this many groups in a row had no usable rollout."""
-    max_hand_backs: int = Field(default=3, ge=0)
+    max_requeues: int = Field(default=3, ge=0)
     """Times that a prompt is sampled again, with other seeds, after its group failed, was dropped as too old,
     or had all its tokens masked. After the next time it is given up (rollout/given_up), and at once if it can
     never be sampled, being too long."""
@@ -166,11 +160,9 @@ class RolloutConfig(FrozenConfig):
     false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
-    ports: list[Port] | None = None
-    """Ports of the engine servers on 127.0.0.1, one each (none = any free ones)."""
 
     @property
-    def facts(self) -> EngineFacts:
+    def facts(self) -> EngineCapabilities:
         """Facts about this kind of engine."""
         return ENGINES[self.engine]
 
@@ -216,13 +208,12 @@ class RolloutConfig(FrozenConfig):
                 f"rollout.num_engines is a range, and the run neither starts nor ends the servers of "
                 f"rollout.urls; set rollout.num_engines={len(self.urls)}, or remove rollout.urls"
             )
-        for name, values in {"ports": self.ports, "urls": self.urls}.items():
-            if values is not None and not len(values) == len(set(values)) == self.max_engines:
-                raise ValueError(
-                    f"rollout.{name}={values}, and each of rollout.num_engines={self.max_engines} engines "
-                    f"has one of its own; name each once, or set rollout.num_engines={len(set(values))}"
-                )
-        if self.urls is not None and (given := self.given("ports", "vllm", "tensor_parallel")):
+        if self.urls is not None and not len(self.urls) == len(set(self.urls)) == self.max_engines:
+            raise ValueError(
+                f"rollout.urls={self.urls} must name rollout.num_engines={self.max_engines} different "
+                f"servers; name each server once, or set rollout.num_engines={len(set(self.urls))}"
+            )
+        if self.urls is not None and (given := self.given("vllm", "tensor_parallel")):
             raise ValueError(
                 f"rollout.{given[0]} is for servers that the run starts; remove it or rollout.urls"
             )
@@ -245,8 +236,6 @@ class BufferConfig(FrozenConfig):
     """equal_rewards: a group whose rewards are all the same teaches nothing and is replaced by another
     (DAPO's dynamic sampling).
     """
-    max_filtered_groups: int = Field(default=256, ge=1)
-    """End the run after this number of consecutive filtered groups."""
 
     @model_validator(mode="after")
     def _look_ahead_fits(self) -> Self:
@@ -258,6 +247,10 @@ class BufferConfig(FrozenConfig):
         return self
 
 
+EVAL_SEED = 2**30
+"""Seed of evaluations. It differs from a run's, whose prompts are trained on."""
+
+
 class EvalConfig(FrozenConfig):
     """A held-out task, sampled every few steps at one fixed version by a separate engine server or by the
     rollout engines. A list of sections gives several evaluations, which run one after another.
@@ -267,9 +260,6 @@ class EvalConfig(FrozenConfig):
     """Name in metrics, and task.name of a harness (none = from the source of its task)."""
     task: TaskConfig
     """Prompts and rewards, like the section `task`, always in file order (`shuffle` is ignored)."""
-    seed: int = Field(default=2**30, ge=0, lt=2**31)
-    """Seed of a generated task's prompts, in place of the run's, which would make the prompts that are
-    trained on; and of the sampled tokens."""
     every: int = Field(default=20, ge=1)
     """Evaluate the first version served after each multiple of this number of steps, and the last version."""
     at_start: bool = True
@@ -296,7 +286,7 @@ class EvalConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _its_task_is_only_evaluated(self) -> Self:
-        if given := self.task.given("name", "share", "sampling", "filter"):
+        if given := self.task.given("name", "share", "sampling"):
             raise ValueError(
                 f"eval.task.{given[0]} is not for evaluations, which sample the same prompts anew; remove it"
             )

@@ -91,8 +91,6 @@ class GeneratorConfig(FrozenConfig):
     give_answer: bool = False
     """Give the harness the `answer` of each prompt for its own reward. The model's tools may find the answer
     there."""
-    max_output_bytes: int = Field(default=2**20, ge=1024)
-    """Most that a command may print; more fails its rollout."""
     workers: PositiveInt = 1
     """Processes that run the rollouts of `python`, `command` and `verifiers`."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
@@ -157,18 +155,10 @@ class GatewayConfig(FrozenConfig):
     """Address under which harnesses on other machines reach it, e.g. http://trainer-host:8700 (none =
     http://host:port).
     """
-    model_name: str | None = None
-    """Name in /v1/models (none = the last part of model.path, or `policy`). A call may name any model and
-    gets this one.
-    """
     on_sampling_override: Literal["auto", "use_config", "honour", "refuse"] = "auto"
     """Applies to calls with another temperature or top_p than training. use_config: sample with the
     configured values (logged once). honour: sample as requested; the tokens are context and never trained.
     refuse: 400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
-    constrained: Literal["context", "exact"] = "exact"
-    """Training on answers whose form was asked for (response_format, a forced tool_choice). context: they are
-    context and carry no loss; strict tools are not enforced. exact: they are trained, and the trainer
-    renormalises over the same tokens that the grammar allowed."""
     tool_format: str = "auto"
     """Format of the model's tool calls: a format of docs/gateway.md, response_template, none, or your own
     `module:function`: parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto = from the chat

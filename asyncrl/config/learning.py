@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from asyncrl.config.fields import FrozenConfig, Port
+from asyncrl.config.fields import FrozenConfig
 
 CPU_MICRO_BATCH_TOKENS = 3072
 """Most tokens that the trainer packs into one forward pass on the CPU."""
@@ -31,10 +31,6 @@ class LoraConfig(FrozenConfig):
     """Names of the linear layers that get one, e.g. [q_proj, v_proj] (all-linear = every one but the
     head).
     """
-    merge: Literal["auto", "pass", "step"] = "auto"
-    """Merge adapters into the weights in each pass, or once a step. Once a step saves time and keeps a second
-    copy of the adapted layers (auto = step, if one trainer process holds whole weights). The results are
-    bit-identical."""
 
 
 class TrainerConfig(FrozenConfig):
@@ -79,9 +75,6 @@ class TrainerConfig(FrozenConfig):
     """
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
-    max_skipped_steps: int = Field(default=3, ge=1)
-    """End the run after this number of consecutive steps with a gradient that is not finite. Such steps are
-    skipped."""
     timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds until an optimizer step, an export or a save that does not end is taken for hung: the trainer
     is started again, up to supervision.max_restarts times."""
@@ -90,25 +83,11 @@ class TrainerConfig(FrozenConfig):
     than this mean on fresh tokens, in nats (none = warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
-    port: Port | None = None
-    """Port of the trainer on 127.0.0.1 (none = any free one)."""
-
-    @model_validator(mode="after")
-    def _merged_weights_are_whole(self) -> Self:
-        if self.lora is not None and self.lora.merge == "step" and (self.world_size > 1 or self.cpu_offload):
-            raise ValueError(
-                "trainer.lora.merge=step keeps merged weights whole on the device, and with cpu_offload or "
-                f"world_size={self.world_size} none are; set trainer.lora.merge=pass"
-            )
-        return self
 
     @property
     def keeps_merged(self) -> bool:
         """Return whether adapters are merged once a step into a copy of their layers."""
-        if self.lora is None:
-            return False
-        can = self.world_size == 1 and not self.cpu_offload
-        return can if self.lora.merge == "auto" else self.lora.merge == "step"
+        return self.lora is not None and self.world_size == 1 and not self.cpu_offload
 
     def is_sharded(self, device: str, dtype: str) -> bool:
         """Return whether the weights are FSDP2 shards in float32, cast and gathered layer by layer. True for
@@ -117,6 +96,10 @@ class TrainerConfig(FrozenConfig):
         """
         casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
         return self.world_size > 1 or self.cpu_offload or casts_all
+
+
+TEACHER_SLOTS = 16
+"""Sequences that a teacher reads at once."""
 
 
 class TeacherConfig(FrozenConfig):
@@ -129,11 +112,6 @@ class TeacherConfig(FrozenConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again: give a commit to pin
     the teacher."""
-    slots: int = Field(default=16, ge=1)
-    """Sequences that it reads at once; more wait."""
-    timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds without an answer after which it counts as lost: it is started again, up to
-    supervision.max_restarts times, while rollouts wait for it."""
 
 
 GROUP_ADVANTAGES = (
@@ -178,10 +156,6 @@ class AlgorithmConfig(FrozenConfig):
     clip_delta: float | None = Field(default=None, gt=1)
     """Two-sided clip: largest probability ratio of a token with a negative advantage, which the clip above
     leaves without a bound; above 1 + clip_high (none = off)."""
-    vespo_positive: tuple[PositiveFloat, PositiveFloat] = (2.0, 3.0)
-    """k and lambda of vespo's weight where the advantage is 0 or more."""
-    vespo_negative: tuple[PositiveFloat, PositiveFloat] = (3.0, 2.0)
-    """k and lambda of vespo's weight where the advantage is negative."""
     off_policy_mask: float | None = Field(default=None, gt=0)
     """Off-policy sequence masking: tokens with a negative advantage carry no loss where the mean of behaviour
     - current logprob over their sequence is above this, in nats (none = off)."""
@@ -191,10 +165,6 @@ class AlgorithmConfig(FrozenConfig):
     importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo) (auto = 5 for
     the correction icepop, as in its papers, else 2)."""
-    importance_floor: float = Field(default=0.5, ge=0)
-    """Smallest importance weight that icepop keeps."""
-    m2_limit: float = Field(default=0.04, gt=0)
-    """Largest second moment of the log ratio that m2po leaves, in nats squared."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """Proximal logprobs: computed with the weights before the batch's first step, or interpolated between
     behaviour and current by the token's staleness, which saves a forward pass if a batch has several

@@ -96,11 +96,6 @@ class TaskConfig(FrozenConfig):
     sampling: Literal["uniform", "by_difficulty"] = "uniform"
     """uniform: each prompt once per epoch. by_difficulty: from the second epoch on, prompts with only right
     or only wrong answers are skipped in most epochs."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    """Rewards of a wrong and a right answer, for sampling=by_difficulty; other rewards are clipped to this
-    range."""
-    filter: Literal["auto", "none", "equal_rewards"] = "auto"
-    """buffer.filter for the groups of this task (auto = what buffer.filter says)."""
     digest: str | None = None
     """Digest of the data of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none =
     any). A resumed run always refuses changed data."""
@@ -138,10 +133,7 @@ class TaskConfig(FrozenConfig):
         return name if name[:1].isalpha() else f"task-{name}"
 
     @model_validator(mode="after")
-    def _sampling_and_digest_can_be(self) -> Self:
-        low, high = self.reward_range
-        if not -1e18 <= low < high <= 1e18:
-            raise ValueError(f"task.reward_range={[low, high]}: give the lower number first, like [0, 1]")
+    def _digest_has_data(self) -> Self:
         if self.digest is not None and self.files is None and self.dataset is None:
             raise ValueError("task.digest is of the data of task.files or task.dataset; remove it")
         return self

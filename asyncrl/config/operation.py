@@ -130,16 +130,10 @@ class SupervisionConfig(FrozenConfig):
     """Restarts of processes, and reports of hangs."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """Times within restart_window_s that each engine, the trainer and each worker of the run is started again
+    """Times within an hour of work that each engine, the trainer and each worker of the run is started again
     after it died or stopped answering (0 = the run ends at once)."""
-    restart_window_s: float | None = Field(default=3600.0, gt=0)
-    """Seconds of work after which a restart counts towards max_restarts no more; the time in which the
-    process is down or comes up is no work. none: never."""
     backoff_s: float = Field(default=1.0, ge=0)
     """Seconds before the first restart of a process; doubled each time, 30 at most."""
-    node_wait_s: float = Field(default=600.0, ge=0)
-    """Seconds to wait for a lost node that the run needs. A run with other engines continues without
-    waiting."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds until the first answer of a process, in addition to reading its model (vLLM: three times
     longer)."""
@@ -149,54 +143,6 @@ class SupervisionConfig(FrozenConfig):
     """
     on_stuck: Literal["warn", "restart", "fail"] = "warn"
     """Then: go on waiting, restart the engines, or end the run (which can be resumed)."""
-
-
-class WandbArgs(FrozenConfig):
-    """Weights & Biases."""
-
-    project: str = "asyncrl"
-    """Project name."""
-    entity: str | None = None
-    """User or team whose project it is (none = those of the key)."""
-    group: str | None = None
-    """Group of runs there (none = none)."""
-    tags: list[str] = []
-    """Tags of the run."""
-    mode: Literal["auto", "online", "offline"] = "auto"
-    """offline: all stays in RUN_DIR/wandb, until `wandb sync` sends it. auto = what WANDB_MODE says, else
-    online. Without a key, or while the server cannot be reached, it is offline."""
-
-
-class MlflowArgs(FrozenConfig):
-    """MLflow."""
-
-    uri: str | None = None
-    """Tracking server or database (none = MLFLOW_TRACKING_URI, else mlflow.db in the working directory)."""
-    experiment: str = "asyncrl"
-    """Experiment there; made if there is none."""
-
-
-class TrackioArgs(FrozenConfig):
-    """Trackio."""
-
-    project: str = "asyncrl"
-    """Project, on this machine or there."""
-    space_id: str | None = None
-    """Space of Hugging Face, like user/name (none = this machine, or what TRACKIO_SPACE_ID and
-    TRACKIO_SERVER_URL say)."""
-
-
-class TrackerArgs(FrozenConfig):
-    """Settings of trackers, by tracker."""
-
-    wandb: WandbArgs = WandbArgs()
-    """Settings of wandb."""
-    mlflow: MlflowArgs = MlflowArgs()
-    """Settings of mlflow."""
-    trackio: TrackioArgs = TrackioArgs()
-    """Settings of trackio."""
-    own: dict[str, dict[str, Any]] = {}
-    """Keyword arguments of your own, by `module:Class`."""
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -212,10 +158,9 @@ class ObserveConfig(FrozenConfig):
     trackers: list[str] = ["tensorboard"]
     """Trackers: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio (each with the extra of its name),
     or your own `module:Class` (docs/monitoring.md) ([] = none)."""
-    tracker_args: TrackerArgs = TrackerArgs()
-    """Settings of trackers."""
-    tracker_close_s: float = Field(default=30.0, ge=0)
-    """Seconds at the end of a run for trackers to send their remaining data."""
+    tracker_args: dict[str, dict[str, Any]] = {}
+    """Keyword arguments of each tracker by its name, such as {wandb: {project: letters}} (docs/monitoring.md
+    lists them)."""
     status_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of /metrics, for Prometheus, and /status (none = off; 0 = any free one, which is printed and in
     status.json). RUN_DIR/status.key has the bearer token for both."""
@@ -224,11 +169,6 @@ class ObserveConfig(FrozenConfig):
     samples_per_step: int = Field(default=3, ge=0, le=100)
     """Rollouts of a batch that are written as text into samples.jsonl: the best, the worst, the others by
     chance (0 = none). Of a long run the first 20 MB and the newest 20 to 40 MB are kept."""
-    failed_samples_per_step: int = Field(default=3, ge=0, le=100)
-    """Most failed rollouts written between two steps (0 = none)."""
-    console_samples_every: Literal["auto"] | PositiveInt | None = "auto"
-    """Steps between two samples on the console (auto = one every 20 s, after a minute every 5 minutes; none =
-    none)."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Readers of the run directory, which contains the config, the logs and every conversation."""
     heartbeat_s: float = Field(default=60.0, gt=0)
@@ -244,9 +184,9 @@ class ObserveConfig(FrozenConfig):
                 raise ValueError(f"trackers has {name!r}; there are {known} ([] for none)")
         if twice := [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]:
             raise ValueError(f"trackers has {twice[0]} twice; name it once")
-        if unused := [name for name in self.tracker_args.own if name not in self.trackers]:
+        if unused := [name for name in self.tracker_args if name not in self.trackers]:
             raise ValueError(
-                f"observe.tracker_args.own has {unused[0]}, and observe.trackers has not; add or remove it"
+                f"observe.tracker_args has {unused[0]}, but observe.trackers does not; add or remove it"
             )
         return self
 

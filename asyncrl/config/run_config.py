@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Self, TypeVar
 
@@ -25,10 +26,10 @@ from asyncrl.config.operation import (
     is_cpu,
 )
 from asyncrl.config.weight_sync import WeightSyncConfig
-from asyncrl.messages.base import Interrupt
+from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)
-MOST_IN_TURN = 10_000
+MAX_CYCLE = 10_000
 """Longest cycle of several interleaved tasks."""
 
 
@@ -103,12 +104,6 @@ class RunConfig(FrozenConfig):
         return {name: count // math.gcd(*counts.values()) for name, count in counts.items()}
 
     @property
-    def filters(self) -> Mapping[str, str]:
-        """Return buffer.filter of each task."""
-        own = {name: task.filter for name, task in self.tasks.items()}
-        return {name: self.buffer.filter if kind == "auto" else kind for name, kind in own.items()}
-
-    @property
     def best_eval(self) -> str | None:
         """Return the evaluation that decides the best checkpoint, if any."""
         named = self.checkpoint.keep_best
@@ -153,171 +148,162 @@ class RunConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        trainer, rollout, checkpoint = self.trainer, self.rollout, self.checkpoint
-        if trainer.num_groups % trainer.mini_batches:
-            raise ValueError(
-                f"trainer.mini_batches={trainer.mini_batches} does not divide "
-                f"trainer.num_groups={trainer.num_groups}: each optimizer step takes as many whole groups"
-            )
-        sequences = trainer.num_groups * rollout.group_size // trainer.mini_batches
+        conflicts = itertools.chain(
+            self._batch_conflicts(),
+            self._engine_conflicts(),
+            self._checkpoint_conflicts(),
+            self._eval_conflicts(),
+            self._teacher_conflicts(),
+            self._task_conflicts(),
+            self._reward_conflicts(),
+        )
+        for conflict in conflicts:
+            raise ValueError(conflict)
+        return self
+
+    def _batch_conflicts(self) -> Iterator[str]:
+        trainer, group_size = self.trainer, self.rollout.group_size
+        num_groups, num_steps = trainer.num_groups, trainer.mini_batches
+        if num_groups % num_steps:
+            yield f"trainer.mini_batches={num_steps} must divide trainer.num_groups={num_groups}"
+        sequences = num_groups * group_size // num_steps
         if trainer.world_size > sequences:
-            raise ValueError(
+            yield (
                 f"trainer.world_size={trainer.world_size} is above the {sequences} sequences of an optimizer "
-                "step (num_groups * rollout.group_size / mini_batches): some would have no work; lower it"
+                "step (num_groups * rollout.group_size / mini_batches); lower it"
             )
+        if group_size == 1:
+            advantage = self.algorithm.advantage
+            if advantage in GROUP_ADVANTAGES and self.algorithm.reward_weight > 0:
+                yield (
+                    f"algorithm.advantage={advantage} compares the rollouts of a prompt; set "
+                    "rollout.group_size=2 or more, or algorithm.advantage=reinforce_pp"
+                )
+            if self.buffer.filter == "equal_rewards":
+                yield (
+                    "buffer.filter=equal_rewards compares the rollouts of a prompt; set rollout.group_size=2 "
+                    "or more, or buffer.filter=none"
+                )
+        if self.algorithm.overlong_tokens > self.rollout.max_tokens:
+            yield (
+                f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is above "
+                f"rollout.max_tokens={self.rollout.max_tokens}; lower it"
+            )
+
+    def _engine_conflicts(self) -> Iterator[str]:
+        trainer, rollout = self.trainer, self.rollout
         if not rollout.facts.has_model and trainer.logprob_gap_limit is not None:
-            raise ValueError(
-                f"trainer.logprob_gap_limit={trainer.logprob_gap_limit} compares logprobs of engines and "
-                f"trainer, and the tokens of rollout.engine={rollout.engine} are no model's; remove it"
+            yield (
+                f"trainer.logprob_gap_limit compares logprobs, but rollout.engine={rollout.engine} has no "
+                "model; remove it"
             )
         if rollout.urls is not None and self.model.path is None:
-            raise ValueError(
-                "model.scratch is made at the start of the run, so the servers of rollout.urls cannot have "
-                "it; give model.path, or remove rollout.urls"
+            yield (
+                "the servers of rollout.urls cannot have model.scratch, which is made at the start of the "
+                "run; give model.path, or remove rollout.urls"
             )
         if trainer.cpu_offload and is_cpu(self.placement.trainer):
-            written = self.placement.trainer
-            raise ValueError(
-                f"placement.trainer={written} has nothing for trainer.cpu_offload; set it to false"
-            )
-        if rollout.group_size == 1:
-            advantage = self.algorithm.advantage if self.algorithm.advantage in GROUP_ADVANTAGES else None
-            advantage = advantage if self.algorithm.reward_weight > 0 else None
-            if advantage or "equal_rewards" in self.filters.values():
-                what = f"algorithm.advantage={advantage}" if advantage else "buffer.filter=equal_rewards"
-                raise ValueError(
-                    f"{what} compares the rollouts of a prompt, and rollout.group_size=1; set it to 2 or "
-                    "more, or algorithm.advantage=reinforce_pp and buffer.filter=none"
-                )
-        best = self.best_eval
-        if best is not None and best not in self.evals:
-            raise ValueError(
-                f"checkpoint.keep_best={best} is no evaluation of this run; give true, or one of several: "
-                f"{', '.join(filter(None, self.evals)) or 'there are none'}"
-            )
-        every = None if best is None else self.evals[best].every
-        if checkpoint.keep_best and (not every or not checkpoint.every or every % checkpoint.every):
-            raise ValueError(
-                "checkpoint.keep_best needs evaluations of versions that have a checkpoint: "
-                f"checkpoint.every={checkpoint.every} must divide eval.every={every}"
-            )
-        if self.algorithm.overlong_tokens > rollout.max_tokens:
-            raise ValueError(
-                f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is above "
-                f"rollout.max_tokens={rollout.max_tokens}; lower it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluations_share_their_engine(self) -> Self:
-        engines = list(dict.fromkeys(one.engine for one in self.evals.values()))
-        if len(engines) > 1:
-            raise ValueError(
-                f"eval.engine is {' and '.join(engines)}, and all evaluations of a run have the same; "
-                f"set it to {engines[0]} in each"
-            )
-        if engines == ["rollout"] and self.placement.eval != "auto":
-            raise ValueError(
-                f"placement.eval={self.placement.eval} is the device of an eval engine, and "
-                "eval.engine=rollout starts none; set placement.eval=auto, or eval.engine=own"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_have_a_launcher(self) -> Self:
-        for key in ("trainer", "rollout"):
-            written = getattr(self.placement, key)
+            yield f"trainer.cpu_offload needs a CUDA device, and placement.trainer={self.placement.trainer}"
+        for key, written in (("trainer", self.placement.trainer), ("rollout", self.placement.rollout)):
             num = written.nodes if isinstance(written, NodesConfig) else 1
             if self.launcher == "local" and num not in (1, "all"):
-                one = written.model_copy(update={"nodes": 1})
-                raise ValueError(
-                    f"placement.{key}={written} is of {num} nodes, and launcher=local starts all on this "
-                    f"machine; set launcher=ray, or placement.{key}={one}"
+                yield (
+                    f"placement.{key}={written} needs {num} nodes, but launcher=local starts all processes "
+                    f"on this machine; set launcher=ray, or placement.{key}.nodes=1"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _routing_is_told(self) -> Self:
-        if not self.algorithm.router_replay:
-            return self
-        if not self.rollout.facts.returns_routing:
-            raise ValueError(
-                f"algorithm.router_replay=true: rollout.engine={self.rollout.engine} does not tell "
-                "which experts read a token; set rollout.engine=embedded or vllm, or turn it off"
+        if self.algorithm.router_replay and not rollout.facts.returns_routing:
+            yield (
+                f"algorithm.router_replay needs the experts of each token, which "
+                f"rollout.engine={rollout.engine} does not report; set rollout.engine=embedded or vllm"
             )
-        if self.generator.is_harness:
-            raise ValueError(
-                "algorithm.router_replay=true: of the conversations of a harness no experts are recorded; "
-                "remove the harness, or set algorithm.router_replay=false"
-            )
-        return self
+        if self.algorithm.router_replay and self.generator.is_harness:
+            yield "algorithm.router_replay is not available with a harness; set it to false"
 
-    @model_validator(mode="after")
-    def _a_teacher_is_learnt_from(self) -> Self:
+    def _checkpoint_conflicts(self) -> Iterator[str]:
+        best = self.best_eval
+        if best is not None and best not in self.evals:
+            known = ", ".join(filter(None, self.evals)) or "there are none"
+            yield (
+                f"checkpoint.keep_best={best} is no evaluation of this run; give true, or one of several: "
+                f"{known}"
+            )
+            return
+        saved = self.checkpoint.every
+        every = None if best is None else self.evals[best].every
+        if self.checkpoint.keep_best and (not every or not saved or every % saved):
+            yield (
+                "checkpoint.keep_best needs evaluations of versions that have a checkpoint: "
+                f"checkpoint.every={saved} must divide eval.every={every}"
+            )
+
+    def _eval_conflicts(self) -> Iterator[str]:
+        engines = list(dict.fromkeys(one.engine for one in self.evals.values()))
+        if len(engines) > 1:
+            yield (
+                f"eval.engine is {' and '.join(engines)}, but all evaluations must have the same; set it to "
+                f"{engines[0]} in each"
+            )
+        if engines == ["rollout"] and self.placement.eval != "auto":
+            yield (
+                f"placement.eval={self.placement.eval} needs a separate eval engine; set "
+                "placement.eval=auto, or eval.engine=own"
+            )
+
+    def _teacher_conflicts(self) -> Iterator[str]:
         weight = self.algorithm.distill_weight
         if (self.teacher is not None) != (weight > 0):
-            lacks = "no section `teacher`" if self.teacher is None else "a section `teacher`"
-            raise ValueError(
-                f"algorithm.distill_weight={weight} with {lacks}: set both, teacher.path and a weight above "
-                "0, or none"
-            )
+            lacks = "without the section `teacher`" if self.teacher is None else "with a section `teacher`"
+            way_out = "set teacher.path and a weight above 0, or neither"
+            yield f"algorithm.distill_weight={weight} {lacks}: {way_out}"
         if weight > 0 and not self.rollout.facts.has_model:
-            raise ValueError(
-                f"teacher compares logprobs with those of the policy, and the tokens of "
-                f"rollout.engine={self.rollout.engine} are no model's; remove it"
+            yield (
+                f"a teacher compares logprobs, but rollout.engine={self.rollout.engine} has no model; remove "
+                "the section `teacher`"
             )
-        if weight > 0 and "equal_rewards" in self.filters.values():
-            raise ValueError(
-                "buffer.filter=equal_rewards replaces groups from which no reward is learnt, and "
-                "algorithm.distill_weight learns from each token of them; set buffer.filter=none"
+        if weight > 0 and self.buffer.filter == "equal_rewards":
+            yield (
+                "buffer.filter=equal_rewards drops groups that algorithm.distill_weight could learn from; "
+                "set buffer.filter=none"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _several_tasks_fit(self) -> Self:
+    def _task_conflicts(self) -> Iterator[str]:
         tasks = self.tasks
         given = [task.share for task in tasks.values() if task.share is not None]
         if len(given) not in (0, len(tasks)):
-            raise ValueError(
-                f"task.share is given for {len(given)} of {len(tasks)} tasks; give it for all, or for none"
-            )
-        if sum(self.shares.values()) > MOST_IN_TURN:
+            yield f"task.share is given for {len(given)} of {len(tasks)} tasks; give it for all, or for none"
+            return
+        cycle = sum(self.shares.values())
+        if cycle > MAX_CYCLE:
             shares = ", ".join(f"{share:g}" for share in given)
-            raise ValueError(
-                f"shares {shares} repeat after {sum(self.shares.values())} prompts, {MOST_IN_TURN} is the "
-                "most; give fewer digits, like 7 and 3"
+            yield (
+                f"the shares {shares} repeat after {cycle} prompts, above the limit of {MAX_CYCLE}; give "
+                "fewer digits, like 7 and 3"
             )
         for name, task in tasks.items() if len(tasks) > 1 else ():
             if task.verifiers:
-                raise ValueError(
-                    f"task.{name}.verifiers needs a run with one task; remove it or the other tasks"
-                )
-        return self
+                yield f"task.{name}.verifiers needs a run with one task; remove it or the other tasks"
 
-    @model_validator(mode="after")
-    def _rewards_come_from_somewhere(self) -> Self:
+    def _reward_conflicts(self) -> Iterator[str]:
         generator, verifiers = self.generator, any(task.verifiers for task in self.tasks.values())
         if verifiers != (generator.verifiers is not None):
-            raise ValueError(
-                f"task.verifiers={str(verifiers).lower()} with generator.verifiers={generator.verifiers}"
-                ": a verifiers environment runs its own tasks and no others; set both, or none"
+            yield (
+                f"task.verifiers={str(verifiers).lower()} with generator.verifiers={generator.verifiers}: "
+                "a verifiers environment runs its own tasks and no others; set both, or none"
             )
         has_harness = generator.is_harness and generator.outcomes != "none"
         for name, task in self.tasks.items():
             if not task.has_score and not has_harness:
-                raise ValueError(
-                    f"{key_of('task', name)}.reward is missing, and no harness returns a reward "
-                    "(generator.outcomes); give module:function, or `math` for answers checked by math-verify"
+                yield (
+                    f"{key_of('task', name)}.reward is missing, and no harness returns a reward; give "
+                    "module:function, or `math` for answers checked by math-verify"
                 )
         for name, one in self.evals.items():
             if not one.task.has_score and not (has_harness and self.evaluates_agent):
-                lacks = "cannot be evaluated" if one.task.verifiers else "is missing"
-                what = f"task.{'verifiers' if one.task.verifiers else 'reward'} {lacks}"
-                raise ValueError(
-                    f"{key_of('eval', name)}.{what}: an evaluation samples single completions or rollouts of "
-                    "the generator's agent, and nothing else scores them; give eval.task a reward of its own"
+                lacks = "verifiers cannot be evaluated" if one.task.verifiers else "reward is missing"
+                yield (
+                    f"{key_of('eval', name)}.task.{lacks}: nothing else scores its samples; give eval.task "
+                    "its own reward"
                 )
-        return self
 
 
 def key_of(section: str, name: str) -> str:
@@ -331,5 +317,5 @@ def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
     if len(found) < len(given):
         names = [one.called for one in given]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two of `{section}` are called {twice}; give each {section}.name of its own")
+        raise ValueError(f"two of `{section}` are called {twice}; give each a different {section}.name")
     return found

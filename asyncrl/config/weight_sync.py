@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.messages.base import Interrupt, TransportName
+from asyncrl.messages.engine_api import Interrupt, TransportName
 
 if TYPE_CHECKING:
     from asyncrl.config.run_config import RunConfig
@@ -26,7 +26,7 @@ TO_SHM = "set weight_sync.transport=shm"
 
 
 @dataclass(frozen=True, slots=True)
-class TransportFacts:
+class TransportCapabilities:
     """A transport. By default, the trainer writes all weights to one file in shared memory, which engines
     read during generation.
     """
@@ -34,7 +34,7 @@ class TransportFacts:
     sends_adapters: bool = False
     is_transfer: bool = False
     """Tensors go from device to device."""
-    is_one_kept: bool = False
+    is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
     """When colocated, engines open the chunks in the trainer's device memory."""
@@ -46,13 +46,13 @@ class TransportFacts:
     """Why engines cannot be on other nodes; '': they can."""
 
 
-TRANSPORTS: dict[TransportName, TransportFacts] = {
-    "shm": TransportFacts(bound="its file is in the shared memory of one machine"),
-    "disk": TransportFacts(is_file_shared=True),
-    "stream": TransportFacts(is_fetched=True),
-    "lora": TransportFacts(sends_adapters=True, is_fetched=True),
-    "nccl": TransportFacts(is_transfer=True, is_one_kept=True),
-    "ipc": TransportFacts(
+TRANSPORTS: dict[TransportName, TransportCapabilities] = {
+    "shm": TransportCapabilities(bound="its file is in the shared memory of one machine"),
+    "disk": TransportCapabilities(is_file_shared=True),
+    "stream": TransportCapabilities(is_fetched=True),
+    "lora": TransportCapabilities(sends_adapters=True, is_fetched=True),
+    "nccl": TransportCapabilities(is_transfer=True, is_collective=True),
+    "ipc": TransportCapabilities(
         is_transfer=True, shares_device=True, bound="its handles name memory of one machine's devices"
     ),
 }
@@ -80,10 +80,6 @@ class WeightSyncConfig(FrozenConfig):
     canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
     """After each push to vLLM, the largest allowed difference between its logprobs of a fixed text and the
     trainer's, in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
-    retries: int = Field(default=1, ge=0)
-    """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run
-    ends.
-    """
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again,
     an export or a handover that does ends the run."""
@@ -97,7 +93,7 @@ class WeightSyncConfig(FrozenConfig):
         return self.transport
 
     @property
-    def facts(self) -> TransportFacts:
+    def facts(self) -> TransportCapabilities:
         """Facts about this transport. An unresolved auto has the facts valid on any device."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 
@@ -119,7 +115,7 @@ class WeightSyncConfig(FrozenConfig):
 def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
     """Return True if, on several nodes, files of weights are fetched by other nodes."""
     facts = config.weight_sync.facts
-    return facts.is_fetched or (facts.is_one_kept and has_eval_engine)
+    return facts.is_fetched or (facts.is_collective and has_eval_engine)
 
 
 def choose_transport(
@@ -174,7 +170,7 @@ def refuse_transport(
     if is_turns and facts.sends_adapters:
         rule = "an engine that sleeps has freed the base weights that adapters are added to"
         raise ConfigError(f"{name}, and trainer and engines take turns", rule=rule, way_out=way_out)
-    if facts.is_one_kept:
+    if facts.is_collective:
         if config.weight_sync.rolling:
             what = f"{name} sends each version once, to all engines together, and weight_sync.rolling=true"
             raise ConfigError(what, way_out=f"set weight_sync.rolling=false, or {TO_SHM}.")
@@ -216,7 +212,7 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
 def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
     """Return the transport during generation, and the reason."""
     sync = config.weight_sync
-    if sync.facts.is_one_kept:
+    if sync.facts.is_collective:
         library = "NCCL" if is_on_cuda else "gloo"
         return f"all weights go by {library}, in one broadcast to all engines, from a copy of the trainer's"
     what = "the adapters alone" if sync.facts.sends_adapters else "all weights"

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import EngineError, RoomError, TrainerError, TrainerLost
-from asyncrl.messages.base import BroadcastRequest, GroupSeat
+from asyncrl.messages.engine_api import GroupMember
+from asyncrl.messages.trainer_api import BroadcastRequest
 
 MIN_STEP_S = 60.0
 STEP_FRACTION = 0.1
 """Fraction of weight_sync.timeout_s for forming a group and for each buffer."""
 Send = Callable[[BroadcastRequest], Awaitable[object]]
-Take = Callable[[GroupSeat], Awaitable[None]]
+Take = Callable[[GroupMember], Awaitable[None]]
 _FAILS_ALL = "weights are sent once, to all engines, and one that fails before ends it for all"
 
 
@@ -35,8 +36,8 @@ def step_timeout_s(timeout_s: float) -> float:
 
 
 @dataclass
-class _Round:
-    """A broadcast with one GroupSeat per engine; the first of `members` asks the trainer to send.
+class Broadcast:
+    """A broadcast with one GroupMember per engine; the first of `members` asks the trainer to send.
 
     `failure` stops the other members. It is set only before everything is sent; afterwards engines finish
     independently. A broken group is not reused.
@@ -44,8 +45,8 @@ class _Round:
 
     version: int
     members: tuple[tuple[str, int], ...]
-    seats: dict[str, GroupSeat]
-    sender: GroupSeat
+    ranks: dict[str, GroupMember]
+    sender: GroupMember
     failure: asyncio.Future[RoomError]
     is_sent: bool = False
     is_broken: bool = False
@@ -63,7 +64,7 @@ class _Round:
         return kind(name, what, rule=_FAILS_ALL, way_out="read the logs of the engine and the trainer.")
 
 
-class Broadcasts:
+class BroadcastGroup:
     """Meeting point of engines for the weights of a version.
 
     Life: of a version: engines are expected as they prepare -> each waits in receive(), or leaves -> when all
@@ -92,8 +93,8 @@ class Broadcasts:
         self._store, self._wait_up = store, wait_up
         self._version = -1
         self._expected: dict[str, int] = {}
-        self._here: dict[str, asyncio.Future[_Round]] = {}
-        self._last: _Round | None = None
+        self._here: dict[str, asyncio.Future[Broadcast]] = {}
+        self._last: Broadcast | None = None
 
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
         """Wait for this engine before sending."""
@@ -108,7 +109,7 @@ class Broadcasts:
         if turn is not None and not turn.done():
             what = f"left before policy_version {self._version} was sent"
             turn.set_exception(EngineError(name, what, rule="weights go only to engines that take part"))
-        if self._last is not None and name in self._last.seats:
+        if self._last is not None and name in self._last.ranks:
             self._last.is_broken = True
         self._begin_nowait()
 
@@ -145,20 +146,20 @@ class Broadcasts:
         path = last.sender.path if last and is_kept else str(self._folder / f"group-{uuid.uuid4().hex}")
         size = 1 + sum(num for _, num in members)
         meet: Any = {"path": path, "store": self._store(), "is_new": not is_kept}
-        sender = GroupSeat(**meet, size=size, rank=0, timeout_s=self._timeout_s)
-        rank, seats = 1, {}
+        sender = GroupMember(**meet, size=size, rank=0, timeout_s=self._timeout_s)
+        rank, ranks = 1, {}
         for name, num_workers in members:
-            seats[name] = sender.model_copy(update={"rank": rank})
+            ranks[name] = sender.model_copy(update={"rank": rank})
             rank += num_workers
         failure = asyncio.get_running_loop().create_future()
-        self._last = _Round(self._version, members, seats, sender, failure)
+        self._last = Broadcast(self._version, members, ranks, sender, failure)
         for turn in self._here.values():
             turn.set_result(self._last)
         self._expected, self._here = {}, {}
 
-    async def _take_part(self, begun: _Round, name: str, take: Take) -> None:
+    async def _take_part(self, begun: Broadcast, name: str, take: Take) -> None:
         """Take part until done. An error of either side ends the other."""
-        works = [take(begun.seats[name])]
+        works = [take(begun.ranks[name])]
         if name == begun.members[0][0]:
             works.append(self._send(begun, name))
         parts = [asyncio.ensure_future(work) for work in works]
@@ -176,9 +177,9 @@ class Broadcasts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
 
-    async def _send(self, begun: _Round, name: str) -> None:
+    async def _send(self, begun: Broadcast, name: str) -> None:
         try:
-            await self._send_all(BroadcastRequest(version=begun.version, seat=begun.sender))
+            await self._send_all(BroadcastRequest(version=begun.version, member=begun.sender))
         except TrainerError as error:
             begun.fail_nowait(error)
             raise begun.failed(name) from error

@@ -11,25 +11,27 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused, WeightsLost
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.engines.broadcast import Broadcasts, SenderLost
+from asyncrl.engines.broadcast import BroadcastGroup, SenderLost
 from asyncrl.engines.link import Link, OnChunk, OnInterrupted, OpenRequest
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.messages.base import EnginePart, GroupSeat, Interrupt, Moved
-from asyncrl.messages.calls import (
+from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
     EngineHealth,
-    ExportChunkResponse,
-    ExportResponse,
+    EnginePart,
     GenerateRequest,
     GenerateResponse,
+    GroupMember,
+    Interrupt,
     LoadChunkRequest,
     LoadChunkResponse,
     PrepareRequest,
     PrepareResponse,
     SleepRequest,
+    TransferStats,
     WakeRequest,
 )
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 _NEEDED = "a run needs its engine servers"
 _TWICE = "weights that the trainer sends are asked for twice, then the process is given up"
@@ -38,19 +40,20 @@ _TWICE = "weights that the trainer sends are asked for twice, then the process i
 class EngineClient(Protocol):
     """Client of an engine server: EngineServer (ours) or VllmServer.
 
-    A call raises EngineError, EngineLost if the process is gone or given up, and RequestRefused for a request
-    that the server cannot serve. `num_commits` counts begun and ended swaps and sleeps, so that a caller can
-    explain an interruption. `policy_version` is the last confirmed version.
+    Calls raise EngineError, EngineLost if the process is gone or was given up, and RequestRefused for a
+    request that the server cannot serve. `num_commits` counts the starts and ends of swaps and sleeps, so
+    that a caller can explain an interruption. `policy_version` is the last confirmed version.
 
-    cut_nowait gives the process up: all its calls raise EngineLost. renew_nowait: another process with the
-    initial weights takes its place. Both are idempotent. generate_segment samples until the end, the budget
-    or an interruption; with `on_chunk`, the answer contains only the tokens after the chunks. A server that
-    can hold an interrupted request passes its tokens to `on_interrupted` and continues if that returns true;
-    otherwise they are the answer. A cancelled caller ends its request. abort ends these requests (None: all
-    of this client) with their tokens so far, and returns the ids found. prepare loads weights during serving
-    and load_chunk a chunk into woken weights; both return the digest. commit swaps to it. sleep interrupts
-    requests and frees these parts, wake takes their memory again; both are idempotent. Weights that slept
-    have no content until a push is committed; requests wait for that, and until all parts are awake.
+    - disconnect_nowait: give the process up; all its calls raise EngineLost. Idempotent.
+    - reset_nowait: the client belongs to a new process with the initial weights. Idempotent.
+    - generate_segment: sample until the end, the budget or an interruption. With `on_chunk` the answer
+      contains only the tokens after the chunks. A server that can hold an interrupted request passes its
+      tokens to `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
+    - abort: end these requests (None: all of this client) with their tokens so far; return the ids found.
+    - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
+    - commit: swap to the prepared weights.
+    - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Weights that
+      slept have no content until a commit; requests wait for it, and until all parts are awake.
     """
 
     name: str
@@ -58,8 +61,8 @@ class EngineClient(Protocol):
 
     @property
     def policy_version(self) -> int: ...
-    def cut_nowait(self) -> None: ...
-    def renew_nowait(self) -> None: ...
+    def disconnect_nowait(self) -> None: ...
+    def reset_nowait(self) -> None: ...
     async def generate_segment(
         self,
         request: GenerateRequest,
@@ -71,15 +74,15 @@ class EngineClient(Protocol):
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth: ...
     async def prepare(self, manifest: ExportResponse) -> str: ...
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse: ...
-    async def sleep(self, parts: Sequence[EnginePart]) -> Moved: ...
-    async def wake(self, parts: Sequence[EnginePart]) -> Moved: ...
+    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats: ...
+    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats: ...
     async def load_chunk(self, chunk: ExportChunkResponse) -> str: ...
 
 
-class Lifeline:
-    """Ends all calls to a process when it is lost; its successor gets a new Lifeline.
+class CallScope:
+    """Ends all calls to a process when it is lost; its successor gets a new CallScope.
 
-    Life: whole -> cut: given up by the supervisor (cut_nowait), or found broken (break_nowait).
+    Life: whole -> cut: given up by the supervisor (disconnect_nowait), or found broken (break_nowait).
     Waits: calls() sleeps in its block. A cut ends all calls at once, because a frozen process keeps its
         connections.
     """
@@ -114,7 +117,7 @@ class Lifeline:
         if self.is_cut:
             raise self.lost(self._why_cut, rule=self._rule)
 
-    def cut_nowait(self) -> None:
+    def disconnect_nowait(self) -> None:
         """Give the process up. Idempotent."""
         self.is_given_up = True
         self._end_calls()
@@ -158,38 +161,40 @@ def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> Reques
 class EngineServer:
     """EngineClient of an embedded or simulated engine.
 
-    Life: made with the initial version of its process -> given up by cut_nowait() -> renew_nowait(): a new
-        process with the same name. It lives as long as its `caller`.
+    Life: connected to a process with its initial version -> disconnect_nowait() -> reset_nowait(): a new
+        process with the same name.
     Waits: calls sleep until the server answers, is gone or is given up. The caller sets limits:
         rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat.
     Invariant: no token is older than the version confirmed when its segment was sent; SegmentCheck verifies
         this per chunk.
 
-    `meeting`: Broadcasts for transport nccl. Sampling continues with the old weights until all members wait;
+    `broadcast_group`: for transport nccl. Sampling continues with the old weights until all members wait;
     a failed commit receives once more.
     """
 
-    def __init__(self, caller: Caller, *, policy_version: int = 0, meeting: Broadcasts | None = None) -> None:
-        self._caller, self.name, self._meeting = caller, caller.name, meeting
+    def __init__(
+        self, caller: Caller, *, policy_version: int = 0, broadcast_group: BroadcastGroup | None = None
+    ) -> None:
+        self._caller, self.name, self._broadcast_group = caller, caller.name, broadcast_group
         self._expected: ExportResponse | None = None
         """Prepared weights that arrive with the commit."""
         self.policy_version = self._offered_version = self._start_version = policy_version
         self.num_commits = 0
-        self._line = Lifeline(caller)
+        self._line = CallScope(caller)
         self._link: Link | None = None
 
-    def cut_nowait(self) -> None:
-        self._line.cut_nowait()
+    def disconnect_nowait(self) -> None:
+        self._line.disconnect_nowait()
         self._expected = None
-        if self._meeting is not None:
-            self._meeting.leave_nowait(self.name)
+        if self._broadcast_group is not None:
+            self._broadcast_group.leave_nowait(self.name)
         if self._link is not None:
             self._link.close_nowait()
             self._link = None
 
-    def renew_nowait(self) -> None:
-        self.cut_nowait()
-        self._line = Lifeline(self._caller)
+    def reset_nowait(self) -> None:
+        self.disconnect_nowait()
+        self._line = CallScope(self._caller)
         self.policy_version = self._offered_version = self._start_version
 
     async def generate_segment(
@@ -227,9 +232,9 @@ class EngineServer:
             return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
 
     async def prepare(self, manifest: ExportResponse) -> str:
-        if self._meeting is not None and manifest.is_held:
+        if self._broadcast_group is not None and manifest.is_held:
             self._line.check_whole()
-            self._meeting.expect_nowait(self.name, manifest.version, 1)
+            self._broadcast_group.expect_nowait(self.name, manifest.version, 1)
             self._expected = manifest
             return manifest.digest  # the server compares it on arrival
         request = PrepareRequest.model_validate(manifest, from_attributes=True)
@@ -249,12 +254,12 @@ class EngineServer:
         self.policy_version = version
         return answer
 
-    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
+    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
         self.num_commits += 1
-        return await self._post("/sleep", SleepRequest(parts=list(parts)), Moved)
+        return await self._post("/sleep", SleepRequest(parts=list(parts)), TransferStats)
 
-    async def wake(self, parts: Sequence[EnginePart]) -> Moved:
-        return await self._post("/wake", WakeRequest(parts=list(parts)), Moved)
+    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
+        return await self._post("/wake", WakeRequest(parts=list(parts)), TransferStats)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         request = LoadChunkRequest.model_validate(chunk, from_attributes=True)
@@ -264,15 +269,15 @@ class EngineServer:
         """Stage the trainer's broadcast. Raises EngineLost after two failures, and WeightsLost if the trainer
         is lost.
         """
-        assert self._meeting is not None, "what is expected comes through it"
+        assert self._broadcast_group is not None, "what is expected comes through it"
         announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
-        async def take(seat: GroupSeat) -> None:
-            await self._post("/prepare", PrepareRequest(path="", seat=seat, **announced), PrepareResponse)
+        async def take(member: GroupMember) -> None:
+            await self._post("/prepare", PrepareRequest(path="", member=member, **announced), PrepareResponse)
 
         for is_last in (False, True):
             try:
-                return await self._meeting.receive(self.name, manifest.version, take)
+                return await self._broadcast_group.receive(self.name, manifest.version, take)
             except SenderLost as lost:
                 raise WeightsLost(self.name, lost.fault, rule=lost.rule, way_out=lost.way_out) from lost
             except EngineLost:
@@ -281,7 +286,7 @@ class EngineServer:
                 if is_last:
                     self._line.break_nowait(error.fault, rule=_TWICE)
                     raise self._line.lost(error.fault, rule=error.rule or _TWICE) from error
-                self._meeting.expect_nowait(self.name, manifest.version, 1)
+                self._broadcast_group.expect_nowait(self.name, manifest.version, 1)
 
     async def _post(
         self, path: str, body: BaseModel, answer: type[Answer], timeout_s: float | None = None

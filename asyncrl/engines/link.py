@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.base.waits import loop_turn
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.messages import frames
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages import codec
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 
-OnChunk = Callable[[GenerateChunk], None]
+OnChunk = Callable[[GenerateResponse], None]
 OnInterrupted = Callable[[GenerateResponse], bool]
 PATH = "/link"
 FRAME_REQUESTS = 256
@@ -117,17 +117,17 @@ class Link:
                 self._has_news.clear()
                 asked, self._asked = self._asked, []
                 # Taken together, so that resumes and aborts follow their requests.
-                said = {"resume": self._resumed, "abort": [*dict.fromkeys(self._aborted)]}
+                numbers_of = {"resume": self._resumed, "abort": [*dict.fromkeys(self._aborted)]}
                 self._resumed, self._aborted = [], []
                 for first in range(0, len(asked), FRAME_REQUESTS):
                     if first:
                         await asyncio.sleep(0)
                     batch = asked[first : first + FRAME_REQUESTS]
-                    rows = [frames.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
-                    await socket.send(frames.submit_frame(rows))
-                for kind, numbers in said.items():
+                    rows = [codec.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
+                    await socket.send(codec.submit_frame(rows))
+                for kind, numbers in numbers_of.items():
                     if numbers:
-                        await socket.send(frames.numbers_frame(kind, numbers))
+                        await socket.send(codec.numbers_frame(kind, numbers))
         except Exception as error:  # CallLost, or an invalid request
             self._break(error)
             self._running.cancel()
@@ -136,9 +136,9 @@ class Link:
         while True:
             data = await socket.receive()
             try:
-                frame = frames.read_frame(data)
+                frame = codec.read_frame(data)
                 if frame.kind == "sampled":
-                    rows = iter(frames.read_sampled(frame))
+                    rows = iter(codec.read_sampled(frame))
                     while turn := [*itertools.islice(rows, TURN_ROWS)]:
                         async with loop_turn():
                             for row in turn:
@@ -146,52 +146,40 @@ class Link:
                 elif frame.kind == "refused":
                     self._refused(frame)
                 else:
-                    raise ValueError(f"a frame of kind {frame.kind} came, with {sorted(frame.arrays)}")
+                    raise ValueError(f"unexpected frame of kind {frame.kind} with {sorted(frame.arrays)}")
             except (ValueError, LookupError) as error:
                 raise CallGarbled(self._caller.name, PATH, str(error)) from error
 
-    def _take(self, row: frames.Sampled) -> None:
+    def _take(self, row: codec.Sampled) -> None:
         opened = self._open.get(row.number)
         if opened is None:
             return
         try:
-            answer = self._passed(opened, row)
-        except Exception as error:
+            answer = self._answer_of(opened, row)
+        except Exception as error:  # of the check, or of the caller's callbacks
             self.abort_nowait(opened)
-            self._answer(opened, error)
+            self._end(opened, error)
         else:
             if answer is not None:
-                self._answer(opened, answer)
+                self._end(opened, answer)
 
-    def _passed(self, opened: OpenRequest, row: frames.Sampled) -> GenerateResponse | None:
-        token_ids, logprobs, newest = row.token_ids.tolist(), row.logprobs.tolist(), self._newest()
-        answer = GenerateResponse(
-            request_id=opened.request.request_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            version_spans=frames.spans_from(row.spans),
-            finish_reason="abort" if row.then in ("more", "interrupted") else row.then,
-            top_logprobs=list(row.top),
-            routing=row.routing,
-        )
-        if row.then == "more":
-            assert opened.on_chunk is not None, "it is not streamed"
-            opened.check.chunk(answer, newest=newest)
-            for start, end, version in row.spans:
-                ids, values, top = token_ids[start:end], logprobs[start:end], list(row.top[start:end])
-                chunk = GenerateChunk(token_ids=ids, logprobs=values, version=version, top_logprobs=top)
-                opened.on_chunk(chunk)
+    def _answer_of(self, opened: OpenRequest, row: codec.Sampled) -> GenerateResponse | None:
+        """Return the answer, or None if the request continues."""
+        part = codec.response(opened.request.request_id, row)
+        opened.check.accept(part, newest=self._newest())
+        if part.finish_reason is None:
+            assert opened.on_chunk is not None, "only streamed requests get chunks"
+            opened.on_chunk(part)
             return None
-        opened.check.end(answer, newest=newest)
         if row.then == "interrupted":
-            if opened.on_interrupted is not None and opened.on_interrupted(answer):
+            if opened.on_interrupted is not None and opened.on_interrupted(part):
                 self._resumed.append(row.number)
                 self._has_news.set()
                 return None
             self.abort_nowait(opened)
-        return answer
+        return part
 
-    def _answer(self, opened: OpenRequest, answer: GenerateResponse | Exception) -> None:
+    def _end(self, opened: OpenRequest, answer: GenerateResponse | Exception) -> None:
         del self._open[opened.number]
         if opened.done.done():
             return
@@ -200,8 +188,8 @@ class Link:
         else:
             opened.done.set_exception(answer)
 
-    def _refused(self, frame: frames.Frame) -> None:
-        status, body = frames.read_refused(frame)
+    def _refused(self, frame: codec.Frame) -> None:
+        status, body = codec.read_refused(frame)
         for number in frame.numbers:
             if (opened := self._open.get(number)) is not None:
-                self._answer(opened, CallRefused(self._caller.name, PATH, status, body))
+                self._end(opened, CallRefused(self._caller.name, PATH, status, body))

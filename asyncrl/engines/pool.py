@@ -7,7 +7,6 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.segment_check import EmptySegments, RoutedTokens
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
-from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, TopLogprobs, VersionSpan
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.records import Completion, SamplingRequest, TopLogprobs, VersionSpan
 
 ABORT_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 30.0
@@ -35,16 +34,18 @@ class EnginePool:
     Waits: generate sleeps in the server's answer; without a server, until up_nowait. The limit is the
         caller's rollout.timeout_s.
     Invariant: generate returns what one uninterrupted request would have returned under the same weights,
-        because SegmentJoin keeps seed and positions. A server that interrupts without a publish
+        because SegmentJoin keeps seed and positions. A server that interrupts without a push
         MAX_EMPTY_SEGMENTS times without a token raises EngineError.
 
-    `on_lost` is called with every EngineLost and must take the server down (down_nowait and a cut). Without
-    it the error reaches the caller.
+    `on_lost` is called with every EngineLost and must take the server down (down_nowait and
+    disconnect_nowait). Without it the error reaches the caller.
     """
 
     def __init__(self, servers: Sequence[EngineClient], *, slots: int, on_lost: OnLost | None = None) -> None:
         assert servers, "an EnginePool needs one server at least"
-        self.servers, self.slots, self._on_lost = tuple(servers), slots, on_lost
+        self.servers = tuple(servers)
+        self.slots = slots
+        self._on_lost = on_lost
         self._index = {server.name: index for index, server in enumerate(servers)}
         self._router = Router(len(servers), slots)
         self._sent: list[dict[str, None]] = [{} for _ in servers]
@@ -68,25 +69,26 @@ class EnginePool:
 
     def gauges(self) -> dict[str, float]:
         """Return values for the metrics in observe/metrics.py."""
-        found: dict[str, float] = {
+        gauges: dict[str, float] = {
             "tokens/generated": self._tokens,
             "rollout/interrupted": self._interrupted,
             "engine/down": len(self.down),
         }
         if len(self.servers) > 1:
-            up = [one for one in self.servers if one.name not in self.down]
-            found |= {f"engine/policy_version/{one.name}": one.policy_version for one in up}
-        return found
-
-    def down_nowait(self, name: str) -> None:
-        """Stop routing to this server. The supervisor also cuts its calls, so that they move. Idempotent."""
-        self._router.up.discard(self._index[name])
+            for index in sorted(self._router.up):
+                server = self.servers[index]
+                gauges[f"engine/policy_version/{server.name}"] = server.policy_version
+        return gauges
 
     def counted_apart(self) -> EnginePool:
         """Return a view with separate counts, for tokens that are not trained on."""
         other = copy.copy(self)
         other._interrupted = other._tokens = 0
         return other
+
+    def down_nowait(self, name: str) -> None:
+        """Stop routing to this server. The supervisor also cuts its calls, so that they move. Idempotent."""
+        self._router.up.discard(self._index[name])
 
     def up_nowait(self, name: str) -> None:
         """Route to this server, which serves the newest announced version or a newer one. Idempotent."""
@@ -99,31 +101,31 @@ class EnginePool:
         self.down_nowait(name)
         index = self._index[name]
         if requests := list(self._sent[index]):
-            await self._abort(self.servers[index], requests, DRAIN_TIMEOUT_S)
+            await self._abort(index, requests, DRAIN_TIMEOUT_S)
 
     async def balance(self) -> None:
         """Move queued requests, the newest first, to free slots of other servers. Call it after up_nowait."""
         router = self._router
         num_free = sum(max(0, self.slots - router.load[index]) for index in router.up)
-        asking = []
+        aborts = []
         for index in sorted(router.up):
             queued = list(self._sent[index])[self.slots :]
             moving = queued[max(0, len(queued) - num_free) :]
             num_free -= len(moving)
             if moving:
-                asking.append(self._abort(self.servers[index], moving))
-        await asyncio.gather(*asking)
+                aborts.append(self._abort(index, moving, ABORT_TIMEOUT_S))
+        await asyncio.gather(*aborts)
 
     async def generate(
         self,
         request: SamplingRequest,
         *,
-        partial: PartialCompletion | None = None,
-        on_segment: Callable[[PartialCompletion], None] | None = None,
+        partial: Completion | None = None,
+        on_segment: Callable[[Completion], None] | None = None,
         on_tokens: OnTokens | None = None,
         on_spent: OnSpent | None = None,
     ) -> Completion:
-        """Sample one completion across publishes, aborts and lost servers. Raises RequestRefused (data) or
+        """Sample one completion across pushes, aborts and lost servers. Raises RequestRefused (data) or
         EngineError.
 
         All calls of `on_tokens`, joined, are the completion's token_ids, `partial` included.
@@ -132,13 +134,21 @@ class EnginePool:
         join = SegmentJoin(request, partial, on_segment)
         if on_tokens is not None and join.token_ids:
             on_tokens(tuple(join.token_ids))
+
+        def on_part(token_ids: list[int]) -> None:
+            self._tokens += len(token_ids)
+            if on_spent is not None:
+                on_spent(len(token_ids))
+            if on_tokens is not None and token_ids:
+                on_tokens(token_ids)
+
         while not join.is_finished:
             while not self._router.up:
                 with waiting("an engine that is up", on="supervisor"):
                     await self._changed.wait()
-            with self._router.take(request.route_key, self._near(request)) as seat:
+            with self._router.take(request.route_key, self._near(request)) as charge:
                 try:
-                    await self._sample_on(seat, join, on_tokens, on_spent)
+                    await self._sample_on(charge, join, on_part, is_streamed=on_tokens is not None)
                 except EngineLost as lost:
                     join.cut()
                     if self._on_lost is None:
@@ -148,67 +158,50 @@ class EnginePool:
         return join.completion()
 
     async def _sample_on(
-        self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None, on_spent: OnSpent | None
+        self, charge: Charge, join: SegmentJoin, on_part: Callable[[list[int]], None], *, is_streamed: bool
     ) -> None:
-        index = seat.index
-        empty = EmptySegments(self.servers[index], join.request.request_id)
+        """Append segments of one server to `join` until the request ends or moves. A token is in `join`
+        before `on_part` gets it.
+        """
+        index = charge.index
+        server = self.servers[index]
+        empty = EmptySegments(server, join.request.request_id)
+
+        def on_chunk(part: GenerateResponse) -> None:
+            join.add(part, index)
+            on_part(part.token_ids)
+
+        def on_interrupted(part: GenerateResponse) -> bool:
+            if self._router.moves(charge):
+                return False
+            empty.count(len(part.token_ids))
+            on_chunk(part)
+            return True
+
+        clock = asyncio.get_running_loop().time
+        sent = self._sent[index]
         while True:
+            request = join.next_request()
             num_before = len(join.token_ids)
-            await self._segment(seat, join, on_tokens, on_spent, empty)
-            if join.is_finished or seat.index != index or self._router.moves(seat):
+            sent[request.request_id] = None
+            self._busy_s[index] -= clock()
+            try:
+                with waiting("completions", on=server.name, who="rollouts"):
+                    rest = await server.generate_segment(
+                        request, on_chunk=on_chunk if is_streamed else None, on_interrupted=on_interrupted
+                    )
+            finally:
+                del sent[request.request_id]
+                self._busy_s[index] += clock()
+            on_chunk(rest)
+            if join.is_finished or charge.index != index or self._router.moves(charge):
                 return
             empty.count(len(join.token_ids) - num_before)
 
-    async def _segment(
-        self,
-        seat: Seat,
-        join: SegmentJoin,
-        on_tokens: OnTokens | None,
-        on_spent: OnSpent | None,
-        empty: EmptySegments,
-    ) -> None:
-        """Append a segment to `join` as it arrives; a token is in `join` before on_tokens gets it."""
-        index = seat.index
-        server, request = self.servers[index], join.next_request()
-
-        def on_chunk(chunk: GenerateChunk) -> None:
-            join.add_chunk(chunk, index)
-            tell(chunk.token_ids)
-
-        def on_interrupted(part: GenerateResponse) -> bool:
-            if self._router.moves(seat):
-                return False
-            empty.count(len(part.token_ids))
-            join.add(part, index)
-            tell(part.token_ids)
-            return True
-
-        def tell(token_ids: list[int]) -> None:
-            self._tokens += len(token_ids)
-            if on_spent is not None:
-                on_spent(len(token_ids))
-            if on_tokens is not None and token_ids:
-                on_tokens(token_ids)
-
-        clock = asyncio.get_running_loop().time
-        self._sent[index][request.request_id] = None
-        self._busy_s[index] -= clock()
-        try:
-            with waiting("completions", on=server.name, who="rollouts"):
-                listen = None if on_tokens is None else on_chunk
-                rest = await server.generate_segment(request, on_chunk=listen, on_interrupted=on_interrupted)
-        finally:
-            del self._sent[index][request.request_id]
-            self._busy_s[index] += clock()
-        join.add(rest, index)
-        tell(rest.token_ids)
-
-    async def _abort(
-        self, server: EngineClient, request_ids: list[str], timeout_s: float = ABORT_TIMEOUT_S
-    ) -> None:
+    async def _abort(self, index: int, request_ids: list[str], timeout_s: float) -> None:
         """Abort requests. Waiting calls detect a lost server."""
         with contextlib.suppress(EngineError):
-            await server.abort(request_ids, timeout_s=timeout_s)
+            await self.servers[index].abort(request_ids, timeout_s=timeout_s)
 
     def _near(self, request: SamplingRequest) -> int:
         """Return the server whose cache has the previous turns, or -1."""
@@ -219,7 +212,7 @@ class EnginePool:
 
 
 @dataclass(slots=True)
-class Seat:
+class Charge:
     """Server that a request is charged to."""
 
     index: int
@@ -244,38 +237,38 @@ class Router:
         """(server of the last request, requests in flight) by route key."""
 
     @contextlib.contextmanager
-    def take(self, route_key: str, near: int = -1) -> Iterator[Seat]:
+    def take(self, route_key: str, near: int = -1) -> Iterator[Charge]:
         """Charge a server until the block ends. The key "" is no key; a server must be up."""
         index, num_taken = self._keys.get(route_key, (near, 0))
         if index not in self.up or self.load[index] >= self.slots:
             index = self._least_loaded()
-        seat = Seat(index, route_key)
+        charge = Charge(index, route_key)
         self.load[index] += 1
         if route_key:
             self._keys[route_key] = index, num_taken + 1
         try:
-            yield seat
+            yield charge
         finally:
-            self.load[seat.index] -= 1
+            self.load[charge.index] -= 1
             if route_key:
                 last, num_taken = self._keys.pop(route_key)
                 if num_taken > 1:
                     self._keys[route_key] = last, num_taken - 1
 
-    def moves(self, seat: Seat) -> bool:
+    def moves(self, charge: Charge) -> bool:
         """Return whether an interrupted request must move. Its charge moves at once, so that a free slot
         moves one request.
         """
-        index = seat.index
+        index = charge.index
         is_full = self.load[index] > self.slots
         if index in self.up and not (is_full and any(self.load[other] < self.slots for other in self.up)):
             return False
         if self.up:
             self.load[index] -= 1
-            seat.index = self._least_loaded()
-            self.load[seat.index] += 1
-            if seat.route_key:
-                self._keys[seat.route_key] = seat.index, self._keys[seat.route_key][1]
+            charge.index = self._least_loaded()
+            self.load[charge.index] += 1
+            if charge.route_key:
+                self._keys[charge.route_key] = charge.index, self._keys[charge.route_key][1]
         return True
 
     def _least_loaded(self) -> int:
@@ -286,8 +279,8 @@ class SegmentJoin:
     """Sampled tokens of one request and its next segment. Pure.
 
     Life: empty, or `partial` (of an earlier process) -> segments, each after next_request() -> is_finished,
-        completion(). A segment is any number of add_chunk(), then add() for the rest, or cut() if the rest is
-        lost. `on_segment` gets all tokens after each interruption.
+        completion(). A segment is any number of chunks and an end, or cut() if the rest is lost. `on_segment`
+        gets all tokens after each interruption.
     Invariant: the spans cover every token once, and all segments have at most request.max_tokens tokens,
         unless `partial` has more: an earlier run may have had a larger limit.
     """
@@ -295,11 +288,12 @@ class SegmentJoin:
     def __init__(
         self,
         request: SamplingRequest,
-        partial: PartialCompletion | None = None,
-        on_segment: Callable[[PartialCompletion], None] | None = None,
+        partial: Completion | None = None,
+        on_segment: Callable[[Completion], None] | None = None,
     ) -> None:
-        self.request, self._on_segment = request, on_segment
-        before = partial or PartialCompletion()
+        self.request = request
+        self._on_segment = on_segment
+        before = partial or Completion()
         self.token_ids = list(before.token_ids)
         self.logprobs = list(before.behaviour_logprobs)
         self.spans = list(before.version_spans)
@@ -307,7 +301,8 @@ class SegmentJoin:
         self.top_logprobs: list[TopLogprobs] = [()] * len(self.token_ids)
         """Top logprobs, if requested; unknown for an earlier process."""
         self._routed = RoutedTokens(len(request.prompt_ids))
-        self._num_told = len(self.token_ids)
+        self._num_kept = len(self.token_ids)
+        """Tokens that on_segment has."""
         self._has_stopped = False
 
     @property
@@ -326,11 +321,12 @@ class SegmentJoin:
         draws.
         """
         request = self.request
+        prompt_ids = request.prompt_ids
+        if self.token_ids:
+            prompt_ids = np.concatenate([prompt_ids, self.token_ids], dtype=np.int32, casting="unsafe")
         return GenerateRequest(
             request_id=request.request_id,
-            prompt_ids=np.concatenate([request.prompt_ids, self.token_ids], dtype=np.int32, casting="unsafe")
-            if self.token_ids
-            else request.prompt_ids,
+            prompt_ids=prompt_ids,
             num_resumed=len(self.token_ids),
             max_tokens=self.num_left,
             temperature=request.temperature,
@@ -341,48 +337,42 @@ class SegmentJoin:
             top_logprobs=request.top_logprobs,
         )
 
-    def add_chunk(self, chunk: GenerateChunk, engine: int = -1) -> None:
-        self._append(chunk, engine)
-
-    def add(self, segment: GenerateResponse, engine: int = -1) -> None:
+    def add(self, part: GenerateResponse, engine: int = -1) -> None:
         num_before = len(self.token_ids)
-        self._append(segment, engine)
-        self._routed.add(segment.routing, num_before, len(self.token_ids))
-        if segment.finish_reason == "abort":
-            self._interrupted()
-        self._has_stopped = segment.finish_reason == "stop"
-
-    def cut(self) -> None:
-        """Keep the chunks of a segment whose rest is lost."""
-        if len(self.token_ids) > self._num_told:
-            self._interrupted()
-
-    def partial(self) -> PartialCompletion:
-        return PartialCompletion(*self._so_far(), self.num_interruptions)
-
-    def completion(self) -> Completion:
-        """Return all segments joined. Requires is_finished."""
-        top = tuple(self.top_logprobs) if self.request.top_logprobs else ()
-        finish: Literal["stop", "length"] = "stop" if self._has_stopped else "length"
-        return Completion(*self._so_far(), finish, self.num_interruptions, top, self._routed.known)
-
-    def _so_far(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[VersionSpan, ...]]:
-        return tuple(self.token_ids), tuple(self.logprobs), tuple(self.spans)
-
-    def _interrupted(self) -> None:
-        self.num_interruptions += 1
-        if self._on_segment is not None and self.num_left > 0 and len(self.token_ids) > self._num_told:
-            self._on_segment(self.partial())
-        self._num_told = len(self.token_ids)
-
-    def _append(self, part: GenerateChunk | GenerateResponse, engine: int) -> None:
-        shift = len(self.token_ids)
         for span in part.version_spans:
             last = self.spans[-1] if self.spans else None
+            end = span.end + num_before
             if last is not None and (last.version, last.engine) == (span.version, engine):
-                self.spans[-1] = replace(last, end=span.end + shift)
+                self.spans[-1] = replace(last, end=end)
             else:
-                self.spans.append(VersionSpan(span.start + shift, span.end + shift, span.version, engine))
+                self.spans.append(VersionSpan(span.start + num_before, end, span.version, engine))
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.top_logprobs += part.top_logprobs
+        self._routed.add(part.routing, num_before, len(self.token_ids))
+        self._has_stopped = part.finish_reason == "stop"
+        if part.finish_reason == "abort":
+            self._interrupted()
+
+    def cut(self) -> None:
+        """Keep the chunks of a segment whose rest is lost."""
+        if len(self.token_ids) > self._num_kept:
+            self._interrupted()
+
+    def completion(self) -> Completion:
+        """Return all segments joined."""
+        return Completion(
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            tuple(self.spans),
+            ("stop" if self._has_stopped else "length") if self.is_finished else None,
+            self.num_interruptions,
+            tuple(self.top_logprobs) if self.request.top_logprobs else (),
+            self._routed.known,
+        )
+
+    def _interrupted(self) -> None:
+        self.num_interruptions += 1
+        if self._on_segment is not None and self.num_left > 0 and len(self.token_ids) > self._num_kept:
+            self._on_segment(self.completion())
+        self._num_kept = len(self.token_ids)

@@ -11,8 +11,8 @@ import numpy as np
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import waiting
-from asyncrl.engines.engine import Lifeline
-from asyncrl.messages.base import ScoreRequest, ScoreResponse
+from asyncrl.engines.engine import CallScope
+from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
 
 LOGPROB_SLACK = 1e-3
@@ -22,7 +22,7 @@ LOGPROB_SLACK = 1e-3
 class Teacher:
     """Client of one teacher process.
 
-    Life: up -> down_nowait(), once its process is lost: open calls restart later -> renew_nowait(): a new
+    Life: up -> down_nowait(), once its process is lost: open calls restart later -> reset_nowait(): a new
         process -> up_nowait(). It lives as long as its `caller`.
     Waits: judge sleeps until the teacher is up, then for one `places` slot, then for the
         answer, at most timeout_s.
@@ -44,7 +44,7 @@ class Teacher:
         self._caller, self.name, self._on_lost = caller, caller.name, on_lost
         self._temperature, self._timeout_s = temperature, timeout_s
         self._places = asyncio.Semaphore(places)
-        self._line = Lifeline(caller)
+        self._line = CallScope(caller)
         self._is_up, self._changed = True, asyncio.Event()
         self._num_scored = 0
 
@@ -55,11 +55,11 @@ class Teacher:
     def down_nowait(self) -> None:
         """Give the process up. Idempotent."""
         self._is_up = False
-        self._line.cut_nowait()
+        self._line.disconnect_nowait()
 
-    def renew_nowait(self) -> None:
+    def reset_nowait(self) -> None:
         self.down_nowait()
-        self._line = Lifeline(self._caller)
+        self._line = CallScope(self._caller)
 
     def up_nowait(self) -> None:
         self._is_up = True
@@ -109,7 +109,7 @@ class Teacher:
                 return await self._caller.post("/score", request, ScoreResponse, timeout_s=self._timeout_s)
             except CallLost as failure:
                 what = f"({self._caller.url}) gave no answer to {failure.path}: {failure.why}"
-                rule = f"teacher.timeout_s={self._timeout_s:g} is the limit of one answer"
+                rule = f"an answer may take at most {self._timeout_s:g} s"
                 raise self._line.lost(what, rule=rule) from failure
             except CallRefused as refusal:
                 if refusal.status != 400:

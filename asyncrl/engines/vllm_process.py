@@ -1,4 +1,4 @@
-"""Client state of one vLLM process: weights, open requests, liveness; and its required settings."""
+"""Client state of one vLLM process, and its required settings."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from asyncrl.base.errors import ConfigError, EngineError
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.engines.link import OnChunk
-from asyncrl.engines.vllm_routes import GENERATE, LabelInfo, Routes, Said, ServerInfo, vllm_request
-from asyncrl.messages.base import EnginePart
-from asyncrl.messages.calls import GenerateRequest
+from asyncrl.engines.vllm_routes import GENERATE, LabelInfo, Routes, ServerInfo, Text, vllm_request
+from asyncrl.messages.engine_api import EnginePart, GenerateRequest
 
 START_LABEL = "default"
 GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _ROUTING = "enable_return_routed_experts"
-_RULE = "a run needs a vLLM server that was started as docs/engines.md says"
+_RULE = "a run needs a vLLM server that was started as docs/engines.md describes"
 _MIN_KEEP_ALIVE_S = 60
 """Our connections idle up to 30 s (http.Caller); a server that closes earlier breaks the next request."""
 _ASK_AGAIN_S = 0.1
@@ -32,10 +32,8 @@ _HEALTH_LIMIT_S = 5.0
 
 @dataclass(eq=False)
 class Segment:
-    """A segment from arrival to answer.
-
-    Life: made -> waiting -> sent, under a version and its label -> answered or failed. `num_loads`: number of
-        weight loads before it was sent.
+    """A segment from arrival to answer. It is sent under a version and its label; `num_loads` counts the
+    weight loads before that.
     """
 
     request: GenerateRequest
@@ -52,12 +50,14 @@ class Segment:
 class VllmProcess(Routes):
     """vLLM process of a server.
 
-    Life: open, or closed while weights change or parts sleep -> cut, like any Lifeline. It is broken if its
-        weights belong to no version.
+    Life: `state` is serving: the weights of `label` serve -> paused: a commit holds new requests back ->
+        loading: the weights belong to no version -> serving, once checked. asleep: a sleep dropped the
+        weights; the next push is loading. A process that is lost, or fails while loading, is cut like any
+        CallScope.
     Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began before its
         answer, until the weights are known. change_nowait wakes both.
-    Invariant: a segment is sent only while `version`'s weights serve, under `label`. No token passes under a
-        distrusted label.
+    Invariant: a segment is sent only while `version`'s weights serve and no part sleeps, under `label`. No
+        token is passed on that was sampled during a load that failed.
     """
 
     def __init__(self, caller: Caller, version: int, mark: str = "") -> None:
@@ -65,19 +65,17 @@ class VllmProcess(Routes):
         super().__init__(caller)
         self._mark = f"~{mark}" if mark else ""  # vLLM allows no @ in a salt
         self.version = self.offered_version = self._start_version = version
-        self.label, self.digest = START_LABEL, ""
+        self.state: Literal["serving", "paused", "loading", "asleep"] = "serving"
+        self.asleep: set[EnginePart] = set()
+        self.label = START_LABEL
+        self.digest = ""
         self.model: str | None = None
         """Adapter that serves; None is the base model."""
         self.adapter_folder: Path | None = None
-        self.asleep: set[EnginePart] = set()
-        self.has_content = True
-        """False from a sleep of the weights until a commit."""
         self.vocab_size: float = math.inf
         """The model knows ids 0..vocab_size - 1. Set when ready."""
         self.resumes_grammars = False
         """True if the server has our plugin. Set when ready."""
-        self.is_committing, self.is_settled = False, True
-        self.distrusted: set[str] = set()
         self._num_loads = self._last_kept_kv = 0
         self._segments: dict[str, Segment] = {}
         self._changed = asyncio.Event()
@@ -91,20 +89,18 @@ class VllmProcess(Routes):
         return sum(not segment.is_sent for segment in self._segments.values())
 
     def segments(self, request_ids: Sequence[str] | None) -> list[Segment]:
-        found = self._segments.values()
-        return [one for one in found if request_ids is None or one.request.request_id in request_ids]
+        segments = self._segments.values()
+        return [one for one in segments if request_ids is None or one.request.request_id in request_ids]
 
-    def label_of(self, version: int, attempt: int = 0) -> str:
-        """Return the server's label of a version; each attempt to load has its own label."""
-        return f"{version}{f'#{attempt}' if attempt else ''}{self._mark}"
+    def label_of(self, version: int) -> str:
+        """Return the server's label of a version."""
+        return f"{version}{self._mark}"
 
-    def version_of(self, label: str) -> int | None:
-        """Return the label's version; None if distrusted, -1 if it is another run's."""
-        if label in self.distrusted:
-            return None
+    def version_of(self, label: str) -> int:
+        """Return the label's version, or -1 if it is another run's."""
         if label == START_LABEL:
             return self._start_version
-        text = label.removesuffix(self._mark).partition("#")[0]
+        text = label.removesuffix(self._mark)
         return int(text) if text.isdecimal() and label.endswith(self._mark) else -1
 
     def change_nowait(self) -> None:
@@ -113,15 +109,15 @@ class VllmProcess(Routes):
 
     def begin_load_nowait(self, version: int, *, keeps_kv: bool = False) -> None:
         """Mark the weights as unknown until confirm_nowait."""
+        self.state = "loading"
         self._num_loads += 1
-        self.is_settled = False
         self.offered_version = max(self.offered_version, version)
         if keeps_kv:
             self._last_kept_kv = self._num_loads
 
     def confirm_nowait(self) -> None:
-        """Confirm the weights of `label`, after a check or a sleep."""
-        self.is_settled, self.has_content = True, "weights" not in self.asleep
+        """Confirm the weights of `label`, unless they sleep."""
+        self.state = "asleep" if "weights" in self.asleep else "serving"
         self.change_nowait()
 
     def is_certain(self, segment: Segment) -> bool:
@@ -134,15 +130,15 @@ class VllmProcess(Routes):
 
     async def wait_open(self, segment: Segment) -> None:
         """Wait until the segment may be sent and mark it, or until it is aborted."""
-        while not segment.is_aborted and (
-            self.is_committing or self.asleep or not self.is_settled or not self.has_content
-        ):
+        while not segment.is_aborted and (self.state != "serving" or self.asleep):
             await self._changed.wait()
-        segment.version, segment.label, segment.num_loads = self.version, self.label, self._num_loads
+        segment.version = self.version
+        segment.label = self.label
+        segment.num_loads = self._num_loads
         segment.is_sent = not segment.is_aborted
 
     async def wait_settled(self, segment: Segment) -> None:
-        while not self.is_certain(segment) and not self.is_settled:
+        while not self.is_certain(segment) and self.state == "loading":
             await self._changed.wait()
 
     @contextlib.contextmanager
@@ -170,21 +166,22 @@ class VllmProcess(Routes):
         """Return EngineLost if the engine is dead: its server answers 500 or above for a moment."""
         if isinstance(failure, CallRefused) and failure.status >= 500:
             try:
-                await self.get("/health", Said, _HEALTH_LIMIT_S)
+                await self.get("/health", Text, _HEALTH_LIMIT_S)
             except (CallLost, CallRefused) as dead:
-                said = f"answered {failure.status} to {failure.path} ({failure.body.error})"
-                return self.lost(f"{said} and is not well: {dead}")
+                answer = f"answered {failure.status} to {failure.path} ({failure.body.error})"
+                return self.lost(f"{answer} and is not well: {dead}")
         return await super().error_of(failure)
 
 
 @dataclass(frozen=True, slots=True)
-class VllmFacts:
-    """Requirements of the run.
+class VllmRequirements:
+    """What the run needs of a server, and how it pushes.
 
     `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name; a stop
     string with such a name stops at that token. `starts_fresh`: it has the initial weights; otherwise an
     external server, whose weights are replaced first. `stays`: it keeps its memory during sleep.
-    `returns_routing`: it returns each token's experts.
+    `returns_routing`: it returns each token's experts. `canary_limit` in nats. `chunk_bytes`: of a file that
+    is loaded at once.
     """
 
     model_path: str
@@ -197,37 +194,47 @@ class VllmFacts:
     starts_fresh: bool = True
     stays: bool = False
     returns_routing: bool = False
+    canary_limit: float = math.inf
+    chunk_bytes: int = 2**28
 
 
-def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
+def check_settings(name: str, info: ServerInfo, needed: VllmRequirements) -> None:
     """Raise ConfigError, with the flag for vLLM, if a setting differs from the run's requirements."""
-    config, keep_alive_s = info.vllm_config, info.vllm_env.get(_KEEP_ALIVE)
-    model, scheduler = config.get("model_config") or {}, config.get("scheduler_config") or {}
-    path, dtype = str(model.get("model")), str(model.get("dtype")).removeprefix("torch.")
-    is_path = os.path.realpath(path) == os.path.realpath(facts.model_path)
-    mode, length = model.get("logprobs_mode"), model.get("max_model_len")
-    num_seqs = scheduler.get("max_num_seqs")
-    tells = bool((config.get("aux_output_config") or {}).get(_ROUTING))
-    is_resting = keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S)
-    for setting, found, is_so, flag in (
+    config = info.vllm_config
+    model = config.get("model_config") or {}
+    path = str(model.get("model"))
+    dtype = str(model.get("dtype")).removeprefix("torch.")
+    mode = model.get("logprobs_mode")
+    length = model.get("max_model_len")
+    num_seqs = (config.get("scheduler_config") or {}).get("max_num_seqs")
+    routing = bool((config.get("aux_output_config") or {}).get(_ROUTING))
+    keep_alive_s = info.vllm_env.get(_KEEP_ALIVE)
+    is_path = os.path.realpath(path) == os.path.realpath(needed.model_path)
+    is_kept_alive = keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S)
+    for setting, value, is_right, flag in (
         ("logprobs_mode", mode, mode == _LOGPROBS, f"--logprobs-mode {_LOGPROBS}"),
-        ("model", path, is_path, f"vllm serve {facts.model_path}"),
-        ("dtype", dtype, dtype == facts.dtype, f"--dtype {facts.dtype}"),
-        ("max_model_len", length, _at_least(length, facts.max_length), f"--max-model-len {facts.max_length}"),
-        ("max_num_seqs", num_seqs, _at_least(num_seqs, facts.slots), f"--max-num-seqs {facts.slots}"),
-        (_ROUTING, tells, tells or not facts.returns_routing, "--enable-return-routed-experts"),
-        (_KEEP_ALIVE, keep_alive_s, is_resting, f"{_KEEP_ALIVE}={_MIN_KEEP_ALIVE_S} or more set"),
+        ("model", path, is_path, f"vllm serve {needed.model_path}"),
+        ("dtype", dtype, dtype == needed.dtype, f"--dtype {needed.dtype}"),
+        (
+            "max_model_len",
+            length,
+            _at_least(length, needed.max_length),
+            f"--max-model-len {needed.max_length}",
+        ),
+        ("max_num_seqs", num_seqs, _at_least(num_seqs, needed.slots), f"--max-num-seqs {needed.slots}"),
+        (_ROUTING, routing, routing or not needed.returns_routing, "--enable-return-routed-experts"),
+        (_KEEP_ALIVE, keep_alive_s, is_kept_alive, f"{_KEEP_ALIVE}={_MIN_KEEP_ALIVE_S} or more set"),
     ):
-        if not is_so:
-            what = f"{name}: the vLLM server there has {setting}={found}"
+        if not is_right:
+            what = f"{name}: the vLLM server there has {setting}={value}"
             raise ConfigError(what, rule=_RULE, way_out=f"start it with {flag}.")
 
 
-def _at_least(found: object, least: int) -> bool:
-    return isinstance(found, int | float) and found >= least
+def _at_least(value: object, least: int) -> bool:
+    return isinstance(value, int | float) and value >= least
 
 
-async def make_ready(process: VllmProcess, facts: VllmFacts) -> None:
+async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
     """Wait until the server is up and configured; the caller sets the limit. Raises ConfigError, CallRefused
     or CallLost.
     """
@@ -238,22 +245,22 @@ async def make_ready(process: VllmProcess, facts: VllmFacts) -> None:
         await _until_up(process)
     with _refusal_means(f"{there} has no /server_info", "start it with VLLM_SERVER_DEV_MODE=1.", 403, 404):
         info = await process.get("/server_info?config_format=json", ServerInfo)
-    check_settings(process.name, info, facts)
+    check_settings(process.name, info, needed)
     structured = info.vllm_config.get("structured_outputs_config") or {}
     process.resumes_grammars = structured.get("reasoning_parser_plugin") == GRAMMARS
     with _refusal_means(
-        f"{there} has no worker extension of ours", f"start it with --worker-extension-cls {EXTENSION}."
+        f"{there} lacks our worker extension", f"start it with --worker-extension-cls {EXTENSION}."
     ):
         workers = await process.rpc("asyncrl_facts")
     process.vocab_size = min(int(worker["vocab_size"]) for worker in workers)
     ours = process.label_of(process.version)
     label = (await process.get("/weight_info", LabelInfo)).weight_version
-    if facts.starts_fresh and label not in (START_LABEL, ours):
-        what, rule = (
-            f"{there} has weights that another run pushed",
-            f"it begins with those of {facts.model_path}",
+    if needed.starts_fresh and label not in (START_LABEL, ours):
+        raise ConfigError(
+            f"{there} has weights that another run pushed, under the label {label}",
+            rule=f"it must start with those of {needed.model_path}",
+            way_out="start that server again.",
         )
-        raise ConfigError(f"{what}, under the label {label}", rule=rule, way_out="start that server again.")
     await process.tell("/resume")  # an earlier run may have paused it and died
     await process.set_label(ours)
     process.label = ours
@@ -276,13 +283,12 @@ async def _until_up(process: VllmProcess) -> None:
     """Wait until the server answers; an external server may refuse connections for a while."""
     while True:
         try:
-            await process.get("/health", Said)
+            await process.get("/health", Text)
+            return
         except CallGarbled:
             raise
         except CallLost:
             await asyncio.sleep(_ASK_AGAIN_S)
-        else:
-            return
 
 
 async def _warm_up(process: VllmProcess, label: str) -> None:

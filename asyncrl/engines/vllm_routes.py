@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from asyncrl.base.http import Answer, CallGarbled, CallRefused
 from asyncrl.base.message import ErrorBody
-from asyncrl.engines.engine import Lifeline
+from asyncrl.engines.engine import CallScope
 
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
@@ -28,14 +28,14 @@ _COUNTS = {
 }
 
 
-Sent = RootModel[dict[str, Any]]
+JsonBody = RootModel[dict[str, Any]]
 
 
 class Read(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Said(Read):
+class Text(Read):
     """An answer without relevant content."""
 
     text: str = ""
@@ -137,7 +137,7 @@ def vllm_request(
     }
 
 
-class Routes(Lifeline):
+class Routes(CallScope):
     """Calls to one vLLM process. They raise CallRefused with vLLM's error, or CallLost. `timeout_s` None: no
     limit.
     """
@@ -149,20 +149,20 @@ class Routes(Lifeline):
     async def post(
         self, path: str, body: dict[str, Any] | None, answer: type[Answer], timeout_s: float | None = None
     ) -> Answer:
-        sent = None if body is None else Sent(body)
+        sent = None if body is None else JsonBody(body)
         with _vllm_errors():
             return await self.caller.post(path, sent, answer, timeout_s=timeout_s)
 
     async def tell(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> None:
-        await self.post(path, body, Said, timeout_s)
+        await self.post(path, body, Text, timeout_s)
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Generated, None]:
         """Yield parts of GENERATE. Closing it breaks the connection, and vLLM drops the request."""
         streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
         with _vllm_errors():
-            async with contextlib.aclosing(self.caller.lines(GENERATE, Sent(streamed))) as lines:
+            async with contextlib.aclosing(self.caller.lines(GENERATE, JsonBody(streamed))) as lines:
                 async for line in lines:
                     data = line.removeprefix(b"data:").strip()
                     if data and data != b"[DONE]":
@@ -193,7 +193,7 @@ class Routes(Lifeline):
         """Return counts from its metrics; tokens_prompted includes tokens_cached, and decode_s sums over
         requests.
         """
-        text = (await self.get("/metrics", Said, timeout_s)).text
+        text = (await self.get("/metrics", Text, timeout_s)).text
         return {ours: sum(_metric(text, theirs) for theirs in names) for ours, names in _COUNTS.items()}
 
 
@@ -205,16 +205,17 @@ def _vllm_errors() -> Iterator[None]:
     try:
         yield
     except CallGarbled as garbled:
-        said: Any = {}
+        answer: Any = {}
         with contextlib.suppress(ValueError):
-            said = json.loads(garbled.text)
-        error = said.get("error") or said.get("detail") if isinstance(said, dict) else None
+            answer = json.loads(garbled.text)
+        error = answer.get("error") or answer.get("detail") if isinstance(answer, dict) else None
         error = error if isinstance(error, dict) else {"message": error}
-        words, code = error.get("message"), error.get("code")
-        if garbled.status < 400 or (not words and garbled.status < 500):
+        message = error.get("message")
+        code = error.get("code")
+        if garbled.status < 400 or (not message and garbled.status < 500):
             raise
         status = code if isinstance(code, int) and code >= 400 else garbled.status
-        body = ErrorBody(error=str(words or garbled.why))
+        body = ErrorBody(error=str(message or garbled.why))
         raise CallRefused(garbled.server, garbled.path, status, body) from garbled
 
 

@@ -9,7 +9,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,10 @@ from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmFacts, VllmProcess
+from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmProcess, VllmRequirements
 from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
-from asyncrl.messages.calls import MAX_TOP_LOGPROBS, GenerateChunk, GenerateRequest, GenerateResponse, Span
-from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, GenerateRequest, GenerateResponse
+from asyncrl.messages.records import TopLogprobs, VersionSpan
 
 Decode = Callable[[Sequence[int]], str]
 _NO_LOGPROB = -9999.0
@@ -32,34 +32,46 @@ _SLACK = 8
 """Tokens checked beyond the longest stop string's bytes; special tokens have no bytes."""
 
 
-def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFacts) -> None:
+def check_request(process: VllmProcess, request: GenerateRequest, requirements: VllmRequirements) -> None:
     """Raise RequestRefused for a request that vLLM would change (truncate, raise the temperature), or that
     would end its engine (an id outside the vocabulary).
     """
-    num_prompt, num_new, limit = len(request.prompt_ids), request.max_tokens, facts.max_length
-    unknown = [token for token in ids_of(request) if not 0 <= token < process.vocab_size]
-    if num_prompt + num_new > limit:
-        what = f"{num_prompt} prompt tokens + {num_new} new ones = {num_prompt + num_new}"
-        what, rule = f"{what}, a slot holds {limit}", "prompt and completion share a slot"
-        way_out = "shorten the prompt, or raise rollout.max_prompt_tokens or .max_tokens."
-    elif unknown:
-        what, rule = f"it has token id {unknown[0]}", f"the model knows ids 0..{process.vocab_size - 1}"
-        way_out = "encode the prompt with the model's own tokenizer."
-    elif request.grammar is not None and not process.resumes_grammars:
-        what, rule = "it has a grammar", "an interrupted grammar goes on where it was, by a plugin of ours"
+
+    def refuse(what: str, rule: str, way_out: str) -> NoReturn:
+        whole = f"{process.name} refused request {request.request_id}: {what}"
+        raise RequestRefused(whole, why=what, rule=rule, way_out=way_out)
+
+    num_prompt = len(request.prompt_ids)
+    num_tokens = num_prompt + request.max_tokens
+    if num_tokens > requirements.max_length:
+        sizes = f"{num_prompt} prompt tokens + {request.max_tokens} new ones = {num_tokens}"
+        refuse(
+            f"{sizes}, a slot holds {requirements.max_length}",
+            "prompt and completion share a slot",
+            "shorten the prompt, or raise rollout.max_prompt_tokens or .max_tokens.",
+        )
+    for token in ids_of(request):
+        if not 0 <= token < process.vocab_size:
+            refuse(
+                f"it has token id {token}",
+                f"the model knows ids 0..{process.vocab_size - 1}",
+                "encode the prompt with the model's own tokenizer.",
+            )
+    if request.grammar is not None and not process.resumes_grammars:
         config = json.dumps({"backend": "guidance", "reasoning_parser_plugin": GRAMMARS})
-        way_out = f"start that server with --structured-outputs-config '{config}'."
-    elif request.top_logprobs > MAX_TOP_LOGPROBS:
-        what, rule = f"top_logprobs {request.top_logprobs}", f"{MAX_TOP_LOGPROBS} are the most"
-        way_out = "ask for fewer."
-    elif 0.0 < request.temperature < _MIN_TEMPERATURE:
-        what = f"temperature {request.temperature}"
-        rule = f"vLLM samples at {_MIN_TEMPERATURE} where less is asked for"
-        way_out = f"set rollout.temperature to 0 (greedy), or to {_MIN_TEMPERATURE} or more."
-    else:
-        return
-    whole = f"{process.name} refused request {request.request_id}: {what}"
-    raise RequestRefused(whole, why=what, rule=rule, way_out=way_out)
+        refuse(
+            "it has a grammar",
+            "our plugin continues an interrupted grammar",
+            f"start that server with --structured-outputs-config '{config}'.",
+        )
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        refuse(f"top_logprobs {request.top_logprobs}", f"at most {MAX_TOP_LOGPROBS}", "ask for fewer.")
+    if 0.0 < request.temperature < _MIN_TEMPERATURE:
+        refuse(
+            f"temperature {request.temperature}",
+            f"vLLM samples at {_MIN_TEMPERATURE} instead of less",
+            f"set rollout.temperature to 0 (greedy), or to {_MIN_TEMPERATURE} or more.",
+        )
 
 
 def ids_of(request: GenerateRequest) -> list[int]:
@@ -68,7 +80,7 @@ def ids_of(request: GenerateRequest) -> list[int]:
 
 
 async def sample(
-    process: VllmProcess, segment: Segment, facts: VllmFacts, decode: Decode | None
+    process: VllmProcess, segment: Segment, requirements: VllmRequirements, decode: Decode | None
 ) -> GenerateResponse:
     """Return the segment's answer. `decode`: for stop strings across two segments. Raises RequestRefused,
     EngineLost or EngineError.
@@ -77,9 +89,12 @@ async def sample(
     async with process.calls():
         with process.holding(segment):
             await process.wait_open(segment)
-            sampled = SampledSegment(process, segment, returns_routing=facts.returns_routing)
+            sampled = SampledSegment(process, segment, returns_routing=requirements.returns_routing)
             if not segment.is_aborted:
-                body, watch = generate_body(segment, facts, process.model), joint_watch(request, decode)
+                body, watch = (
+                    generate_body(segment, requirements, process.model),
+                    joint_watch(request, decode),
+                )
                 try:
                     if segment.on_chunk is None and watch is None:
                         sampled.add(await process.post(GENERATE, body, Generated))
@@ -95,20 +110,20 @@ async def sample(
             return sampled.response()
 
 
-def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict[str, Any]:
+def generate_body(segment: Segment, requirements: VllmRequirements, model: str | None) -> dict[str, Any]:
     """Return vLLM's request body. vLLM restarts its random stream per request, so the seed (63 bits) depends
     on the segment's position.
     """
     request = segment.request
     place = f"{request.seed}|{len(request.prompt_ids)}".encode()
-    special = [facts.special_ids[text] for text in request.stop if text in facts.special_ids]
+    special = [requirements.special_ids[text] for text in request.stop if text in requirements.special_ids]
     sampling: dict[str, Any] = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "seed": int.from_bytes(hashlib.sha256(place).digest()[:8], "big") >> 1,
         "stop": [text for text in request.stop if text],
-        "stop_token_ids": [*facts.end_ids, *special],
+        "stop_token_ids": [*requirements.end_ids, *special],
         "detokenize": bool(request.stop),
         "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
     }
@@ -135,14 +150,16 @@ class SampledSegment:
     """
 
     def __init__(self, process: VllmProcess, segment: Segment, *, returns_routing: bool = False) -> None:
-        self._process, self._segment, self._returns_routing = process, segment, returns_routing
-        self._routed: str | None = None
+        self._process = process
+        self._segment = segment
+        self._returns_routing = returns_routing
         self._check = SegmentCheck(process.name, segment.request, oldest=process.version)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []
         self._finish: Finish | None = "abort" if segment.is_aborted else None
         self._labels: list[LabelSpan] | None = None
+        self._routed: str | None = None
         self._num_cached = self._num_told = 0
 
     def add(self, part: Generated) -> None:
@@ -179,35 +196,51 @@ class SampledSegment:
             self._cut(num_wanted, "stop")
 
     def _tell(self) -> None:
-        new = slice(self._num_told, None)
-        if self._segment.on_chunk is not None and self._token_ids[new]:
-            ids, logprobs = self._token_ids[new], self._logprobs[new]
-            version, top = self._segment.version, self._top[new]
-            chunk = GenerateChunk(token_ids=ids, logprobs=logprobs, version=version, top_logprobs=top)
-            self._check.chunk(chunk, newest=self._process.offered_version)
+        num_tokens = len(self._token_ids)
+        if self._segment.on_chunk is not None and num_tokens > self._num_told:
+            chunk = self._part([VersionSpan(self._num_told, num_tokens, self._segment.version)], None)
+            self._check.accept(chunk, newest=self._process.offered_version)
             self._segment.on_chunk(chunk)
-            self._num_told = len(self._token_ids)
+            self._num_told = num_tokens
+
+    def _part(self, spans: list[VersionSpan], finish: Finish | None) -> GenerateResponse:
+        """Return the tokens that on_chunk did not get; `spans` count from the segment's first token."""
+        told = self._num_told
+        return GenerateResponse(
+            request_id=self._segment.request.request_id,
+            token_ids=self._token_ids[told:],
+            logprobs=self._logprobs[told:],
+            version_spans=[
+                VersionSpan(max(0, span.start - told), span.end - told, span.version)
+                for span in spans
+                if span.end > told
+            ],
+            finish_reason=finish,
+            top_logprobs=self._top[told:],
+            routing=self._routing() if finish else b"",
+        )
 
     def _cut(self, num_tokens: int, finish: Finish) -> None:
         del self._token_ids[num_tokens:], self._logprobs[num_tokens:], self._top[num_tokens:]
         self._finish = finish
 
     def response(self) -> GenerateResponse:
-        """Return the unreported tokens, up to the first distrusted label.
+        """Return the unreported tokens.
 
         Returns none if the prompt was read from an older cache and sampling began under newer weights. Raises
         EngineError for an invalid answer.
         """
         process, segment, num_told = self._process, self._segment, self._num_told
-        answered = f"answered request {segment.request.request_id} with"
+        name, request_id = process.name, segment.request.request_id
         shown = ", ".join(f"[{span.start}, {span.end}) {span.version}" for span in self._labels or [])
         spans = self._spans()
         if any(span.version < 0 for span in spans):
-            what, rule = (
-                f"{answered} labels that this run never set: {shown}",
-                "one run alone pushes to a server",
+            raise EngineError(
+                name,
+                f"answered request {request_id} with labels that this run never set: {shown}",
+                rule="only one run may push to a server",
+                way_out="give each run its own servers.",
             )
-            raise EngineError(process.name, what, rule=rule, way_out="give each run servers of its own.")
         if process.is_stale(segment) and self._num_cached and spans and spans[0].version != segment.version:
             spans = []
         num_good = spans[-1].end if spans else 0
@@ -216,54 +249,44 @@ class SampledSegment:
         )
         if self._finish is None or (self._token_ids and self._labels is None) or is_told_wrong:
             raise EngineError(
-                process.name,
-                f"{answered} finish_reason {self._finish}, {len(self._token_ids)} tokens and labels "
-                f"{shown or 'none'}, after {num_told} tokens under version {segment.version}",
-                rule="vLLM 0.32 says how an answer ended and which weights sampled it",
-                way_out=f"read {process.name}'s log, and use vLLM 0.32.",
+                name,
+                f"answered request {request_id} with finish_reason {self._finish}, {len(self._token_ids)} "
+                f"tokens and labels {shown or 'none'}, after {num_told} tokens of version {segment.version}",
+                rule="vLLM 0.32 reports how an answer ended and which weights sampled it",
+                way_out=f"read {name}'s log, and use vLLM 0.32.",
             )
         if num_good < len(self._token_ids):
             self._cut(num_good, "abort")
-        answer = GenerateResponse(
-            request_id=segment.request.request_id,
-            token_ids=self._token_ids,
-            logprobs=self._logprobs,
-            version_spans=spans,
-            finish_reason=self._finish,
-            top_logprobs=self._top,
-            routing=self._routing(),
-        ).after(num_told)
-        self._check.end(answer, newest=process.offered_version)
+        answer = self._part(spans, self._finish)
+        self._check.accept(answer, newest=process.offered_version)
         return answer
 
     def _routing(self) -> bytes:
         """Return the experts of all tokens but the last, if enabled. Raises EngineError if they are
         missing.
         """
-        request, num_tokens = self._segment.request, len(self._token_ids)
+        num_tokens = len(self._token_ids)
         if not self._returns_routing or not num_tokens:
             return b""
+        request = self._segment.request
         num_read = len(request.prompt_ids) + num_tokens - 1
         experts = None if self._routed is None else decode_experts(self._routed)
         if experts is None or len(experts) < num_read:
-            what = f"was to tell the experts of {num_read} tokens of request {request.request_id}, and told "
+            num_found = 0 if experts is None else len(experts)
             raise EngineError(
                 self._process.name,
-                what + ("none" if experts is None else f"those of {len(experts)}"),
+                f"returned the experts of {num_found} of {num_read} tokens of request {request.request_id}",
                 rule="algorithm.router_replay=true trains with the experts that vLLM 0.32 took",
                 way_out="start it with --enable-return-routed-experts, or set algorithm.router_replay=false.",
             )
         return experts[:num_read].tobytes()
 
-    def _spans(self) -> list[Span]:
-        spans: list[Span] = []
+    def _spans(self) -> list[VersionSpan]:
+        spans: list[VersionSpan] = []
         for label in self._labels or []:
-            version = self._process.version_of(label.version)
-            if version is None:
-                break
             end = min(label.end, len(self._token_ids))  # labels also cover tokens cut after a stop string
             if label.start < end:
-                spans.append(Span(start=label.start, end=end, version=version))
+                spans.append(VersionSpan(label.start, end, self._process.version_of(label.version)))
         return spans
 
 

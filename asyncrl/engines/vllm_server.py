@@ -11,22 +11,23 @@ from urllib.parse import urlencode
 from asyncrl.base.errors import EngineError
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import OnChunk, OnInterrupted
-from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess, make_ready
-from asyncrl.engines.vllm_routes import LabelInfo, Said
+from asyncrl.engines.vllm_process import Segment, VllmProcess, VllmRequirements, make_ready
+from asyncrl.engines.vllm_routes import LabelInfo, Text
 from asyncrl.engines.vllm_sampling import Decode, check_request, sample
-from asyncrl.engines.vllm_weights import ChunkLoad, Commit, Load, PushRules, load_of
-from asyncrl.messages.base import EnginePart, Interrupt, Moved
-from asyncrl.messages.calls import (
+from asyncrl.engines.vllm_weights import Commit, Load, load_of
+from asyncrl.messages.engine_api import (
     CommitResponse,
     EngineHealth,
-    ExportChunkResponse,
-    ExportResponse,
+    EnginePart,
     GenerateRequest,
     GenerateResponse,
+    Interrupt,
     LoadChunkRequest,
+    TransferStats,
 )
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 
@@ -34,8 +35,8 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 class VllmServer:
     """EngineClient of a vLLM server.
 
-    Life: made -> ready() -> given up by cut_nowait(), or broken by a failed commit -> renew_nowait(): a new
-        process with the same name, again before ready(). It lives as long as its `caller`.
+    Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait(): a new
+        process with the same name, again before ready().
     Waits: generate_segment sleeps during commits and sleeps, then until vLLM answers; prepare and commit
         until vLLM is done. The caller sets limits: rollout.timeout_s, weight_sync.timeout_s, and the run's
         heartbeat.
@@ -49,18 +50,21 @@ class VllmServer:
     def __init__(
         self,
         caller: Caller,
+        needed: VllmRequirements,
         *,
-        facts: VllmFacts,
-        rules: PushRules,
         policy_version: int = 0,
         decode: Decode | None = None,
         mark: str = "",
+        broadcast_group: BroadcastGroup | None = None,
     ) -> None:
-        self._caller, self.facts, self._rules, self.name = caller, facts, rules, caller.name
-        self.meeting: Broadcasts | None = None
-        """Meeting for broadcast weights; set before the first push."""
+        self._caller = caller
+        self.name = caller.name
+        self.needed = needed
         self.num_commits = 0
-        self._start_version, self._decode, self._mark = policy_version, decode, mark
+        self._start_version = policy_version
+        self._decode = decode
+        self._mark = mark
+        self._group = broadcast_group
         self._begin_nowait()
 
     def _begin_nowait(self) -> None:
@@ -73,12 +77,12 @@ class VllmServer:
     def policy_version(self) -> int:
         return self._process.version
 
-    def cut_nowait(self) -> None:
-        self._process.cut_nowait()
-        self._leave_meeting_nowait()
+    def disconnect_nowait(self) -> None:
+        self._process.disconnect_nowait()
+        self._leave_group_nowait()
 
-    def renew_nowait(self) -> None:
-        self.cut_nowait()
+    def reset_nowait(self) -> None:
+        self.disconnect_nowait()
         self._begin_nowait()
 
     async def ready(self, timeout_s: float) -> EngineHealth:
@@ -86,7 +90,7 @@ class VllmServer:
         flag, EngineError, or EngineLost after `timeout_s`.
         """
         async with self._within(timeout_s, "was not ready"):
-            await make_ready(self._process, self.facts)
+            await make_ready(self._process, self.needed)
         return await self.health(timeout_s=timeout_s)
 
     async def generate_segment(
@@ -98,40 +102,39 @@ class VllmServer:
     ) -> GenerateResponse:
         """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens so far."""
         process = self._process
-        check_request(process, request, self.facts)
+        check_request(process, request, self.needed)
         if process.segments([request.request_id]):
             what = f"is sampling request {request.request_id} already"
             raise EngineError(self.name, what, rule="request ids are unique among requests in flight")
         wire_id = f"{uuid.uuid4().hex[:12]}-{request.request_id}"
-        return await sample(process, Segment(request, wire_id, on_chunk), self.facts, self._decode)
+        return await sample(process, Segment(request, wire_id, on_chunk), self.needed, self._decode)
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
         process = self._process
-        found = process.segments(request_ids)
-        for segment in found:
+        segments = process.segments(request_ids)
+        for segment in segments:
             segment.is_aborted = True
         process.change_nowait()  # unsent segments end
         async with self._within(timeout_s, "gave no answer to /abort_requests"):
-            await process.end([segment for segment in found if segment.is_sent])
-        return [segment.request.request_id for segment in found]
+            await process.end([segment for segment in segments if segment.is_sent])
+        return [segment.request.request_id for segment in segments]
 
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
         process = self._process
         async with process.calls():
-            await process.get("/health", Said, timeout_s)
+            await process.get("/health", Text, timeout_s)
             label = (await process.get("/weight_info", LabelInfo, timeout_s)).weight_version
             counts = await process.counts(timeout_s=timeout_s)
-        version = process.version_of(label)
         return EngineHealth(
             name=self.name,
             kind="vllm",
-            policy_version=process.version if version is None else version,
-            slots=self.facts.slots,
-            max_length=self.facts.max_length,
+            policy_version=process.version_of(label),
+            slots=self.needed.slots,
+            max_length=self.needed.max_length,
             num_running=int(counts["num_running"]),
             num_queued=int(counts["num_queued"]) + process.num_waiting,
             tokens_generated=int(counts["tokens_generated"]),
-            device=self.facts.device,
+            device=self.needed.device,
             decode_s=counts["decode_s"],
             tokens_prefilled=int(counts["tokens_prompted"] - counts["tokens_cached"]),
             asleep=sorted(process.asleep),
@@ -139,7 +142,8 @@ class VllmServer:
 
     async def prepare(self, manifest: ExportResponse) -> str:
         self._check_weights_awake(f"policy_version {manifest.version} cannot be prepared")
-        self._staged, load = None, load_of(self.name, manifest, self._rules, self.meeting)
+        self._staged = None
+        load = load_of(self.name, manifest, self.needed, self._group)
         async with self._process.calls():
             digest = await load.stage(self._process)
         self._staged = load
@@ -149,40 +153,48 @@ class VllmServer:
         """Return once the canary agrees, or once a sleeping engine has the weights."""
         process, load = self._process, self._staged
         self._check_weights_awake(f"policy_version {version} cannot be committed")
-        is_same = (version, digest) == (process.version, process.digest)
-        if is_same and process.is_settled and process.has_content:
-            self._leave_meeting_nowait()
-            return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
         self._num_chunks = 0
+        if (version, digest) == (process.version, process.digest) and process.state == "serving":
+            self._leave_group_nowait()
+            return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
         is_other = version == process.version and process.digest not in ("", digest)
-        is_staged = load is not None and (load.version, load.digest) == (version, digest)
-        if load is None or not is_staged or is_other or version < process.version or process.is_committing:
+        if (
+            load is None
+            or (load.version, load.digest) != (version, digest)
+            or is_other
+            or version < process.version
+            or process.state == "paused"
+        ):
             staged = "nothing" if load is None else f"policy_version {load.version} with digest {load.digest}"
-            self._staged = None if isinstance(load, ChunkLoad) else load
+            if type(load) is Load:
+                self._staged = None  # a push in chunks starts again
             raise EngineError(
                 self.name,
                 f"cannot serve policy_version {version} with digest {digest}: staged is {staged}, it serves "
-                f"{process.version}{', another commit is under way' if process.is_committing else ''}",
+                f"{process.version} ({process.state})",
                 rule="staged weights are committed, one version at a time, and no older one",
                 way_out="prepare this version first.",
             )
-        commit = Commit(process, load, self._rules, self.facts.slots)
+        commit = Commit(process, load, self.needed)
         self.num_commits += 1
-        process.is_committing, report = True, None
+        if process.state == "serving":
+            process.state = "paused"
+        report = None
         try:
             report = await commit.run(interrupt)
         finally:
             self.num_commits += 1
-            process.is_committing = False
+            if process.state == "paused":
+                process.state = "serving"
             process.change_nowait()
             if report is None:
-                self._leave_meeting_nowait()
+                self._leave_group_nowait()
         if process is self._process:
-            is_checked = process.is_settled or "weights" in process.asleep  # a sleep drops these weights
-            self._staged, self._unchecked = None, None if is_checked else commit
+            self._staged = None
+            self._unchecked = commit if process.state == "loading" else None
         return report
 
-    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
+    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
         """Put parts to sleep.
 
         vLLM sleeps as a whole, so the other parts are woken again. Weights are dropped (level 2) and pushed
@@ -194,29 +206,27 @@ class VllmServer:
         self.num_commits += 1
         asleep_before = set(process.asleep)
         process.asleep |= set(parts)
-        process.has_content = process.has_content and "weights" not in parts
+        if "weights" in parts:
+            process.state = "asleep"
+            self._unchecked = None
         if process.asleep != asleep_before:
-            stays = self.facts.stays
             async with process.calls():
-                is_dropped = "weights" in process.asleep
-                if is_dropped:
-                    self._unchecked = None
-                if stays:
+                if self.needed.stays:
                     await process.tell("/pause?mode=abort&clear_cache=true")
+                    await process.end(process.sent)
                 else:
                     await self._wake(asleep_before)
-                    await process.tell(f"/sleep?level={2 if is_dropped else 1}&mode=abort")
-                await process.end(process.sent)
-                if not stays:
+                    await process.tell(f"/sleep?level={2 if 'weights' in process.asleep else 1}&mode=abort")
+                    await process.end(process.sent)
                     await self._wake(_TAGS.keys() - process.asleep)
-        return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
-    async def wake(self, parts: Sequence[EnginePart]) -> Moved:
+    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
         """Wake parts. Weights have no content until a push is committed."""
         process, started = self._process, asyncio.get_running_loop().time()
         if woken := process.asleep & set(parts):
             async with process.calls():
-                if not self.facts.stays:
+                if not self.needed.stays:
                     await self._wake(woken)
                 elif woken == process.asleep:
                     await process.tell("/resume")
@@ -225,33 +235,34 @@ class VllmServer:
                 await commit.check()
             process.asleep -= woken
             process.change_nowait()
-        return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         """Load a chunk; workers refuse wrong or corrupt chunks."""
-        process, why = self._process, ""
+        process, num_loaded = self._process, self._num_chunks
         what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
         self._check_weights_awake(what)
-        num_loaded, self._num_chunks = self._num_chunks, 0
-        if process.has_content:
-            why = " over weights that are served"
+        self._num_chunks = 0
+        fault = ""
+        if process.state in ("serving", "paused"):
+            fault = "over weights that are served"
         elif chunk.version < process.version:
-            why = f" after {process.version}"
+            fault = f"after {process.version}"
         elif chunk.index not in (0, num_loaded):
-            why = f": loaded is {f'chunks 0..{num_loaded - 1}' if num_loaded else 'nothing'}"
-        if why:
+            fault = f"next: loaded is {f'chunks 0..{num_loaded - 1}' if num_loaded else 'nothing'}"
+        if fault:
             rule = "chunks come in order, of no older version, into weights that have slept"
             way_out = "sleep and wake the weights, then push from chunk 0."
-            raise EngineError(self.name, f"{what}{why}", rule=rule, way_out=way_out)
+            raise EngineError(self.name, f"{what} {fault}", rule=rule, way_out=way_out)
         self._staged = None
         if chunk.index == 0:
             process.begin_load_nowait(chunk.version)
-        asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
+        request = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
-            workers = await process.rpc("asyncrl_load_chunk", asked)
+            workers = await process.rpc("asyncrl_load_chunk", request)
         if chunk.is_last:
             whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
-            self._staged = ChunkLoad(self.name, ExportResponse(**whole, digest=chunk.whole_digest))
+            self._staged = Load(self.name, ExportResponse(**whole, digest=chunk.whole_digest))
         else:
             self._num_chunks = chunk.index + 1
         return str(workers[0]["digest"])
@@ -268,9 +279,9 @@ class VllmServer:
         async with within(timeout_s, lambda: process.lost(what)), process.calls():
             yield
 
-    def _leave_meeting_nowait(self) -> None:
-        if self.meeting is not None:
-            self.meeting.leave_nowait(self.name)
+    def _leave_group_nowait(self) -> None:
+        if self._group is not None:
+            self._group.leave_nowait(self.name)
 
     def _check_weights_awake(self, what: str) -> None:
         if "weights" in self._process.asleep:

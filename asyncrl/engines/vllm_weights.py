@@ -9,20 +9,20 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlencode
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import uncut
-from asyncrl.engines.broadcast import Broadcasts
-from asyncrl.engines.vllm_process import Segment, VllmProcess
+from asyncrl.engines.broadcast import BroadcastGroup
+from asyncrl.engines.vllm_process import Segment, VllmProcess, VllmRequirements
 from asyncrl.engines.vllm_routes import GENERATE, Generated, vllm_request
-from asyncrl.messages.base import GroupSeat, Interrupt
-from asyncrl.messages.calls import Canary, CommitResponse, ExportResponse
 from asyncrl.messages.digest import weights_digest
+from asyncrl.messages.engine_api import CommitResponse, GroupMember, Interrupt
+from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.weights.tensor_files import (
     RESEND,
     SCALE,
@@ -34,55 +34,49 @@ from asyncrl.weights.tensor_files import (
 
 RESUME_LIMIT_S = 10.0
 ADAPTER = "policy-adapter"
-_ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
-_RULE = "once a load has begun, the weights are those of no version until it is done and checked"
+_ASK_AGAIN_S = 0.01
+_ASK_AGAIN_MAX_S = 0.5
+_RULE = "once a load has begun, the weights belong to no version until they are loaded and checked"
 _ADAPTER_RULE = "adapters are <module>.lora_A.weight and .lora_B.weight of one rank, and one float32 scale"
 
 
-class PushRules(NamedTuple):
-    """`canary_limit` in nats; `retries` of a load after a failed canary, each with a call of `warn`;
-    `chunk_bytes` of a file per load call.
-    """
-
-    canary_limit: float
-    retries: int = 1
-    chunk_bytes: int = 2**28
-    warn: Callable[[str], None] = lambda _: None
-
-
 class Load:
-    """Weights of one version for one process: staged during generation, then loaded while nothing runs. Both
-    raise CallRefused, CallLost or EngineError.
+    """Weights of one version for one process: stage() during generation returns their digest, load() runs
+    while nothing else does. Both raise CallRefused, CallLost or EngineError. `model`: the name for later
+    requests.
 
-    stage() returns the digest. `can_repeat`: both can be repeated; `model`: the name for later requests.
+    This base class is the colocated push: its chunks were loaded into woken weights, and load() closes it.
     """
 
-    can_repeat = False
     model: str | None = None
 
     def __init__(self, name: str, manifest: ExportResponse) -> None:
-        self.name, self.manifest = name, manifest
-        self.version, self.digest, self.canary = manifest.version, manifest.digest, manifest.canary
+        self.name = name
+        self.manifest = manifest
+        self.version = manifest.version
+        self.digest = manifest.digest
+        self.canary = manifest.canary
 
     async def stage(self, process: VllmProcess) -> str:
-        raise NotImplementedError
+        return self.digest
 
     async def load(self, process: VllmProcess) -> None:
-        raise NotImplementedError
+        """Workers refuse an incomplete push."""
+        await process.rpc("asyncrl_finish_chunks", {"version": self.version, "digest": self.digest})
 
 
-def load_of(name: str, manifest: ExportResponse, rules: PushRules, meeting: Broadcasts | None) -> Load:
-    if meeting is not None and manifest.is_held:
-        return BroadcastLoad(name, manifest, meeting)
+def load_of(
+    name: str, manifest: ExportResponse, needed: VllmRequirements, group: BroadcastGroup | None
+) -> Load:
+    if group is not None and manifest.is_held:
+        return BroadcastLoad(name, manifest, group)
     if manifest.kind == "lora":
         return AdapterLoad(name, manifest)
-    return FileLoad(name, manifest, rules.chunk_bytes)
+    return FileLoad(name, manifest, needed.chunk_bytes)
 
 
 class FileLoad(Load):
     """Transport shm or disk: a whole set of weights in one file."""
-
-    can_repeat = True
 
     def __init__(self, name: str, manifest: ExportResponse, chunk_bytes: int) -> None:
         super().__init__(name, manifest)
@@ -94,10 +88,10 @@ class FileLoad(Load):
         """
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
-        asked = self.manifest.model_dump(include=names) | {"chunk_bytes": self._chunk_bytes}
+        request = self.manifest.model_dump(include=names) | {"chunk_bytes": self._chunk_bytes}
         await process.rpc("asyncrl_drop", {})  # else a staged file is not read again
         while True:
-            workers = await process.rpc("asyncrl_stage", asked)
+            workers = await process.rpc("asyncrl_stage", request)
             if all(worker.get("state") == "staged" for worker in workers):
                 return str(workers[0]["digest"])
             await asyncio.sleep(wait_s)
@@ -107,40 +101,30 @@ class FileLoad(Load):
         await process.rpc("asyncrl_load", {"version": self.version, "digest": self.digest})
 
 
-class ChunkLoad(Load):
-    """Time-sharing: chunks in woken weights that do not serve; stage() is unnecessary."""
-
-    async def load(self, process: VllmProcess) -> None:
-        """Close the update; workers refuse an incomplete one."""
-        await process.rpc("asyncrl_finish_chunks", {"version": self.version, "digest": self.digest})
-
-
 class BroadcastLoad(Load):
-    """Transport nccl: a whole set of weights sent once to all engines, through vLLM's weight-transfer routes.
-    It cannot be repeated for one engine.
-    """
+    """Transport nccl: weights sent once to all engines, through vLLM's weight-transfer routes."""
 
-    def __init__(self, name: str, manifest: ExportResponse, meeting: Broadcasts) -> None:
+    def __init__(self, name: str, manifest: ExportResponse, group: BroadcastGroup) -> None:
         super().__init__(name, manifest)
-        self._meeting = meeting
+        self._group = group
 
     async def stage(self, process: VllmProcess) -> str:
         """Announce this engine and its workers. They compare the digest later, as they load."""
         workers = await process.rpc("asyncrl_facts", {})
-        self._meeting.expect_nowait(self.name, self.version, len(workers))
+        self._group.expect_nowait(self.name, self.version, len(workers))
         return self.digest
 
     async def load(self, process: VllmProcess) -> None:
         expected = self.manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
-        async def take(seat: GroupSeat) -> None:
-            if seat.is_new:
-                await process.tell("/init_weight_transfer_engine", {"init_info": seat.model_dump()})
+        async def take(member: GroupMember) -> None:
+            if member.is_new:
+                await process.tell("/init_weight_transfer_engine", {"init_info": member.model_dump()})
             await process.tell("/start_weight_update")
             await process.tell("/update_weights", {"update_info": expected})
             await process.tell("/finish_weight_update", {})
 
-        await self._meeting.receive(self.name, self.version, take)
+        await self._group.receive(self.name, self.version, take)
 
 
 class AdapterLoad(Load):
@@ -148,7 +132,6 @@ class AdapterLoad(Load):
     (asyncrl/weights/adapters.py).
     """
 
-    can_repeat = True
     model = ADAPTER
 
     def __init__(self, name: str, manifest: ExportResponse) -> None:
@@ -162,7 +145,8 @@ class AdapterLoad(Load):
     async def load(self, process: VllmProcess) -> None:
         adapter = {"lora_name": ADAPTER, "lora_path": str(self._folder), "load_inplace": True}
         await process.tell("/v1/load_lora_adapter", adapter)
-        before, process.adapter_folder = process.adapter_folder, self._folder
+        before = process.adapter_folder
+        process.adapter_folder = self._folder
         if before not in (None, self._folder):
             await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
 
@@ -211,38 +195,43 @@ def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
     }
 
 
+class CanaryError(EngineError):
+    """An engine computes with other weights than it reported."""
+
+
 class Commit:
     """Makes one Load the serving weights of a process.
 
-    Life: run() once; for a sleeping engine, check() after waking. A failed canary causes another attempt
-        under its own label.
+    Life: run() once; for a sleeping engine, check() after waking.
     Waits: for vLLM, limited by the caller; resume has RESUME_LIMIT_S and ignores cancellation.
     Invariant: a paused engine is resumed unless its process was given up. From the first loaded byte to the
-        canary's answer no token passes; without a good answer the process is broken.
+        canary's answer no token is passed on; without a good answer the process is broken.
     """
 
-    def __init__(self, process: VllmProcess, load: Load, rules: PushRules, slots: int) -> None:
-        self._process, self._load, self._rules, self._slots = process, load, rules, slots
-        self._num_attempts = 1 + (rules.retries if load.can_repeat and load.canary is not None else 0)
-        self._what_failed = f"failed in a swap from policy_version {process.version} to {load.version}"
+    def __init__(self, process: VllmProcess, load: Load, needed: VllmRequirements) -> None:
+        self._process = process
+        self._load = load
+        self._needed = needed
         self._label = process.label_of(load.version)
-        self._is_untrue = False
-        self._pause_s, self._num_interrupted = 0.0, 0
+        self._swap_failed = f"failed in a swap from policy_version {process.version} to {load.version}"
+        self._pause_s = 0.0
+        self._num_interrupted = 0
 
     async def run(self, interrupt: Interrupt) -> CommitResponse:
         """Return once the weights serve, or once they are in a sleeping engine."""
         process, load = self._process, self._load
         with self._all_or_broken():
             async with process.calls():
-                for attempt in range(self._num_attempts):
-                    if attempt:
-                        self._label = process.label_of(load.version, attempt)
-                        await load.stage(process)
-                    await self._swap("abort" if attempt else interrupt)
-                    if process.asleep or await self._is_true(attempt + 1):
-                        break
-                process.version, process.digest = load.version, load.digest
-                process.label, process.model = self._label, load.model
+                if process.asleep:
+                    await self._load_under_label(interrupt)
+                else:
+                    await self._swap(interrupt)
+                if not process.asleep:
+                    await self._check_canary()
+                process.version = load.version
+                process.digest = load.digest
+                process.label = self._label
+                process.model = load.model
                 if load.canary is None or not process.asleep:
                     process.confirm_nowait()
         return CommitResponse(
@@ -256,32 +245,29 @@ class Commit:
         """Run the deferred canary in an awake engine."""
         with self._all_or_broken():
             async with self._process.calls():
-                await self._is_true(self._num_attempts)
+                await self._check_canary()
             self._process.confirm_nowait()
 
     async def _swap(self, interrupt: Interrupt) -> None:
         process, clock = self._process, asyncio.get_running_loop().time
-        if process.asleep:
-            await self._load_under_label(interrupt)
-            return
-        num_running, started = len(process.sent), clock()
-        mode, keeps_kv = ("keep", True) if interrupt == "keep_kv" else (interrupt, False)
+        num_running = len(process.sent)
+        started = clock()
+        keeps_kv = interrupt == "keep_kv"
+        pause = {"mode": "keep" if keeps_kv else interrupt, "clear_cache": str(not keeps_kv).lower()}
         try:
-            await process.tell(
-                f"/pause?{urlencode({'mode': mode, 'clear_cache': str(not keeps_kv).lower()})}"
-            )
+            await process.tell(f"/pause?{urlencode(pause)}")
             if interrupt == "wait":
                 started = clock()
             else:
-                most = num_running if interrupt == "abort" else self._slots
-                self._num_interrupted += min(num_running, most)
+                most = num_running if interrupt == "abort" else self._needed.slots
+                self._num_interrupted = min(num_running, most)
             await process.end(self._not_kept(interrupt))
             await self._load_under_label(interrupt)
         finally:
             _, cancelled = await uncut(self._resume())
             if cancelled is not None:
                 raise cancelled
-        self._pause_s += clock() - started
+        self._pause_s = clock() - started
 
     def _not_kept(self, interrupt: Interrupt) -> list[Segment]:
         """Return the segments to end: all with abort; else streams, whose next tokens could not be reported
@@ -291,7 +277,7 @@ class Commit:
         if interrupt == "abort":
             return sent
         kept = [segment for segment in sent if segment.on_chunk is None]
-        num_kept = len(kept) if self._load.canary is None else self._slots - 1
+        num_kept = len(kept) if self._load.canary is None else self._needed.slots - 1
         return [segment for segment in sent if segment.on_chunk is not None] + kept[num_kept:]
 
     async def _load_under_label(self, interrupt: Interrupt) -> None:
@@ -314,27 +300,19 @@ class Commit:
                     what = f"was paused and could not be resumed: {error.fault}"
                     return process.break_nowait(what, rule="a pause ends with its commit")
 
-    async def _is_true(self, attempt: int) -> bool:
-        """Return whether the canary agrees. Raises EngineError after the last attempt."""
-        load, process, limit = self._load, self._process, self._rules.canary_limit
+    async def _check_canary(self) -> None:
+        """Raise CanaryError if the engine's logprobs are not the trainer's."""
+        load, process, limit = self._load, self._process, self._needed.canary_limit
         if load.canary is None:
-            return True
+            return
         fault = await canary_fault(process, load.canary, label=self._label, model=load.model, limit=limit)
-        if not fault:
-            return True
-        process.distrusted.add(self._label)
-        what = f"does not compute with the weights of policy_version {load.version} that it says it loaded"
-        if attempt < self._num_attempts:
-            again = f"loading them again, {attempt} of {self._num_attempts - 1}"
-            self._rules.warn(f"{process.name} {what}: {fault}; {again}")
-            return False
-        self._is_untrue = True
-        raise EngineError(
-            process.name,
-            f"{what}: {fault} ({attempt} of {self._num_attempts} attempts)",
-            rule=f"the canary must agree to weight_sync.canary_limit={limit} nats",
-            way_out="if model.dtype rounds so much, set weight_sync.canary_limit above it; else start again.",
-        )
+        if fault:
+            raise CanaryError(
+                process.name,
+                f"does not compute with policy_version {load.version}, which it reported as loaded: {fault}",
+                rule=f"the canary must agree to weight_sync.canary_limit={limit} nats",
+                way_out="if model.dtype rounds so much, raise weight_sync.canary_limit; else start again.",
+            )
 
     @contextmanager
     def _all_or_broken(self) -> Iterator[None]:
@@ -343,10 +321,10 @@ class Commit:
         try:
             yield
         except BaseException as error:
-            if not process.is_settled:
-                process.break_nowait(self._what_failed, rule=_RULE)
-                if isinstance(error, EngineError) and not (isinstance(error, EngineLost) or self._is_untrue):
-                    what = f"{self._what_failed}: {error.fault}"
+            if process.state == "loading":
+                process.break_nowait(self._swap_failed, rule=_RULE)
+                if isinstance(error, EngineError) and not isinstance(error, EngineLost | CanaryError):
+                    what = f"{self._swap_failed}: {error.fault}"
                     raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
             raise
 
@@ -360,19 +338,19 @@ async def canary_fault(
     sequence: the second would fill the cache for the first.
     """
     answers = []
-    for name, more in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():
-        sampling = {"max_tokens": 1, "temperature": 0.0} | more
+    for name, probe in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():
+        sampling = {"max_tokens": 1, "temperature": 0.0} | probe
         body = vllm_request(canary.token_ids, f"canary-{label}-{name}", label, model, **sampling)
         answers.append(await process.post(GENERATE, body, Generated))
     choices = [choice for answer in answers for choice in answer.choices]
     labels = [span.version for choice in choices for span in choice.weight_versions or []]
     if labels != [label, label]:
-        return f"it answers under the label {', '.join(labels) or 'none'}, and was told {label}"
+        return f"it answers under the label {', '.join(labels) or 'none'} instead of {label}"
     logprobs = choices[0].logprobs
     sampled = [] if logprobs is None else [one.logprob for one in logprobs.content or []]
     if len(sampled) != 1 or not abs(sampled[0] - canary.next_logprob) <= limit:
         shown = ", ".join(f"{logprob:.6f}" for logprob in sampled) or "none"
-        return f"the next token has logprob {shown}, the trainer says {canary.next_logprob:.6f}"
+        return f"the next token has logprob {shown}, the trainer computed {canary.next_logprob:.6f}"
     entries = zip(answers[1].prompt_logprobs or [], canary.token_ids, strict=False)
     found = [entry[token].logprob for entry, token in entries if entry and token in entry]
     if len(found) != len(canary.logprobs):

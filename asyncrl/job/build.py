@@ -14,7 +14,7 @@ from asyncrl.base.errors import EngineLost
 from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.weight_sync import fetches_files
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.check import Found, look, read_tasks
@@ -32,22 +32,21 @@ from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.lease import ROUTINE
-from asyncrl.launch.nodes import with_addresses
 from asyncrl.launch.plan import EVAL_ENGINE
-from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
 from asyncrl.rollouts.generators import Taught
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.sync.node_files import NodeFiles
 from asyncrl.sync.publisher import Publisher, at_once
-from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
+from asyncrl.tasks.from_config import EvalTask, make_prompt_source, read_eval_task
 from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
+from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 if TYPE_CHECKING:
     from asyncrl.job.resume import ResumePoint
@@ -71,7 +70,7 @@ class Parts:
         """Kept out of `servers`: the run survives its loss. None: the rollout engines evaluate."""
         self.eval_target: EngineClient | None = None
         self.teaching: Teaching | None = None
-        self.meeting: Broadcasts | None = None
+        self.broadcast_group: BroadcastGroup | None = None
         self.files: NodeFiles | None = None
         self.harnessing: Harnessing | None = None
         self.evaluation: Evaluation | None = None
@@ -125,7 +124,7 @@ class Parts:
         pinned |= {f"eval/{name}": task for name, (task, _) in held_out.items()}
         digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
         self.data_pin = DataPin(job.run_dir, digests, is_free=may_change)
-        self.feed = make_feed(config, found.tasks, on_epoch=self.journal.epoch_nowait)
+        self.feed = make_prompt_source(config, found.tasks, on_epoch=self.journal.epoch_nowait)
         self.scorer = Scorers(found.tasks, config.tasks, seed=config.seed, warn=job.warn)
         job.closes("rewards", self.scorer.aclose)
         return held_out
@@ -146,21 +145,23 @@ class Parts:
         store = await maker.find_weights_store()
         self._ranks = maker.trainers(self.staging_dir, await maker.find_store(), store)
         self._engine_servers = maker.engines()
-        client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
-            client,
             self._ranks,
             self.supervision,
+            timeout_s=config.trainer.timeout_s,
             before_start=self._before_trainer_starts,
-            recover=partial(
-                recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
+            bring_back=partial(
+                recover_trainer,
+                journal=self.journal,
+                checkpoints=self.checkpoints,
+                num_batches=config.trainer.num_steps,
             ),
         )
-        if sync.facts.is_one_kept:
+        if sync.facts.is_collective:
             how: Any = {"timeout_s": sync.timeout_s, "wait_up": self.trainer.wait_up}
-            how["store"] = lambda: with_addresses(store, job.launcher.nodes)
-            self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, **how)
-        self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
+            how["store"] = lambda: store
+            self.broadcast_group = BroadcastGroup(self.trainer.broadcast, self.staging_dir, **how)
+        self.targets = [maker.client(server, self.broadcast_group) for server in self._engine_servers]
         """Without the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
         how = {"on_change": self._resize, "num_first": self._num_first}
@@ -221,8 +222,7 @@ class Parts:
             config.buffer,
             num_groups=config.trainer.num_groups,
             num_batches=config.trainer.num_steps,
-            filters=config.filters,
-            on_handed_back=lambda *group: self.producers.handed_back(*group),
+            on_requeued=lambda *group: self.producers.requeued(*group),
         )
         if config.generator.is_harness:
             self.harnessing = Harnessing(job, self.engines, self.tokenizer, self.supervision)
@@ -237,7 +237,7 @@ class Parts:
             group_size=rollout.group_size,
             capacity=num_rollouts(config, self.scale.wanted),
             max_failed_groups=rollout.max_failed_groups,
-            max_hand_backs=rollout.max_hand_backs,
+            max_requeues=rollout.max_requeues,
             journal=self.journal,
             on_failed=partial(job.voice.rollout_failed, self.tokenizer),
         )
@@ -257,7 +257,7 @@ class Parts:
             on_published=self._published,
             on_lost=self._on_lost,
             is_rolling=sync.rolling,
-            is_one_kept=sync.facts.is_one_kept,
+            is_collective=sync.facts.is_collective,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
             wait_released=at_once if self.evaluation is None else self.evaluation.wait_released,
@@ -296,8 +296,8 @@ class Parts:
 
     async def _forget_rendezvous(self) -> None:
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
-        if self.meeting is not None:
-            self.meeting.sender_gone_nowait()
+        if self.broadcast_group is not None:
+            self.broadcast_group.sender_gone_nowait()
 
     def _published(self, manifest: ExportResponse) -> None:
         self.journal.published_nowait(manifest.version, manifest.digest)
@@ -322,7 +322,7 @@ class Parts:
 
     def controller_state(self) -> ControllerState:
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
-        out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
+        out = {prompt.prompt_id: prompt.num_requeued for prompt in prompts}
         return ControllerState(feed=self.feed.state(), out=out, next_group_id=self.buffer.next_group_id)
 
     def put_back(self, state: ControllerState, version: int) -> None:
@@ -330,8 +330,8 @@ class Parts:
         TaskError for prompts that the task cannot make.
         """
         self.feed.load_state(state.feed)
-        for prompt_id, num_handed_back in state.out.items():
-            self.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
+        for prompt_id, num_requeued in state.out.items():
+            self.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
         self.buffer.restore_nowait(version, state.next_group_id, [], [])
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
@@ -40,8 +40,14 @@ from asyncrl.launch.plan import make_plan, nodes_of, plan_text
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
-from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, make_feed
+from asyncrl.tasks.from_config import (
+    EvalTask,
+    build_task,
+    look_at_eval_task,
+    look_at_task,
+    make_prompt_source,
+)
+from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 
@@ -166,7 +172,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             return None
         return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
-    from asyncrl.trainer.model.scratch import make_character_tokenizer
+    from asyncrl.trainer.model.random_init import make_character_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
@@ -179,7 +185,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
 
 def _first_prompts(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Sequence[Prompt]:
     """Raises ConfigError if a prompt cannot be made."""
-    return list(_drawn(make_feed(config, tasks), min(NUM_PROMPTS, sum(map(len, tasks.values())))))
+    return list(_drawn(make_prompt_source(config, tasks), min(NUM_PROMPTS, sum(map(len, tasks.values())))))
 
 
 def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator[Prompt]:
@@ -187,11 +193,11 @@ def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iter
     for name, task in tasks.items():
         if isinstance(task, RowTask):
             system = config.tasks[name].system_prompt
-            feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=system, label=name)
-            yield from _drawn(feed, len(task))
+            prompts = TaskPrompts(task, seed=config.seed, shuffle=False, system_prompt=system, label=name)
+            yield from _drawn(PromptSource(prompts), len(task))
 
 
-def _drawn(feed: Feed, num: int) -> Iterator[Prompt]:
+def _drawn(feed: PromptSource, num: int) -> Iterator[Prompt]:
     try:
         for _ in range(num):
             yield feed.next_nowait()
@@ -324,7 +330,7 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from asyncrl.trainer.model.lora import find_targets
-    from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
+    from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
 
     try:
         if model.scratch is None:

@@ -12,7 +12,7 @@ from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.waits import uncut, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.launch.lease import Call, Lease, Side
-from asyncrl.messages.base import Moved
+from asyncrl.messages.engine_api import TransferStats
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.sync.publisher import Publisher
 
@@ -105,7 +105,7 @@ class TakingTurns:
         self._num_needing = 0
         self._changed = asyncio.Event()
         self._num_phases = 0
-        self.last: dict[Side, Moved] = {}
+        self.last: dict[Side, TransferStats] = {}
         """Last handover to the trainer, and the later one to the engines, if any."""
 
     def status(self) -> dict[str, Any]:
@@ -184,14 +184,14 @@ class TakingTurns:
             while self.lease.state in ("generating", "handover") and not self._num_needing:
                 await self._changed.wait()
 
-    async def _hand_to_trainer(self) -> Moved:
+    async def _hand_to_trainer(self) -> TransferStats:
         """Hand over to the trainer, first waiting for its restart if it is down."""
         if not self._trainer.is_up:
             await asyncio.gather(*self._calls(Call("engines", "sleep", ("kv", "weights"))).values())
             await self._needing(self._trainer.wait_up())
         return await self.lease.hand_to("trainer")
 
-    def _calls(self, call: Call) -> Mapping[str, Awaitable[Moved]]:
+    def _calls(self, call: Call) -> Mapping[str, Awaitable[TransferStats]]:
         if call.of == "engines":
             return {engine.name: self._ask(engine, call) for engine in self._engines}
         if call.of == "publisher":
@@ -199,7 +199,7 @@ class TakingTurns:
         ask = self._trainer.offload if call.verb == "offload" else self._trainer.onload
         return {"trainer": self._needing(ask(call.parts))}
 
-    async def _ask(self, engine: EngineClient, call: Call) -> Moved:
+    async def _ask(self, engine: EngineClient, call: Call) -> TransferStats:
         """Call an engine, skipping a lost one, which holds nothing on the device."""
         if not self.publisher.is_down(engine.name):
             try:
@@ -210,7 +210,7 @@ class TakingTurns:
                 if self._on_lost is None:
                     raise
                 self._on_lost(lost)
-        return Moved(num_bytes=0, seconds=0.0)
+        return TransferStats(num_bytes=0, seconds=0.0)
 
     async def _needing(self, call: Awaitable[T]) -> T:
         """Await a call that restarts a dead trainer."""

@@ -1,6 +1,6 @@
 """Engine kinds of rollout.engine: one class each, and a line in KINDS.
 
-EngineFacts (asyncrl/config/generation.py) has their settings, devices and memory; clients are in
+EngineCapabilities (asyncrl/config/generation.py) has their settings, devices and memory; clients are in
 asyncrl/engines, servers in asyncrl_servers.KIND.
 """
 
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.launch.choice import NO_DEVICE
 from asyncrl.launch.fit import find_python, find_version
 from asyncrl.launch.fork_server import KEY_ENV
@@ -72,7 +71,7 @@ class Embedded:
         """
         is_replayed = self.config.algorithm.router_replay and name != EVAL_ENGINE
         sync = self.config.weight_sync
-        is_sent = sync.facts.is_one_kept and self.rollout.facts.stages_weights and name != EVAL_ENGINE
+        is_sent = sync.facts.is_collective and self.rollout.facts.stages_weights and name != EVAL_ENGINE
         return {
             "name": name,
             "slots": self.slots(name),
@@ -99,16 +98,18 @@ class Embedded:
         """Return a function that finds the required package and version on its node, if any."""
         return None
 
-    def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
-        """Return the client of a server before its start. `meeting`: broadcast group."""
-        return EngineServer(server.caller, meeting=meeting)
+    def client(
+        self, server: Server, maker: ServerMaker, broadcast_group: BroadcastGroup | None
+    ) -> EngineClient:
+        """Return the client of a server before its start. `broadcast_group`: broadcast group."""
+        return EngineServer(server.caller, broadcast_group=broadcast_group)
 
     def request(self, sampling: Body) -> tuple[str, Body]:
         """Return (path, body) of a sampling call to show users."""
         return "/generate", {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
 
     def how_to_use(self, url: str, model_path: Path) -> str:
-        return "  it speaks the messages of asyncrl/messages/calls.py and frames.py"
+        return "  it speaks the messages of asyncrl/messages/engine_api.py and frames.py"
 
 
 class Simulated(Embedded):
@@ -160,14 +161,21 @@ class Vllm(Embedded):
     def package(self) -> Callable[[], dict[str, str]]:
         return partial(find_version, self.rollout)
 
-    def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
+    def client(
+        self, server: Server, maker: ServerMaker, broadcast_group: BroadcastGroup | None
+    ) -> EngineClient:
         """Return a client whose readiness includes a check of the server's settings."""
         config, placement, tokenizer = self.config, maker.placement, maker.tokenizer
         is_eval = server.name == EVAL_ENGINE
         device = placement.evaluation if is_eval else placement.rollout[0]
         if device is None or device == NO_DEVICE:  # rollout.urls: the run places no engine server
             device = placement.trainer[0]
-        facts = VllmFacts(
+        limit = config.weight_sync.canary_limit
+        if limit is None:
+            limit = math.inf
+        elif limit == "auto":
+            limit = CANARY_LIMITS[config.model.dtype]
+        needed = VllmRequirements(
             model_path=str(maker.model_path),
             dtype=config.model.dtype,
             slots=self.slots(server.name),
@@ -178,18 +186,16 @@ class Vllm(Embedded):
             starts_fresh=is_eval or self.rollout.urls is None,
             stays=placement.stays and not is_eval,
             returns_routing=config.algorithm.router_replay and not is_eval,
-        )
-        limit = config.weight_sync.canary_limit
-        limit = CANARY_LIMITS[facts.dtype] if limit == "auto" else math.inf if limit is None else limit
-        rules = PushRules(
             canary_limit=limit,
-            retries=config.weight_sync.retries,
             chunk_bytes=config.weight_sync.chunk_bytes,
-            warn=maker.warn,
         )
-        mark = secrets.token_hex(4)
-        client = VllmServer(server.caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
-        client.meeting = meeting
+        client = VllmServer(
+            server.caller,
+            needed,
+            decode=tokenizer.decode,
+            mark=secrets.token_hex(4),
+            broadcast_group=broadcast_group,
+        )
         limit_s = VLLM_STARTS * maker.config.supervision.start_timeout_s + load_limit_s(maker.model_path)
         server.ready = partial(client.ready, limit_s)
         return client

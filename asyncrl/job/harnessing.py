@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.base.errors import RolloutFailure, RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import Caller
@@ -30,7 +30,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.life import Life
 from asyncrl.job.start import Server, start_all
 from asyncrl.job.supervision.supervise import Supervision, WorkerSupervisor
-from asyncrl.launch.processes import ChildProcess
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import outliving
@@ -57,7 +57,7 @@ TASK_SEED_TURN = -1
 
 
 def model_name(config: RunConfig) -> str:
-    return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
+    return Path(config.model.path).name if config.model.path else "policy"
 
 
 MAX_SAID = 500
@@ -122,7 +122,6 @@ def make_gateway(
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=override,
         reads_effort="reasoning_effort" in tokenizer.template,
-        constrained=config.gateway.constrained,
     )
     gateway = Gateway(
         engines,
@@ -173,7 +172,8 @@ class Harnessing:
         for name in (f"worker-{index}" for index in range(generator.workers)):
             spec = json.dumps({"name": name, "url": self.url, "slots": slots, "harness": harness})
             secret, keys = secrets.token_hex(24), {WORKER_KEY_ENV: self.worker_key}
-            child = ChildProcess(name, "asyncrl.agents.worker", spec, run_dir, secret, secrets=keys)
+            module = "asyncrl.agents.worker"
+            child = ChildProcess(ProcessSpec(name, module, spec, run_dir, secret, secrets=keys))
             workers.append(Server(child, Caller(name, "", secret), WorkerHealth, start_s))
         return tuple(workers)
 

@@ -202,7 +202,6 @@ class Life(ABC):
 
     async def _live(self) -> int:
         async with self.stack:
-            self.launcher.say = self.warn
             self.closes("launcher", self.launcher.aclose)
             try:
                 async with asyncio.TaskGroup() as self._group:

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.agents.command import passed_env
-from asyncrl.agents.command_processes import hide_memory
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.host import hide_memory
 from asyncrl.base.spans import span
-from asyncrl.base.user_code import end_what_is_left
+from asyncrl.base.user_code import cancel_remaining
 from asyncrl.base.waits import computed
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Parts, open_parts
@@ -40,7 +40,7 @@ from asyncrl.job.life import (
 )
 from asyncrl.job.parts_read import processes, reported
 from asyncrl.job.report import Reporter
-from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
+from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
 from asyncrl.job.scale import first_wanted
 from asyncrl.job.supervision.supervise import heartbeat
 from asyncrl.journal.checkpoints import set_aside
@@ -90,7 +90,7 @@ def run_job(
     with contextlib.ExitStack() as stack:
         launcher = stack.enter_context(opened(config.launcher))
         num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may change it at any time
-        config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
+        config, settled = settle(config, launcher.nodes, begun=resumed_dtype(run_dir))
         fetch_architectures(config)
         plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
         refuse_what_cannot_fit(plan, config)
@@ -118,7 +118,7 @@ def run_job(
                 job.interrupts = interrupts
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
                     logger.info("%s", words)
-                return asyncio.run(end_what_is_left(job.run()))
+                return asyncio.run(cancel_remaining(job.run()))
         finally:
             lock.release()
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from asyncrl.job.build import Parts
 from asyncrl.job.start import Server
-from asyncrl.messages.calls import EngineHealth, TrainerHealth
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import PROGRESS, is_total
 from asyncrl.observe.watchdog import Reported

@@ -20,8 +20,8 @@ from asyncrl.job.build import Parts
 from asyncrl.job.life import Voice, refused_by_system, run_again, run_id
 from asyncrl.job.parts_read import gauges, status_of, totals_in
 from asyncrl.journal.checkpoints import sync_records
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # which import FastAPI
 
 logger = logging.getLogger("asyncrl.job.report")
 
+TRACKER_CLOSE_S = 30.0
+"""Seconds at the end of a run for trackers to send their remaining data."""
 MOST_WARNINGS = 100
 """Limit for status.json and the summary; logs/controller.log has all."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
@@ -77,11 +79,10 @@ class Reporter(Voice):
             run_name=name,
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
-            samples_every=config.observe.console_samples_every,
+            samples_every="auto" if config.observe.samples_per_step else None,
             health=lambda steps: judge(steps, config).health,
         )
-        per_step, failed = config.observe.samples_per_step, config.observe.failed_samples_per_step
-        self._samples = SampleWriter(run_dir, seed=config.seed, per_step=per_step, failed_per_step=failed)
+        self._samples = SampleWriter(run_dir, seed=config.seed, per_step=config.observe.samples_per_step)
         self._last: Mapping[str, Any] = {}
         self._opened_s = self._trained_since_s = time.monotonic()
         self._now: Mapping[str, Any] = {}
@@ -252,8 +253,8 @@ class Reporter(Voice):
             text += f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why"
             self.warn_once("gap", text)
         if metrics.get("rollout/given_up"):
-            tries = several(self.config.rollout.max_hand_backs + 1, "time")
-            text = f"a prompt that failed or became too old {tries} (rollout.max_hand_backs), or cannot be "
+            tries = several(self.config.rollout.max_requeues + 1, "time")
+            text = f"a prompt that failed or became too old {tries} (rollout.max_requeues), or cannot be "
             self.warn_once("given up", f"{text}sampled, is given up; logs/controller.log says why")
         if skipped := skipped_text(metrics):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
@@ -298,9 +299,8 @@ class Reporter(Voice):
             self._trackers.tell("close", state)
 
     async def aclose(self) -> None:
-        """Give the trackers observe.tracker_close_s to send the rest."""
-        limit_s = self.config.observe.tracker_close_s
-        await self._trackers.wait_closed(limit_s, self._console.say)
+        """Give the trackers TRACKER_CLOSE_S to send the rest."""
+        await self._trackers.wait_closed(TRACKER_CLOSE_S, self._console.say)
 
     def _finish(self, state: str, why: str) -> None:
         self.close_console()

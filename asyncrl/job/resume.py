@@ -30,8 +30,8 @@ from asyncrl.job.life import has_begun, run_again
 from asyncrl.job.supervision.supervise_trainer import load_batches
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.journal.read import ResumeState, reading
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.trainer.model_folder import MODEL_PIN
 
@@ -46,16 +46,15 @@ ResumeMode = Literal["auto", "never", "must"]
 FREE_SECTIONS = ("launcher", "observe", "checkpoint", "journal", "supervision")
 """Sections that change location, display and storage, but no computed value."""
 FREE_KEYS = {
-    "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "
-    "compile logprob_gap_limit max_skipped_steps",
-    "rollout": "ports timeout_s slots max_failed_groups max_hand_backs "
+    "trainer": "num_steps timeout_s world_size micro_batch_tokens gradient_checkpointing cpu_offload "
+    "compile logprob_gap_limit",
+    "rollout": "timeout_s slots max_failed_groups max_requeues "
     + " ".join(name for facts in ENGINES.values() for name in facts.free_settings),
-    "weight_sync": "timeout_s chunk_bytes disk_dir rolling canary_limit retries",
-    "buffer": "max_filtered_groups",
+    "weight_sync": "timeout_s chunk_bytes disk_dir rolling canary_limit",
     "task": "reward_pool reward_workers reward_timeout_s digest",
     "placement": "trainer rollout eval teacher share",
     "teacher": "slots timeout_s",
-    "generator": "workers concurrency max_output_bytes",
+    "generator": "workers concurrency",
     "gateway": "host port public_url max_calls max_concurrent_calls max_body_bytes read_timeout_s "
     "max_connections lease_timeout_s",
 }
@@ -96,7 +95,7 @@ def as_resume_mode(text: str) -> ResumeMode:
     return cast(ResumeMode, text)
 
 
-def begun_dtype(run_dir: Path | None) -> str | None:
+def resumed_dtype(run_dir: Path | None) -> str | None:
     """Return model.dtype of a run that has begun. find_resume reports a broken run."""
     with contextlib.suppress(AsyncrlError):
         if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):
@@ -280,7 +279,7 @@ async def restore(
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)
     for group_id, (prompt, why) in ended.items():  # the group did not fail: keep the same seeds
-        journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)
+        journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
     return unfinished
 
 
@@ -296,7 +295,7 @@ def _from_journal(
     ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
     for found in state.running:
         group_id, prompt = found.ticket.group_id, found.prompt
-        made = feed.make_again(prompt.prompt_id, prompt.num_handed_back)  # only the task has its answer
+        made = feed.make_again(prompt.prompt_id, prompt.num_requeued)  # only the task has its answer
         if tuple(map(dict, made.messages)) != prompt.messages:
             ended[group_id] = (prompt, "the task makes another prompt of it")
             continue
@@ -304,14 +303,14 @@ def _from_journal(
     tickets = [group.ticket for group in whole.values()]
     late = parts.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
     if late:
-        logger.warning("handed back, as too old for the settings that have changed: groups %s", list(late))
+        logger.warning("requeued, as too old for the settings that have changed: groups %s", list(late))
     for group_id in late:
         ended[group_id] = (prompts[group_id], "too old under the settings that it was resumed with")
         whole.pop(group_id, None)
     for prompt, _ in ended.values():
-        feed.hand_back_nowait(prompt)
+        feed.requeue_nowait(prompt)
     for prompt_id in state.returning:
-        prompt = Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id])
+        prompt = Prompt(prompt_id, (), num_requeued=state.requeued[prompt_id])
         parts.producers.returns_nowait(state.next_version, prompt)
     return tuple(whole.values()), ended
 

@@ -239,7 +239,7 @@ def first_wanted(config: RunConfig, run_dir: Path | None) -> int:
     if config.rollout.is_scaled and run_dir is not None:
         with contextlib.suppress(ConfigError):
             asked = read_wanted(run_dir, config.rollout.engine_range)
-    return asked or config.rollout.engine_range.first
+    return asked or config.rollout.engine_range.min
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:

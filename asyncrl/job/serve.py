@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.command import passed_env
-from asyncrl.agents.command_processes import hide_memory
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock, write_whole
-from asyncrl.base.user_code import end_what_is_left
+from asyncrl.base.host import hide_memory
+from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.build import find_tasks
@@ -37,7 +37,7 @@ from asyncrl.launch.launchers import opened
 from asyncrl.launch.nodes import Launcher
 from asyncrl.observe.run_numbers import several
 from asyncrl.rollouts.recording import RolloutRecorder
-from asyncrl.tasks.from_config import make_feed
+from asyncrl.tasks.from_config import make_prompt_source
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.trainer.model_folder import make_model_folder
 
@@ -60,14 +60,14 @@ def serve_gateway(
     passed_env(config.generator.pass_env)
     with open_folder(run_dir, name, config) as (folder, settled, launcher):
         served = GatewayServing(settled, folder, launcher, record, num_rollouts)
-        return asyncio.run(end_what_is_left(served.run()))
+        return asyncio.run(cancel_remaining(served.run()))
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     """Serve one engine until Ctrl-C; return the exit code. Raises AsyncrlError."""
     with open_folder(run_dir, name, config) as (folder, settled, launcher):
         serving = EngineServing(settled, folder, launcher=launcher)
-        return asyncio.run(end_what_is_left(serving.run()))
+        return asyncio.run(cancel_remaining(serving.run()))
 
 
 @contextmanager
@@ -79,9 +79,8 @@ def open_folder(
     """
     with ExitStack() as stack:
         launcher = stack.enter_context(opened(config.launcher))
-        rollout, num = config.rollout, config.rollout.engine_range.first  # serve never scales
-        given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
-        config = config.model_copy(update={"rollout": rollout.model_copy(update=given)})
+        rollout, num = config.rollout, config.rollout.engine_range.min  # serve never scales
+        config = config.model_copy(update={"rollout": rollout.model_copy(update={"num_engines": num})})
         config, settled = settle(config, launcher.nodes)
         for words in settled:
             Voice().say(words)
@@ -200,7 +199,7 @@ class GatewayServing(Serving):
         url, people = await gateway.start(), UserKey(gateway, queue, self._recorder, self)
         messages: Any = [{"role": "user", "content": "Hello"}]
         if len(self._prompt_tasks) == len(config.tasks):
-            first = make_feed(config, self._prompt_tasks, in_order=True).next_nowait()
+            first = make_prompt_source(config, self._prompt_tasks, in_order=True).next_nowait()
             messages = [dict(message) for message in first.messages]
         call, header = _json_data({"model": name, "messages": messages}), "Authorization: Bearer"
         logs = self.run_dir / "logs"
@@ -224,7 +223,7 @@ class GatewayServing(Serving):
 
     async def _try(self, num_rollouts: int) -> int:
         config, harnessing = self.config, None
-        feed = make_feed(config, self._prompt_tasks)
+        feed = make_prompt_source(config, self._prompt_tasks)
         prompts = [feed.next_nowait() for _ in range(-(-num_rollouts // config.rollout.group_size))]
         scorer = Scorers(self._prompt_tasks, config.tasks, seed=config.seed, warn=self.warn)
         self.closes("rewards", scorer.aclose)

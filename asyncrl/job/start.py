@@ -16,8 +16,9 @@ from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.supervision.restarts import Restarts
-from asyncrl.launch.nodes import Process
-from asyncrl.messages.calls import EngineHealth, TrainerHealth
+from asyncrl.launch.processes import Process
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
 
@@ -197,7 +198,7 @@ async def start_again(
             if left := await server.end():
                 warn(left)
             if server.engine is not None:
-                server.engine.renew_nowait()
+                server.engine.reset_nowait()
         await asyncio.sleep(config.backoff_s)
         await before_start()
 

@@ -1,8 +1,4 @@
-"""RUN_DIR/checkpoints: which are whole, which stay. The trainer writes into a folder that it is given.
-
-The manifest of a checkpoint has the size and sha256 of every file, so that half a checkpoint is never taken
-for a whole one.
-"""
+"""RUN_DIR/checkpoints. A manifest with the size and sha256 of every file identifies whole checkpoints."""
 
 from __future__ import annotations
 
@@ -26,16 +22,12 @@ from asyncrl.config import CheckpointConfig
 CONTROLLER, TRAINER, MANIFEST = "controller.json", "trainer", "manifest.json"
 FORMAT = 1
 RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl", "samples.jsonl")
-"""Files of the run directory that say what was done before the checkpoint: nothing after a resume writes that
-again.
-"""
+"""Records of the run before the checkpoint. A resumed run does not write these lines again."""
 CHECK_DISK = "check its disk, its permissions and the limit of open files, then start again."
 
 
 def sync_records(run_dir: Path) -> None:
-    """Sync these files: a machine that stops would lose lines of steps that are not repeated. Raises
-    OSError.
-    """
+    """Sync the records of the run directory. Raises OSError."""
     for name in RECORDS:
         with contextlib.suppress(FileNotFoundError):
             sync(run_dir / name)
@@ -43,12 +35,9 @@ def sync_records(run_dir: Path) -> None:
 
 
 class ControllerState(BaseModel, frozen=True):
-    """What a checkpoint says of the run beside the trainer's state: enough to go on without the journal. It
-    is read only where the journal is gone: a resume that has the journal knows more, and takes it from there.
+    """State of controller.json, used to resume without the journal.
 
-    Written as controller.json. `feed`: Feed.state(). `out`: prompts that were drawn and are in no batch yet,
-    by id, with how often they were handed back. A new field needs a default, or checkpoints from before
-    cannot be read.
+    `feed`: PromptSource.state(). `out`: num_requeued of each drawn prompt that is in no batch yet, by id.
     """
 
     feed: dict[str, Any]
@@ -57,16 +46,14 @@ class ControllerState(BaseModel, frozen=True):
 
 
 class FileEntry(BaseModel, frozen=True, extra="forbid"):
-    """One file of a checkpoint."""
+    """Size in bytes and digest of a checkpoint file."""
 
     size: int
     sha256: str
 
 
 class Manifest(BaseModel, frozen=True):
-    """What a whole checkpoint consists of. `version`: batches trained when it was made; `files` by relative
-    path.
-    """
+    """Files of a checkpoint by relative path. `version`: number of trained batches."""
 
     format: int = FORMAT
     version: int
@@ -75,19 +62,18 @@ class Manifest(BaseModel, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A checkpoint in the making: the trainer writes into `trainer_dir`, which it makes itself."""
+    """An unfinished checkpoint. The trainer creates `trainer_dir`."""
 
     folder: Path
 
     @property
     def trainer_dir(self) -> Path:
-        """Where the trainer's state goes."""
         return self.folder / TRAINER
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A checkpoint whose every file was compared with its manifest. `controller`: what finish() was given."""
+    """A checkpoint that matches its manifest. `controller`: argument of finish()."""
 
     version: int
     folder: Path
@@ -95,47 +81,43 @@ class Whole:
 
     @property
     def trainer_dir(self) -> Path:
-        """What the trainer loads."""
         return self.folder / TRAINER
 
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """A checkpoint that is passed over: `why` in words."""
+    """A checkpoint that does not match its manifest."""
 
     folder: Path
     why: str
 
 
 def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
-    """Rename them to damaged_step_N: they no longer count as checkpoints, and are made again. Returns a
-    sentence on each.
+    """Rename damaged checkpoints to damaged_step_N; return a sentence about each.
 
-    Call it once the run has resumed from an older one, so that a start that is refused changes nothing.
+    Call this after the run has resumed from an older one, so that a refused start changes nothing.
     """
-    told = []
+    sentences = []
     for found in passed_over:
         aside = found.folder.with_name(f"damaged_{found.folder.name}")
-        became = f"it lies in {aside.name} now"
+        became = f"renamed to {aside.name}"
         try:
             shutil.rmtree(aside, ignore_errors=True)
             found.folder.rename(aside)
         except OSError as error:
-            became = f"it cannot be renamed: {error.strerror}"
-        told.append(f"checkpoint {found.folder} was passed over: {became}.")
-    return told
+            became = f"cannot be renamed: {error.strerror}"
+        sentences.append(f"checkpoint {found.folder} is damaged; {became}.")
+    return sentences
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. All methods block on the disk: call them in a thread.
+    """Checkpoints of one run directory. All methods block: call them in a thread.
 
-    Life of one: begin() -> the trainer writes -> finish() (records and files synced, manifest, renamed: whole
-        from then on), or abandon().
-    Waits: `in_use` is held around finish(), which removes older ones, and from newest_whole() until what it
-        returned, and the journal's batches since, are not needed any more. Never while waiting for a trainer
-        to write: it may have to go back first.
-    Invariant: a folder named step_N was whole when it got its name; newest_whole() looks again all the same,
-        and set_aside() takes the name from one that is not.
+    Life: begin() -> the trainer writes -> finish() syncs, writes the manifest and renames; or abandon().
+    Waits: hold `in_use` around finish(), which removes older checkpoints, and from newest_whole() until its
+        result and the journaled batches since are no longer needed. Do not hold it while a trainer writes:
+        that trainer may have to load a checkpoint first.
+    Invariant: a folder was whole when it was named step_N.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
@@ -144,15 +126,15 @@ class Checkpoints:
         self._rewards: dict[int, float] = {}
 
     def evaluated(self, version: int, reward_mean: float) -> None:
-        """With keep_best, the best of the checkpoints whose version was evaluated stays."""
+        """Note the reward of a version for keep_best."""
         self._rewards[version] = reward_mean
 
     def versions(self) -> list[int]:
-        """Versions that have a folder, oldest first; nothing is checked."""
+        """Return the versions with a folder, oldest first, unchecked."""
         return _versions_in(self.root.glob("step_*"))
 
     def begin(self) -> Pending:
-        """A folder to write into. Raises CheckpointError if it cannot be made."""
+        """Create an empty folder. Raises CheckpointError."""
         folder = self.root / f".step_unfinished.{os.getpid()}"
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -162,8 +144,8 @@ class Checkpoints:
         return Pending(folder)
 
     def finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> Path:
-        """Make it whole, then drop those that need not stay. Raises CheckpointError; older ones are as they
-        were then.
+        """Complete the checkpoint, then prune older ones. Raises CheckpointError and leaves older ones
+        unchanged.
         """
         final = self.root / f"step_{version}"
         try:
@@ -171,7 +153,6 @@ class Checkpoints:
             (pending.folder / CONTROLLER).write_text(text, encoding="utf-8")
             write_manifest(pending.folder, version)
             sync_records(self.root.parent)
-            # it may be there: made by a run that was killed, and is replayed now
             replace_folder(pending.folder, final)
         except OSError as error:
             self.abandon(pending)
@@ -180,15 +161,14 @@ class Checkpoints:
         return final
 
     def abandon(self, pending: Pending) -> None:
-        """Remove what was begun; idempotent."""
+        """Remove the unfinished checkpoint. Idempotent."""
         shutil.rmtree(pending.folder, ignore_errors=True)
 
     def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
-        """(the newest checkpoint that is whole, newer ones that are damaged). Removes what a killed run left
-        half done.
+        """Return the newest whole checkpoint and newer damaged ones. Remove unfinished ones unless
+        `keep_unfinished`.
 
-        `keep_unfinished`: one may be in the making right now. Raises CheckpointError if one cannot be read:
-        it may be whole.
+        Raises CheckpointError for an unreadable checkpoint, which may be whole.
         """
         passed_over: list[Damaged] = []
         for version in reversed(self._settled(keep_unfinished)):
@@ -200,8 +180,8 @@ class Checkpoints:
         return None, passed_over
 
     def _settled(self, keep_unfinished: bool) -> list[int]:
-        """Versions, after unfinished work was removed. Unlike a glob it raises for a folder that cannot be
-        read.
+        """Return the versions after removing unfinished work. Unlike a glob, this raises for an unreadable
+        folder.
         """
         try:
             for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
@@ -214,8 +194,8 @@ class Checkpoints:
             raise CheckpointError(what, way_out=CHECK_DISK) from error
 
     def oldest_version(self) -> int:
-        """Oldest of the keep_last newest, 0 until there are so many: from there on the journal is needed, for
-        newer ones may be damaged.
+        """Return the oldest of the keep_last newest, or 0 if fewer exist. Resumes may need the journal from
+        this version on.
         """
         versions = self.versions()
         return versions[-self.config.keep_last] if len(versions) >= self.config.keep_last else 0
@@ -229,16 +209,16 @@ class Checkpoints:
         if self.config.keep_best and evaluated:
             stay.add(max(evaluated, key=lambda version: (self._rewards[version], version)))
         for folder in (self.root / f"step_{version}" for version in versions if version not in stay):
-            with contextlib.suppress(OSError):  # what cannot be removed stays, and is whole
-                # first: what is half removed must not look whole
+            with contextlib.suppress(OSError):
+                # first, so that a partly removed checkpoint does not look whole
                 (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"no checkpoint can be written to {self.root}: {error.strerror or error}",
-            rule="the last whole checkpoint stays, and the run goes on",
-            way_out="free space on the disk of the run directory; the next one is tried when it is due.",
+            rule="the last whole checkpoint stays and the run continues",
+            way_out="free space on the disk of the run directory before the next checkpoint is due.",
         )
 
 
@@ -248,10 +228,10 @@ def _versions_in(folders: Iterable[Path]) -> list[int]:
 
 
 def write_manifest(folder: Path, version: int) -> None:
-    """Sync every file of `folder` to disk and write the manifest over them, last of all. Raises OSError."""
+    """Sync every file of `folder`, then write its manifest. Raises OSError."""
     sync_tree(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:  # a rank writes a file
+    with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
         read = list(hashing.map(_size_and_digest, paths))
     files = {
         path.relative_to(folder).as_posix(): FileEntry(size=size, sha256=digest)
@@ -264,10 +244,10 @@ def write_manifest(folder: Path, version: int) -> None:
 
 
 def read_whole(folder: Path, version: int) -> Whole:
-    """Read every file of a checkpoint and compare it with the manifest.
+    """Compare every file of a checkpoint with its manifest.
 
-    Raises CheckpointDamaged that names what is wrong or missing, and CheckpointError if it cannot be told: a
-    file cannot be read, or a newer asyncrl wrote it.
+    Raises CheckpointDamaged for wrong or missing files, and CheckpointError for unreadable files or another
+    format.
     """
     found = _read_json(folder, MANIFEST)
     if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
@@ -288,9 +268,9 @@ def read_whole(folder: Path, version: int) -> Whole:
             if read != (written := (entry.size, entry.sha256)):
                 hashing.shutdown(wait=False, cancel_futures=True)
                 (size, digest), (had, was) = read, written
-                raise _damaged(folder, f"{name} has {size} bytes of sha256 {digest}, and had {had} of {was}")
+                raise _damaged(folder, f"{name} has {size} bytes, sha256 {digest}; expected {had}, {was}")
     if manifest.version != version:
-        raise _damaged(folder, f"it is of version {manifest.version}, and was renamed by hand")
+        raise _damaged(folder, f"its manifest has version {manifest.version}")
     return Whole(version, folder, _read_json(folder, CONTROLLER))
 
 
@@ -308,20 +288,19 @@ def _read_json(folder: Path, name: str) -> Any:
 
 
 def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
-    """A file that is not there is damage; one that the system does not read may be whole."""
+    """Return damage for a missing file, another error for an unreadable one, which may be whole."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return _damaged(folder, f"{name} cannot be read: {error.strerror}")
     return CheckpointError(
         f"checkpoint {folder} cannot be read: {name}: {error.strerror or error}",
         rule="a checkpoint counts as damaged only if a file was read and is wrong",
-        way_out=f"{CHECK_DISK} If it is lost, rename it to damaged_{folder.name}: an older one is taken.",
+        way_out=f"{CHECK_DISK} To use an older checkpoint, rename this one to damaged_{folder.name}.",
     )
 
 
 def _damaged(folder: Path, why: str) -> CheckpointDamaged:
-    """It was read, and is not what was written."""
     return CheckpointDamaged(
         f"checkpoint {folder} is damaged: {why}",
-        rule="a checkpoint is used only if every file is as its manifest says",
-        way_out="an older one is taken if there is one; else copy the folder back, or start a new run.",
+        rule="every file must match the manifest",
+        way_out="the run uses an older checkpoint; without one, restore the folder or start a new run.",
     )

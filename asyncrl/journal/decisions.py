@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from asyncrl.base.errors import JournalError
 from asyncrl.journal.tokens import encode_partial, encode_trajectory
-from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
+from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Rollout, Ticket
 
-Ended = Literal["ready", "failed", "filtered", "handed_back"]
+Ended = Literal["ready", "failed", "filtered", "requeued"]
 _GROUPS_A_STEP = 200
 EPOCH = "epoch/"
 
@@ -39,9 +39,9 @@ def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> 
         return
     connection.execute(
         "INSERT INTO groups"
-        " (group_id, prompt_id, start_version, state, num_handed_back, messages, admitted_s)"
+        " (group_id, prompt_id, start_version, state, num_requeued, messages, admitted_s)"
         " VALUES (?, ?, ?, 'running', ?, ?, ?)",
-        (*key, prompt.num_handed_back, json.dumps([*map(dict, prompt.messages)]), decided_s.get()),
+        (*key, prompt.num_requeued, json.dumps([*map(dict, prompt.messages)]), decided_s.get()),
     )
 
 
@@ -55,8 +55,8 @@ def began_at(
 ) -> None:
     """Begin a new journal for a run that resumes from a checkpoint without its old one.
 
-    `num_drawn` prompts had been drawn. Those in `out` are sampled again, with that num_handed_back; the
-    others are consumed. `memory`: Feed.memory.
+    `num_drawn` prompts had been drawn. Those in `out` are sampled again, with that num_requeued; the
+    others are consumed. `memory`: PromptSource.memory.
     """
     before = {"version": version, "num_drawn": num_drawn, "out": out, "next_group_id": next_group_id}
     before["memory"] = memory
@@ -69,8 +69,8 @@ def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
 
 
 def epoch(connection: sqlite3.Connection, task: str, number: int, what: str) -> None:
-    """Record an epoch of a task sampled by difficulty; `what`: its prompts, for Feed.load_epoch. A run killed
-    before its first prompt repeats this.
+    """Record an epoch of a task sampled by difficulty; `what`: its prompts, for Epochs.load_epoch. A run
+    killed before its first prompt repeats this.
     """
     key = f"{EPOCH}{number}/{task}"
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(what)))
@@ -82,7 +82,7 @@ def segment(
     sample_index: int,
     attempt: int,
     turn: int,
-    partial: PartialCompletion,
+    partial: Completion,
 ) -> None:
     """Replace the rollout's unfinished completion."""
     state, has_ended, before = _rollout(connection, group_id, sample_index)
@@ -160,10 +160,10 @@ def group_ended(
     requeued: int | None = None,
 ) -> None:
     """End a running group, or hand back a ready one. `requeued`: the prompt is repeated with that
-    num_handed_back.
+    num_requeued.
     """
     found = _state(connection, group_id)
-    if found != "running" and (found, state) != ("ready", "handed_back"):
+    if found != "running" and (found, state) != ("ready", "requeued"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
     connection.execute(
         "UPDATE groups SET state = ?, reason = ?, requeued = ?, ended_s = ? WHERE group_id = ?",
@@ -185,7 +185,7 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken"
     if found == this:
         return "replayed"
     if found is not None:
-        raise _not_this_batch(version, f"it was taken as {found}; this is {this}")
+        raise _not_this_batch(version, f"it was recorded as {found}; this one is {this}")
     newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
     if newest is not None and version != newest + 1:
         raise _not_this_batch(version, f"the newest batch is {newest}")
@@ -260,7 +260,7 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
     found = connection.execute(
         "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
         " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < :version"
-        " OR g.state IN ('failed', 'filtered', 'handed_back')"
+        " OR g.state IN ('failed', 'filtered', 'requeued')"
         " AND g.group_id <= (SELECT max(group_id) FROM batch_groups WHERE version = :version - 1))"
         " ORDER BY g.group_id LIMIT :most",
         {"version": before_version, "most": _GROUPS_A_STEP},
@@ -283,8 +283,8 @@ def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: 
 def _not_this_batch(version: int, found: str) -> JournalError:
     return JournalError(
         f"batch {version} cannot be taken: {found}",
-        rule="batches follow each other, and a group is trained on exactly once, when it is ready",
-        way_out="resume: the journal is whole, and its batches are trained again as they are.",
+        rule="batches are consecutive, and each ready group is trained exactly once",
+        way_out="resume; the journal is whole, and its batches are trained again unchanged.",
     )
 
 

@@ -52,8 +52,8 @@ class Journal:
     at once; awaited methods return when it is durable.
 
     Life: of a group: admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or
-        failed, filtered, handed_back. A ready group may still become handed_back. Prompts of failed or
-        handed_back groups may be requeued.
+        failed, filtered, requeued. A ready group may still become requeued. Prompts of failed or
+        requeued groups may be requeued.
     Waits: batch_taken, flush, compact and read_resume sleep until the commit; wait_failed until a failure.
         The thread sleeps in the queue, which the staleness rule bounds: the run awaits each batch.
     Invariant: a group has one state and at most one batch; a prompt has one group that runs, is ready or
@@ -219,4 +219,4 @@ class Journal:
             return error
         if isinstance(error, DISK_ERRORS) and not isinstance(error, sqlite3.IntegrityError):
             return cannot_use(self.path, error)
-        return JournalError(f"what is to go into {self.path} is refused: {type(error).__name__}: {error}")
+        return JournalError(f"{self.path} refused an entry: {type(error).__name__}: {error}")

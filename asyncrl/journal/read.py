@@ -29,8 +29,8 @@ _COUNTED = {
     "rollout/failed_groups": "total(state = 'failed')",
     "rollout/filtered": "total(state = 'filtered')",
     "rollout/filtered_tokens": "total(iif(state = 'filtered', num_sampled, 0))",
-    "rollout/dropped": "total(state = 'handed_back' AND reason IN ('dropped', 'all_masked'))",
-    "rollout/given_up": "total(state IN ('handed_back', 'failed') AND requeued IS NULL)",
+    "rollout/dropped": "total(state = 'requeued' AND reason IN ('dropped', 'all_masked'))",
+    "rollout/given_up": "total(state IN ('requeued', 'failed') AND requeued IS NULL)",
 }
 """Run-wide counters, by the names of observe/metrics.py. Dropped: by the staleness rule, not by a resume.
 """
@@ -41,7 +41,7 @@ class ResumeState:
     """State of a run that resumes from weights `checkpoint_version`.
 
     Batches checkpoint_version .. next_version - 1 are trained again unchanged. `ready` and `running` groups
-    continue, oldest first. `requeued` prompts (id -> num_handed_back) are repeated in their old order, those
+    continue, oldest first. `requeued` prompts (id -> num_requeued) are repeated in their old order, those
     in `returning` only after version next_version, at which their groups failed. `num_drawn` different
     prompts were ever admitted, including before a lost journal. Prompts have no answer or info: the task
     makes them again.
@@ -65,7 +65,7 @@ class ResumeState:
     observed: Sequence[tuple[str, float, int]] = ()
     """(prompt_id, mean reward, start version) of finished groups, if there are such epochs."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """Feed.memory when the journal began, if an older journal was lost."""
+    """PromptSource.memory when the journal began, if an older journal was lost."""
 
     def load_batch(self, version: int) -> Batch:
         """Load a batch. Blocks. Raises JournalError if it is missing or its tokens were deleted."""
@@ -129,12 +129,12 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
         "SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)
     ).fetchone()
     rows = connection.execute(
-        "SELECT g.group_id, prompt_id, num_handed_back, messages FROM batch_groups b"
+        "SELECT g.group_id, prompt_id, num_requeued, messages FROM batch_groups b"
         " JOIN groups g USING (group_id) WHERE b.version = ? ORDER BY b.position",
         (version,),
     ).fetchall()
     if row is None or len(rows) != row[2]:
-        raise ValueError(f"batch {version} is not in it as a whole")
+        raise ValueError(f"batch {version} is incomplete")
     if any(messages is None for *_, messages in rows):
         raise _deleted(version)
     return Batch(version, tuple(_group(connection, *row) for row in rows), row[0], mask_older=bool(row[1]))
@@ -166,8 +166,8 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
     """
     if checkpoint_version < began_at:
         raise JournalError(
-            f"it begins at version {began_at}, the newest whole checkpoint is of {checkpoint_version}",
-            rule="a run goes on from a checkpoint with every batch since",
+            f"the journal begins at version {began_at}, after the newest checkpoint, {checkpoint_version}",
+            rule="a resume needs a checkpoint and every batch since",
             way_out=MOVE_ASIDE,
         )
     newest, num_taken, num_given, num_found = connection.execute(
@@ -175,11 +175,11 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
         " (SELECT coalesce(sum(num_groups), 0) FROM batches), (SELECT count(*) FROM batch_groups)"
     ).fetchone()
     if not num_taken == num_given == num_found:  # page checks do not detect this
-        raise ValueError(f"{num_taken} groups are taken, by batches of {num_given}, which have {num_found}")
+        raise ValueError(f"{num_taken} groups are taken, batches count {num_given} and list {num_found}")
     if newest is None:
         return checkpoint_version  # nothing was trained, or the journal began at a checkpoint
     if newest + 1 < checkpoint_version:
-        raise ValueError(f"its newest batch is {newest}, and a checkpoint is of version {checkpoint_version}")
+        raise ValueError(f"the newest batch is {newest}, but a checkpoint has version {checkpoint_version}")
     (first_deleted,) = connection.execute(
         "SELECT min(version) FROM batch_groups JOIN groups USING (group_id)"
         " WHERE version >= ? AND messages IS NULL",
@@ -193,9 +193,9 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
 def _deleted(version: int) -> JournalError:
     return JournalError(
         f"the tokens of batch {version} were deleted",
-        rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
-        way_out="put a whole copy of a newer checkpoint back (damaged_step_N as step_N), or move "
-        "journal.sqlite* out of the run directory: the run then goes on from its newest whole checkpoint.",
+        rule="journal.keep=checkpoint keeps tokens back to the oldest of the kept checkpoints",
+        way_out="restore a newer checkpoint (damaged_step_N as step_N), or move journal.sqlite* out of the "
+        "run directory and resume from the newest whole checkpoint.",
     )
 
 
@@ -204,7 +204,7 @@ def _alive(
 ) -> tuple[tuple[tuple[Ticket, Group], ...], tuple[UnfinishedGroup, ...]]:
     ready, running = list[tuple[Ticket, Group]](), list[UnfinishedGroup]()
     for state, start_version, group_id, *prompt in connection.execute(
-        "SELECT state, start_version, group_id, prompt_id, num_handed_back, messages FROM groups"
+        "SELECT state, start_version, group_id, prompt_id, num_requeued, messages FROM groups"
         " WHERE state IN ('running', 'ready') ORDER BY group_id"
     ).fetchall():
         ticket = Ticket(GroupId(group_id), start_version)
@@ -221,17 +221,17 @@ def _alive(
 def _group(connection: sqlite3.Connection, group_id: int, *prompt: Any) -> Group:
     rollouts = rollouts_of(connection, group_id)
     if not rollouts:
-        raise ValueError(f"group {group_id} is ready or taken, and has no trajectory")
+        raise ValueError(f"group {group_id} is ready or taken but has no trajectory")
     branches = tuple(branch for rollout in rollouts.values() for branch in rollout)
     return Group(GroupId(group_id), _prompt(*prompt), branches)
 
 
-def _prompt(prompt_id: str, num_handed_back: int, messages: str) -> Prompt:
-    return Prompt(prompt_id, tuple(json.loads(messages)), num_handed_back=num_handed_back)
+def _prompt(prompt_id: str, num_requeued: int, messages: str) -> Prompt:
+    return Prompt(prompt_id, tuple(json.loads(messages)), num_requeued=num_requeued)
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
-    """Return (num_handed_back, version of the failure if any) by prompt id, in order of first admission."""
+    """Return (num_requeued, version of the failure if any) by prompt id, in order of first admission."""
     rows = connection.execute(
         "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END,"
         " (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
@@ -269,7 +269,7 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
     query = "SELECT state, count(*), sum(num_sampled) FROM groups GROUP BY state"
     states = {state: (num, num_sampled) for state, num, num_sampled in connection.execute(query)}
     wasted = {"retried": numbers.pop("retried")}
-    wasted |= {state: states.get(state, (0, 0))[1] for state in ("failed", "filtered", "handed_back")}
+    wasted |= {state: states.get(state, (0, 0))[1] for state in ("failed", "filtered", "requeued")}
     query = "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?"
     events = _rows(connection, query, MAX_EVENTS)
     return {

@@ -21,8 +21,8 @@ BUSY_S = 10.0
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """Errors of reading and writing; UnicodeDecodeError if a flipped byte corrupts SQLite's message."""
 MOVE_ASIDE = (
-    "copy journal.sqlite back (with its -wal file) from where it is whole; or move journal.sqlite* out of "
-    "the run directory and resume: the run then goes on from its newest whole checkpoint alone."
+    "restore journal.sqlite and its -wal file from a copy; or move journal.sqlite* out of the run directory "
+    "and resume from the newest whole checkpoint."
 )
 
 TABLES = """
@@ -30,11 +30,11 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 -- messages: of the prompt; NULL once the tokens of the group are deleted. num_rollouts .. reward_sum: of its
 -- finished rollouts. lost_tokens: sampled tokens that are in no trajectory. requeued: with this
--- num_handed_back the prompt of a group that has ended is sampled again; NULL: it is not.
+-- num_requeued the prompt of a group that has ended is sampled again; NULL: it is not.
 CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, num_handed_back INTEGER NOT NULL,
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, num_requeued INTEGER NOT NULL,
     start_version INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('running', 'ready', 'taken', 'failed', 'filtered', 'handed_back')),
+    state TEXT NOT NULL CHECK (state IN ('running', 'ready', 'taken', 'failed', 'filtered', 'requeued')),
     reason TEXT NOT NULL DEFAULT '', admitted_s REAL NOT NULL, ended_s REAL, messages TEXT,
     num_rollouts INTEGER NOT NULL DEFAULT 0, num_failed INTEGER NOT NULL DEFAULT 0,
     num_sampled INTEGER NOT NULL DEFAULT 0, oldest_version INTEGER, reward_sum REAL NOT NULL DEFAULT 0,
@@ -79,9 +79,7 @@ CREATE TABLE events (
 
 
 def damaged(where: object, why: str) -> JournalError:
-    return JournalError(
-        f"{where} is damaged: {why}", rule="a run goes on from a whole journal alone", way_out=MOVE_ASIDE
-    )
+    return JournalError(f"{where} is damaged: {why}", rule="a run needs a whole journal", way_out=MOVE_ASIDE)
 
 
 def cannot_use(path: Path, error: Exception) -> JournalError:
@@ -95,8 +93,8 @@ def cannot_use(path: Path, error: Exception) -> JournalError:
         way_out = "end the program that holds the file open"
     return JournalError(
         f"{path} cannot be used: {error}{name and f' ({name})'}",
-        rule="nothing is done that is not written down first",
-        way_out=f"{way_out}, then resume: all that was written before is whole.",
+        rule="each decision is journaled before it takes effect",
+        way_out=f"{way_out}, then resume; earlier entries are whole.",
     )
 
 
@@ -110,9 +108,9 @@ def create(path: Path, run_id: str) -> None:
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
         raise JournalError(
-            f"there is {log} without the journal that it belongs to",
+            f"{log} exists without its journal",
             rule=f"{path.name} and its -wal file are one journal",
-            way_out=f"put {path.name} back; or, if it was moved elsewhere, move {log} there too.",
+            way_out=f"restore {path.name}, or move {log} to where the journal is.",
         )
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -190,9 +188,7 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
             lost = [number for number in commits if number > num_whole]
             if len(lost) > 1:  # a power cut tears at most one unanswered commit
                 writing.close()
-                raise damaged(
-                    log, f"after {num_whole} whole frames there are {len(lost)} commits that do not read"
-                )
+                raise damaged(log, f"{len(lost)} commits after {num_whole} whole frames cannot be read")
             return writing
     except DISK_ERRORS as error:
         raise cannot_use(path, error) from error

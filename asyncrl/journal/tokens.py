@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.messages.records import Credit, GrammarSpan, PartialCompletion, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import Completion, Credit, GrammarSpan, Rollout, Trajectory, VersionSpan
 
 FORMAT = 2
 _LEVEL = 1  # higher levels save 1 to 3 % at twice the time
@@ -98,7 +98,7 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
         raise ValueError(f"the tokens of {name} do not unpack ({error})") from error
 
 
-def encode_partial(group_id: int, sample_index: int, partial: PartialCompletion) -> bytes:
+def encode_partial(group_id: int, sample_index: int, partial: Completion) -> bytes:
     """Encode an unfinished completion as a trajectory without prompt and reward."""
     trajectory = Trajectory(
         sample_index,
@@ -112,11 +112,11 @@ def encode_partial(group_id: int, sample_index: int, partial: PartialCompletion)
     return encode_trajectory(group_id, trajectory)
 
 
-def decode_partial(blob: bytes, group_id: int, sample_index: int) -> PartialCompletion:
+def decode_partial(blob: bytes, group_id: int, sample_index: int) -> Completion:
     """Decode an unfinished completion. Raises ValueError for a damaged blob or another rollout's."""
     found = decode_trajectory(blob, group_id, sample_index, 0)
     token_ids, logprobs = tuple(found.token_ids.tolist()), tuple(found.behaviour_logprobs.tolist())
-    return PartialCompletion(token_ids, logprobs, found.version_spans, found.num_interruptions)
+    return Completion(token_ids, logprobs, found.version_spans, num_interruptions=found.num_interruptions)
 
 
 def _place(group_id: int, sample_index: int, branch: int) -> list[int]:
@@ -156,9 +156,7 @@ def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tupl
     return {index: (attempts, why) for index, attempts, why in connection.execute(query, (group_id,))}
 
 
-def partials_of(
-    connection: sqlite3.Connection, group_id: int
-) -> dict[int, tuple[int, int, PartialCompletion]]:
+def partials_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, int, Completion]]:
     """Return (attempt, turn, completion so far) of unfinished rollouts."""
     query = "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
     return {

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import asyncrl
@@ -27,7 +26,6 @@ from asyncrl.launch.plan import OWN_BYTES, Plan, lay_out, nodes_of, size_text
 CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
 ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 ASK_TIMEOUT_S = 30.0
-PACKAGES = ("asyncrl", "asyncrl_servers")
 RULE = "`asyncrl check` prints the memory of each process"
 WAY_OUT = (
     "lower trainer.micro_batch_tokens or rollout.slots, set trainer.gradient_checkpointing=true or "
@@ -172,17 +170,3 @@ def version_in(python: Path, package: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return None if done.returncode else done.stdout.strip()
-
-
-def import_folder(folder: Path) -> Path:
-    """Fill a folder with links to our two packages, for PYTHONPATH of a Python that must not see our
-    site-packages.
-    """
-    folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in PACKAGES:
-        link, target = folder / name, Path(str(files(name))).resolve()
-        if not link.is_symlink() or link.readlink() != target:
-            link.unlink(missing_ok=True)  # of an installation that has moved since
-            link.symlink_to(target)
-    return folder

@@ -1,9 +1,9 @@
 """Start the servers of a run as forks of one process that has imported torch and transformers.
 
-The fork server is the standard library's. It starts before the controller imports its own modules, so both
-import at the same time, and a forked child saves about 4 CPU seconds. The preloaded modules start no thread,
-open no device and run no torch operator, so a child equals a `python -m` process. Secrets go through the
-child's standard input and stay out of both environments.
+The fork server is the standard library's. It imports while the controller imports its own modules, and each
+forked child saves about 4 CPU seconds. The preloaded modules start no thread, open no device and run no torch
+operator, so a child behaves like `python -m MODULE`. Secrets go through the child's standard input, not its
+environment.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import os
 import pickle
 import resource
+import select
 import signal
 import sys
 import traceback
@@ -27,21 +28,20 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from asyncrl.base.errors import without_train
+from asyncrl.base.errors import RoomError, without_train
 from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
-
-logger = logging.getLogger("asyncrl.launch.fork_server")
+from asyncrl.base.waits import uncut
 
 KEY_ENV = "ASYNCRL_VLLM_KEY"
 """Environment variable with the key of vLLM servers that the run did not start."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Default for children. Without it each thread that hashes or copies weights would start an OpenMP team as
-large as the machine, which spins while it waits.
+"""Default for children: otherwise each thread that hashes or copies weights starts an OpenMP team per core,
+which spins while it waits.
 """
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
-"""Keys of the run itself. Every process of this user can read an environment in /proc."""
+"""Keys of the run. Every process of this user can read an environment in /proc."""
 PRELOADED = (
-    "asyncrl.trainer.model.scratch",
+    "asyncrl.trainer.model.random_init",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated",
@@ -49,9 +49,9 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
 )
 WITHOUT_GC = "asyncrl.launch.without_gc"
-"""Preloaded first: garbage collection would take a fifth of the time of the imports."""
+"""Preloaded first: garbage collection takes a fifth of the import time."""
 TIMEOUT_S = 120.0
-"""Longest wait for a child. The first one waits for the imports."""
+"""Limit for a fork. The first one waits for the imports."""
 IMPORT_ENV = {
     **ONE_THREAD,
     "OPENBLAS_NUM_THREADS": "1",
@@ -59,7 +59,7 @@ IMPORT_ENV = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, imported by scikit-learn
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not open the driver
 }
-"""Variables that keep libraries from starting threads when they are imported."""
+"""Keeps libraries from starting threads when they are imported."""
 
 
 class ForkedProcess:
@@ -72,14 +72,10 @@ class ForkedProcess:
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(status, self._read_status)
 
-    async def wait(self) -> int:
-        """Wait until it ends; return its exit code, or minus the signal that ended it."""
+    async def wait(self) -> None:
         await self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL if it still lives."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -88,7 +84,7 @@ class ForkedProcess:
         asyncio.get_running_loop().remove_reader(self._status)
         try:
             self.returncode = forkserver.read_signed(self._status)
-        except EOFError:  # the fork server died, and nobody else can see how this child ends
+        except EOFError:  # the fork server died, and only it can see this child's exit code
             self.kill()
             self.returncode = -signal.SIGKILL
         os.close(self._status)
@@ -96,14 +92,21 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The controller's end of the fork server. Life: started by the constructor, used until close() or its
-    own death. It ends with the controller, and its children end with it.
+    """The controller's end of the fork server, which ends with the controller. If it dies, its children are
+    killed, and the next fork starts another server.
     """
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self.modules = frozenset(modules)
-        self._server = forkserver.ForkServer()
+        self._server: Any = forkserver.ForkServer()
         self._server.set_forkserver_preload([WITHOUT_GC, *modules])
+        self._ensure_running()
+
+    @property
+    def pid(self) -> int | None:
+        return self._server._forkserver_pid  # type: ignore[no-any-return]
+
+    def _ensure_running(self) -> None:
         before = dict(os.environ)
         os.environ.update(IMPORT_ENV | before)
         for name in NEVER_INHERITED:
@@ -113,66 +116,45 @@ class ForkServer:
         finally:
             os.environ.clear()
             os.environ.update(before)
-        self.pid: int = self._server._forkserver_pid  # type: ignore[attr-defined]
-        self.is_alive = True
 
     def has(self, module: str) -> bool:
         """Return True if `python -m module` can be forked."""
-        return self.is_alive and bool({module, f"{module}.__main__"} & self.modules)
+        return bool({module, f"{module}.__main__"} & self.modules)
 
     async def fork(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
-    ) -> ForkedProcess | None:
-        """Start main() of `module` in a new process. Return None if the server is gone, then and ever after.
+    ) -> ForkedProcess:
+        """Start main() of `module` in a new process. Raises RoomError after TIMEOUT_S.
 
-        The first three of `files` become the child's standard streams; it keeps the numbers of the others.
+        The first three of `files` become the child's standard streams; the others keep their numbers.
         """
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                pid, status = await asyncio.to_thread(self.start, module, arguments, env, files)
-            return ForkedProcess(pid, status)
-        except (OSError, EOFError) as error:
-            text = "the fork server (process %s) is gone; children start without it from now on: %r"
-            logger.warning(text, self.pid, error)
-            self.close()
-            return None
-        except asyncio.CancelledError:  # the child must not outlive the request
-            self.close()
-            raise
+        self._ensure_running()
+        started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
+        process = ForkedProcess(*started)
+        if cancelled is not None:
+            process.kill()
+            raise cancelled
+        return process
 
     def start(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
     ) -> tuple[int, int]:
-        """Start a child; return its pid and the descriptor that carries its exit code. Raises OSError,
-        EOFError.
-        """
-        if not self.is_alive or os.waitpid(self.pid, os.WNOHANG) != (0, 0):
-            raise ProcessLookupError(f"process {self.pid} has ended")
-        numbers = (0, 1, 2, *files[3:])
-        child = Child(
-            module, tuple(arguments), dict(env), numbers, resource.getrlimit(resource.RLIMIT_NOFILE)
-        )
-        leads, its_end = os.pipe()
-        with os.fdopen(leads, "rb") as leads_group:
-            try:
-                status, data = self._server.connect_to_new_process([its_end, *files])
-            finally:
-                os.close(its_end)
-            with os.fdopen(data, "wb") as pipe:
-                pid = forkserver.read_signed(status)
-                pickle.dump({}, pipe)  # no preparation: the user's own script is never imported again
-                pickle.dump(child, pipe)
-            leads_group.read()  # else a signal to its group could come too early
-        return pid, status
+        """Start a child; return its pid and the descriptor that carries its exit code. Blocks."""
+        child = Child(module, tuple(arguments), dict(env), (0, 1, 2, *files[3:]))
+        status, data = self._server.connect_to_new_process(list(files))
+        with os.fdopen(data, "wb") as pipe:
+            pickle.dump({}, pipe)  # no preparation: the user's own script is never imported again
+            pickle.dump(child, pipe)
+        if not select.select([status], [], [], TIMEOUT_S)[0]:
+            os.close(status)
+            raise RoomError("fork server", f"no child within {TIMEOUT_S:g} s", way_out="run it again.")
+        return forkserver.read_signed(status), status
 
     def close(self) -> None:
         """End the server. Idempotent."""
-        if self.is_alive:
-            self.is_alive = False
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                self._server._stop()  # type: ignore[attr-defined]
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._server._stop()
 
 
 def preloads(module: str) -> bool:
@@ -206,10 +188,9 @@ class Child:
     arguments: tuple[str, ...]
     env: dict[str, str]
     numbers: tuple[int, ...]
-    open_files: tuple[int, int]
 
     def _bootstrap(self, parent_sentinel: int) -> int:
-        """Become what `python -m` would have started: session, streams, environment, arguments."""
+        """Run the module's main() as `python -m` would; return the exit code."""
         code = 1
         try:
             self._take_over(parent_sentinel)
@@ -230,6 +211,7 @@ class Child:
         return code
 
     def _take_over(self, parent_sentinel: int) -> None:
+        """Become what `python -m` starts: session, streams, environment, arguments."""
         os.setsid()
         gc.freeze()  # collections do not touch the memory that the children share
         gc.enable()
@@ -238,14 +220,14 @@ class Child:
         for fd in (parent_sentinel, server._forkserver_alive_fd, tracker._fd, sys.stdin.fileno()):
             os.close(fd)
         tracker._fd = None
-        leads_group, *files = server.get_inherited_fds()
-        os.close(leads_group)
+        files = server.get_inherited_fds()
         for fd, number in zip(files, self.numbers, strict=True):
             os.dup2(fd, number)
         for fd in set(files) - set(self.numbers):
             os.close(fd)
         sys.stdin = os.fdopen(0, closefd=False)
-        resource.setrlimit(resource.RLIMIT_NOFILE, self.open_files)
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         os.environ.clear()
         os.environ.update(self.env)
         paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
@@ -259,7 +241,7 @@ class Child:
 def _set_title(command: Sequence[str]) -> None:
     """Write `command` over the arguments that this process was started with, for `ps`."""
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    start, end = int(stat[45]), int(stat[46])
-    title = b"\0".join(map(os.fsencode, command))[: end - start - 1]
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, title, len(title))
+    start = int(stat[45])
+    size = int(stat[46]) - start
+    title = b"\0".join(map(os.fsencode, command))[: size - 1]
+    ctypes.memmove(start, title.ljust(size, b"\0"), size)

@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeAlias
 from asyncrl.base.errors import AsyncrlError, RoomError
 from asyncrl.base.spans import note_span
 from asyncrl.base.waits import uncut, waiting
-from asyncrl.messages.base import Moved
+from asyncrl.messages.engine_api import TransferStats
 
 Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
@@ -113,7 +113,7 @@ class Lease:
 
     def __init__(
         self,
-        calls: Callable[[Call], Mapping[str, Awaitable[Moved]]],
+        calls: Callable[[Call], Mapping[str, Awaitable[TransferStats]]],
         *,
         timeout_s: float,
         on_event: Callable[[str, Mapping[str, Any]], None],
@@ -135,7 +135,7 @@ class Lease:
     def __repr__(self) -> str:
         return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
 
-    async def hand_to(self, to: Side) -> Moved:
+    async def hand_to(self, to: Side) -> TransferStats:
         """Hand the devices over; return the bytes freed, taken or moved. Raises RoomError, leaving the
         devices with their owner.
         """
@@ -162,7 +162,7 @@ class Lease:
             self._on_event("handover phase", detail)
         self.state, self.owner = RESTING[to], to
         self.num_handovers += 1
-        moved = Moved(num_bytes=total_bytes, seconds=clock() - began_s)
+        moved = TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
         self._on_event("handed over", {"to": to, "seconds": moved.seconds})
         return moved
 
@@ -175,7 +175,7 @@ class Lease:
             error = RoomError("placement", "a call was cancelled from outside")
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
 
-    async def _one(self, name: str, verb: str, work: Awaitable[Moved]) -> int:
+    async def _one(self, name: str, verb: str, work: Awaitable[TransferStats]) -> int:
         limit = asyncio.timeout(self._timeout_s)
         try:
             with waiting(f"{verb} of {name}", on=name, who="handover"):

@@ -9,9 +9,7 @@ import functools
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,22 +90,6 @@ def cpu_has_bfloat16() -> bool:
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return not BFLOAT16_FLAGS.isdisjoint(flags.partition(":")[2].split())
-
-
-def why_no_compiler(*, for_cuda: bool) -> str:
-    """Return the missing requirement of torch.compile on this machine, "" if there is none."""
-    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        return "there is no C compiler, which torch.compile needs"
-    if not for_cuda:
-        return ""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed, which torch.compile needs on CUDA"
-    # Triton looks there too, and not where Debian's Python would put its own
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    headers = Path(sysconfig.get_path("include", scheme))
-    if not (headers / "Python.h").is_file():
-        return f"Python's headers are not installed, which Triton needs: there is no {headers}/Python.h"
-    return ""
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:

@@ -14,14 +14,15 @@ from typing import Literal
 
 from asyncrl.base.host import num_cores
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.config.generation import ENGINES, EngineFacts
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.config.generation import ENGINES, EngineCapabilities
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS, TEACHER_SLOTS
 from asyncrl.config.weight_sync import transport_words
 from asyncrl.launch.choice import NO_DEVICE, NodeDevice
 from asyncrl.launch.devices import Placement, place
 from asyncrl.launch.machine import Machine, this_machine
 from asyncrl.launch.model_shape import ModelShape, model_shape
-from asyncrl.launch.nodes import LOOPBACK, Node
+from asyncrl.launch.nodes import Node
+from asyncrl.launch.processes import LOOPBACK
 
 ProcessSide = Literal["controller", "trainer", "engine", "eval", "host"]
 EVAL_ENGINE = "engine-eval"
@@ -176,7 +177,7 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
         add(EVAL_ENGINE, "eval", beside, [own], memory)
     if (teacher := config.teacher) is not None and (own := placement.teacher) is not None:
         shape = model_shape(ModelConfig(path=teacher.path, revision=teacher.revision))
-        memory = engine_memory(config, shape, ENGINES["embedded"], teacher.slots + 1, [own], stages=False)
+        memory = engine_memory(config, shape, ENGINES["embedded"], TEACHER_SLOTS + 1, [own], stages=False)
         add(TEACHER, "eval", beside, [own], memory)
     return tuple(plans)
 
@@ -212,12 +213,17 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
     part = whole.split(trainer.world_size)
-    sent = num * item if rank == 0 and config.weight_sync.facts.is_one_kept else 0
+    sent = num * item if rank == 0 and config.weight_sync.facts.is_collective else 0
     return replace(part, micro_batch=work, copies=part.copies + sent)
 
 
 def engine_memory(
-    config: RunConfig, shape: ModelShape, facts: EngineFacts, slots: int, devices: Sequence[str], stages: bool
+    config: RunConfig,
+    shape: ModelShape,
+    facts: EngineCapabilities,
+    slots: int,
+    devices: Sequence[str],
+    stages: bool,
 ) -> Memory:
     """Return the memory of one engine on each of its devices. A paged KV cache counts for one sequence: more
     sequences wait. `stages`: the next weights arrive while the engine generates.

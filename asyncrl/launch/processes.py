@@ -10,85 +10,41 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files as files_of
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.message import SECRET_ENV, find_fatal
 from asyncrl.launch import fork_server
-from asyncrl.launch.nodes import LOOPBACK, Process
 
 logger = logging.getLogger("asyncrl.launch.processes")
 
+LOOPBACK = "127.0.0.1"
 LOG_TAIL_LINES = 12
 GROUP_TIMEOUT_S = 12.0
 """Longer than the guard of a vLLM server gives its group to end."""
-STACKS = signal.SIGUSR1
 KILL_TIMEOUT_S = 5.0
 """SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
-
+STACKS = signal.SIGUSR1
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Makes torch use huge pages for large CPU tensors: allocation takes a third of the time, and weight
-copies reach memory bandwidth.
+"""Makes torch use huge pages for large CPU tensors: allocation takes a third of the time, and weight copies
+reach memory bandwidth.
 """
+PACKAGES = ("asyncrl", "asyncrl_servers")
 
 
-class ForeignProcess:
-    """Stand-in for ChildProcess: a server that the run did not start. Only its heartbeat is observable."""
+@dataclass(frozen=True)
+class ProcessSpec:
+    """A process to start, independent of the machine.
 
-    pid: int | None = None
-    returncode: int | None = None
-    left = ""
-
-    def __init__(self, name: str, url: str) -> None:
-        self.name, self.url = name, url.rstrip("/")
-        self.log_path = f"the log of {self.url}"
-
-    def seen(self) -> str:
-        return "no process of this run"
-
-    async def start(self) -> None:
-        """Do nothing: it is already running."""
-
-    def renewed(self) -> ForeignProcess:
-        return self
-
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
-
-    watch = wait
-
-    def death(self) -> RoomError:
-        return RoomError(self.name, f"the server at {self.url} ended")
-
-    def log_tail(self) -> str:
-        return f"    (in {self.log_path})"
-
-    async def aclose(self) -> None:
-        """Do nothing: the server keeps its present weights."""
-
-    def kill_nowait(self) -> None:
-        """Do nothing."""
-
-    def dump_stacks_nowait(self) -> None:
-        """Do nothing."""
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class ChildProcess:
-    """A server of the run in its own process.
-
-    Life: created -> start() -> running -> ended, by aclose() or by itself (then watch() raises); renewed()
-        makes its successor, which continues the log. Its standard input is a pipe that only we hold: the
-        first line has the secrets, and if we die in any way, the child reads EOF and exits. It leads a
-        process group that ends with it; members that clean up (the guard of a vLLM server) get
-        GROUP_TIMEOUT_S.
-
-    `secret` opens its own server; `secrets` are others by name. `python`: its Python (None: ours); another
-    one finds our packages through PYTHONPATH in `env` (fit.import_folder). `host`: the address to listen on.
+    `module` runs as `python -m module` with `spec` (JSON) in a file and a listening socket, at `port` or any
+    free one. It sees only `devices` (cpu, cuda:1, ...) of its node. `secret` opens its server; `secrets` are
+    others by name. `python`, called on its node, returns its Python (None: ours) or raises ConfigError.
     """
 
     name: str
@@ -96,21 +52,125 @@ class ChildProcess:
     spec: str
     run_dir: Path
     secret: str
+    devices: Sequence[str] = ("cpu",)
     port: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
-    python: Path | None = None
-    host: str = LOOPBACK
-    url: str = field(default="", init=False)
-    left: str = field(default="", init=False)
-    """Survivors of aclose(), as text."""
-    _process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = field(default=None, init=False)
-    _stdin: int | None = field(default=None, init=False)
-    _log_start: int = field(default=0, init=False)
+    python: Callable[[], Path] | None = None
 
     @property
     def log_path(self) -> Path:
         return self.run_dir / "logs" / f"{self.name}.log"
+
+
+class Process:
+    """A server of the run in its own process, here or on another node.
+
+    Life: created -> start() -> running -> ended, by aclose() or by itself (then watch() raises); renewed()
+        makes its successor, which continues the log.
+    """
+
+    def __init__(self, name: str, log_path: Path | str, url: str = "") -> None:
+        self.name = name
+        self.log_path = log_path
+        self.url = url
+        """Empty before the start."""
+        self.left = ""
+        """Survivors of aclose(), as text."""
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id if it runs on this machine."""
+        return None
+
+    @property
+    def returncode(self) -> int | None:
+        return None
+
+    def seen(self) -> str:
+        """Describe its state without a request to its server."""
+        return "no process of this run"
+
+    async def start(self) -> None:
+        """Start it, without waiting for readiness."""
+
+    def renewed(self) -> Any:
+        return self
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    async def watch(self) -> None:
+        """Sleep until the process ends; then raise RoomError with the reason."""
+        await self.wait()
+        raise self.death()
+
+    def death(self) -> RoomError:
+        """Return the reason of its end, from the last words in its log."""
+        fatal = find_fatal(self._log())
+        if fatal is not None:
+            return RoomError(self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
+        code = self.returncode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
+        return RoomError(
+            self.name,
+            f"{self._place()} {how}; the end of its log:\n{self.log_tail()}",
+            way_out=f"read {self.log_path}, correct the cause, and start the run again.",
+        )
+
+    def _place(self) -> str:
+        return f"process {self.pid}"
+
+    def log_tail(self) -> str:
+        lines = self._log().splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join(f"    {line}" for line in lines) or f"    (empty: {self.log_path})"
+
+    def _log(self) -> str:
+        """Return the output of this process; predecessors may have written the start of the log."""
+        try:
+            with Path(self.log_path).open("rb") as file:
+                file.seek(self._log_start)
+                return file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    async def aclose(self) -> None:
+        """End the process and its group. Idempotent."""
+
+    def kill_nowait(self) -> None:
+        """Send SIGKILL without waiting."""
+
+    def dump_stacks_nowait(self) -> None:
+        """Make it log its stacks, unless SIGUSR1 would end it."""
+
+
+class ForeignProcess(Process):
+    """A server that the run did not start. Only its heartbeat is observable."""
+
+    def __init__(self, name: str, url: str) -> None:
+        super().__init__(name, f"the log of {url.rstrip('/')}", url.rstrip("/"))
+
+
+class ChildProcess(Process):
+    """A child of this process.
+
+    Its standard input is a pipe that only we hold: the first line has the secrets, and if we die in any way,
+    the child reads EOF and exits. It leads a process group that ends with it; members that clean up (the
+    guard of a vLLM server) get GROUP_TIMEOUT_S. `environ` selects its devices; `host` is the address to
+    listen on.
+    """
+
+    def __init__(
+        self, spec: ProcessSpec, environ: Mapping[str, str] | None = None, host: str = LOOPBACK
+    ) -> None:
+        super().__init__(spec.name, spec.log_path)
+        self.spec = spec
+        self._environ = environ or {}
+        self._host = host
+        self._process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = None
+        self._stdin: int | None = None
 
     @property
     def pid(self) -> int | None:
@@ -129,47 +189,41 @@ class ChildProcess:
             return f"process {self.pid} ended with {self.returncode}"
 
     async def start(self) -> None:
-        """Bind the socket and start the process, without waiting for readiness."""
-        spec_path = self.run_dir / "specs" / f"{self.name}.json"
-        for path in (spec_path, self.log_path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        spec_path.write_text(self.spec, encoding="utf-8")
-        with bind_socket(self.name, self.port, self.host) as listener, self.log_path.open("ab") as log:
-            await self._start_on(listener, log.fileno(), spec_path)
-
-    async def _start_on(self, listener: socket.socket, log: int, spec_path: Path) -> None:
-        self._log_start = os.fstat(log).st_size
-        env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **HUGE_PAGES, **self.env}
-        arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
-        stdin, self._stdin = os.pipe()
-        try:
-            files = [stdin, log, log, listener.fileno()]
-            self._process = await start_process(
-                self.module, arguments, files=files, env=env, python=self.python
-            )
-        finally:
-            os.close(stdin)
-        self.url = f"http://{self.host}:{listener.getsockname()[1]}"
+        """Bind the socket and start the process. Raises ConfigError if its port is taken or its Python
+        missing.
+        """
+        spec = self.spec
+        specs = spec.run_dir / "specs"
+        env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **HUGE_PAGES, **self._environ}
+        python = await asyncio.to_thread(spec.python) if spec.python else None
+        if python is not None:
+            env["PYTHONPATH"] = str(import_folder(specs / f"imports-{self._host}"))
+        for folder in (specs, spec.log_path.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        spec_path = specs / f"{spec.name}.json"
+        spec_path.write_text(spec.spec, encoding="utf-8")
+        with bind_socket(spec.name, spec.port, self._host) as listener, spec.log_path.open("ab") as log:
+            self._log_start = log.tell()
+            arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
+            stdin, self._stdin = os.pipe()
+            files = [stdin, log.fileno(), log.fileno(), listener.fileno()]
+            try:
+                env |= spec.env
+                self._process = await start_process(
+                    spec.module, arguments, files=files, env=env, python=python
+                )
+            finally:
+                os.close(stdin)
+            self.url = f"http://{self._host}:{listener.getsockname()[1]}"
         with contextlib.suppress(BrokenPipeError):  # it has already ended
-            os.write(self._stdin, json.dumps({**self.secrets, SECRET_ENV: self.secret}).encode() + b"\n")
+            os.write(self._stdin, json.dumps({**spec.secrets, SECRET_ENV: spec.secret}).encode() + b"\n")
 
     def renewed(self) -> ChildProcess:
-        return replace(self)
+        return ChildProcess(self.spec, self._environ, self._host)
 
     async def wait(self) -> None:
         assert self._process is not None, "wait() comes after start()"
         await self._process.wait()
-
-    async def watch(self) -> None:
-        """Sleep until the process ends; then raise RoomError with the reason."""
-        await self.wait()
-        raise self.death()
-
-    def death(self) -> RoomError:
-        return death_of(self, f"process {self.pid}", read_log(self.log_path, self._log_start))
-
-    def log_tail(self) -> str:
-        return tail_of(read_log(self.log_path, self._log_start))
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
         """End the process and its group: SIGTERM, after `timeout_s` SIGKILL to it, then to the others;
@@ -186,8 +240,8 @@ class ChildProcess:
             _signal_group(process.pid, signal.SIGKILL)
             if not await self._ends_within(KILL_TIMEOUT_S):
                 self.left = (
-                    f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after SIGKILL"
-                    ", in a driver or network file system: its devices and memory are taken meanwhile"
+                    f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after "
+                    "SIGKILL, in a driver or network file system; it still holds its devices and memory"
                 )
                 logger.warning("%s", self.left)
         if self._stdin is not None:
@@ -209,43 +263,27 @@ class ChildProcess:
             _signal_group(self._process.pid, signal.SIGCONT)
 
     def dump_stacks_nowait(self) -> None:
-        """Send SIGUSR1 if it has a handler."""
         if self._process is not None and self.returncode is None and catches(self._process.pid, STACKS):
             os.kill(self._process.pid, STACKS)
 
 
-def death_of(process: Process, who: str, log: str) -> RoomError:
-    """Return the reason of a process's end, from the last words in its log."""
-    fatal = find_fatal(log)
-    if fatal is not None:
-        return RoomError(process.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-    code = process.returncode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
-    return RoomError(
-        process.name,
-        f"{who} {how}; the end of its log:\n{tail_of(log)}",
-        way_out=f"read {process.log_path}, correct the cause, and start the run again.",
-    )
-
-
-def tail_of(log: str) -> str:
-    lines = log.splitlines()[-LOG_TAIL_LINES:]
-    return "\n".join(f"    {line}" for line in lines) or "    (empty)"
-
-
-def read_log(path: Path, start: int) -> str:
-    """Return the output of one process; predecessors may have written the start of the log."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
+def import_folder(folder: Path) -> Path:
+    """Fill a folder with links to our two packages, for PYTHONPATH of a Python that must not see our
+    site-packages.
+    """
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PACKAGES:
+        link = folder / name
+        target = Path(str(files_of(name))).resolve()
+        if not link.is_symlink() or link.readlink() != target:
+            link.unlink(missing_ok=True)  # of an installation that has moved
+            link.symlink_to(target)
+    return folder
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Return True if the process handles the signal; a new process would die of it."""
+    """Return True if the process handles the signal; a process that has just started would die of it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("SigCgt:"):
@@ -254,8 +292,8 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def bind_socket(owner: str, port: int | None, host: str = LOOPBACK) -> socket.socket:
-    """Return a listening socket at `port` or any free one. Raises ConfigError if the port is taken,
-    OSError otherwise.
+    """Return a listening socket at `port` or any free one. Raises ConfigError if the port is taken, OSError
+    otherwise.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -269,9 +307,15 @@ def bind_socket(owner: str, port: int | None, host: str = LOOPBACK) -> socket.so
         raise ConfigError(
             f"port {port} for {owner} cannot be used: {error.strerror}",
             rule=f"each internal server needs a port of its own on {host}",
-            way_out="end the program that holds it, or leave the port at none (any free one).",
+            way_out="end the program that holds it, or set the port to none (any free one).",
         ) from error
     return listener
+
+
+def free_port_at(host: str) -> int:
+    with bind_socket("a port", None, host) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 async def start_process(
@@ -291,9 +335,7 @@ async def start_process(
     environ = {name: value for name, value in environ.items() if name not in fork_server.NEVER_INHERITED}
     server = fork_server.current
     if python is None and server is not None and server.has(module):
-        forked = await server.fork(module, arguments, environ, files)
-        if forked is not None:
-            return forked
+        return await server.fork(module, arguments, environ, files)
     return await asyncio.create_subprocess_exec(
         str(python or sys.executable),
         "-m",

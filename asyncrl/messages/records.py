@@ -32,7 +32,7 @@ TopLogprobs = Sequence[tuple[int, float]]
 likeliest first.
 """
 
-Finished = Literal["ready", "filtered", "handed_back"]
+Finished = Literal["ready", "filtered", "requeued"]
 """Fate of a finished group: ready; replaced by buffer.filter because it has no gradient; dropped earlier; or
 all its tokens are too old and its prompt is queued again."""
 
@@ -70,14 +70,14 @@ class Prompt:
 
     `prompt_id` is unique within a run: epoch/index, or task/epoch/index with several tasks. `messages` are
     chat messages (role and content). Only the reward function sees `answer` and `info`; no model does.
-    `num_handed_back`: times that its group failed or became too old.
+    `num_requeued`: times that its group failed or became too old.
     """
 
     prompt_id: str
     messages: tuple[Mapping[str, str], ...]
     answer: Any = None
     info: Mapping[str, Any] = field(default_factory=dict)
-    num_handed_back: int = 0
+    num_requeued: int = 0
 
     @property
     def task(self) -> str:
@@ -89,9 +89,7 @@ class Prompt:
         """The prompt's part of each seed. It changes when the group is dropped, so that the same long
         completion is not sampled again.
         """
-        return (
-            f"{self.prompt_id} handed back {self.num_handed_back}" if self.num_handed_back else self.prompt_id
-        )
+        return f"{self.prompt_id} requeued {self.num_requeued}" if self.num_requeued else self.prompt_id
 
 
 def task_of(prompt_id: str) -> str:
@@ -130,31 +128,20 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The completion of one logical request, from all its segments.
+    """Tokens of one logical request, joined from its segments; so far, if it has no `finish_reason`.
 
-    `behaviour_logprobs` are float32 values in nats of the sampled distribution, one per token;
-    `version_spans` cover every token exactly once, in order. `top_logprobs`: the requested most likely tokens
-    at each place with their logprobs, the likeliest first; empty for tokens sampled in an earlier process.
-    `routing`: RoutedTokens.known of engines/segment_check.py, or None.
+    `behaviour_logprobs`: float32 in nats of the sampled distribution, one per token. `version_spans` cover
+    every token once, in order. `top_logprobs`: the requested most likely tokens at each place, the likeliest
+    first; empty for tokens of an earlier process. `routing`: RoutedTokens.known of engines/segment_check.py.
     """
-
-    token_ids: tuple[int, ...]
-    behaviour_logprobs: tuple[float, ...]
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: Literal["stop", "length"]
-    num_interruptions: int = 0
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    routing: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class PartialCompletion:
-    """Tokens sampled so far for an unfinished logical request; fields as in Completion."""
 
     token_ids: tuple[int, ...] = ()
     behaviour_logprobs: tuple[float, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
+    finish_reason: Literal["stop", "length"] | None = None
     num_interruptions: int = 0
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    routing: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +291,7 @@ class UnfinishedGroup:
     prompt: Prompt
     rollouts: Mapping[int, Rollout] = field(default_factory=dict)
     failures: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    partials: Mapping[int, tuple[int, PartialCompletion]] = field(default_factory=dict)
+    partials: Mapping[int, tuple[int, Completion]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ GAUGES: Mapping[str, Gauge] = {
     "rollout/interrupted": Gauge("total", "", "interruptions of completions that later resumed"),
     "rollout/dropped": Gauge("total", "groups", "dropped as too old, and generated again"),
     "rollout/failed_groups": Gauge("total", "groups", "with too few usable rollouts"),
-    "rollout/given_up": Gauge("total", "prompts", "given up (rollout.max_hand_backs)"),
+    "rollout/given_up": Gauge("total", "prompts", "given up (rollout.max_requeues)"),
     "rollout/abandoned": Gauge("total", "calls", "of a reward function, abandoned as too slow"),
     "rollout/filtered": Gauge("total", "groups", "replaced because they teach nothing (buffer.filter)"),
     "rollout/filtered_tokens": Gauge("total", "tokens", "sampled in filtered groups"),
@@ -164,11 +164,11 @@ GAUGES: Mapping[str, Gauge] = {
 
 PROGRESS = frozenset(
     """
-buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down engine/restarts
-engine/tokens evaluation/ended gateway/calls harness/leases harness/workers policy_version
-publish/version rollout/failed rollout/finished teacher/restarts teacher/tokens trainer/down trainer/restarts trainer/version
-turns/phases
-""".split()
+    buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down
+    engine/restarts engine/tokens evaluation/ended gateway/calls harness/leases harness/workers
+    policy_version publish/version rollout/failed rollout/finished teacher/restarts teacher/tokens
+    trainer/down trainer/restarts trainer/version turns/phases
+    """.split()
 )
 """Counters whose change means that the run moves, for the watchdog. Those without a declaration are in no
 file.

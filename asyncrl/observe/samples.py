@@ -183,12 +183,11 @@ def _middle_cut(text: str, most: int | None) -> str:
 class SampleWriter:
     """Writes samples.jsonl. Life: goes_on_at() in a resumed run -> step() and failed(). Raises OSError."""
 
-    def __init__(self, run_dir: Path, *, seed: int, per_step: int, failed_per_step: int) -> None:
+    def __init__(self, run_dir: Path, *, seed: int, per_step: int) -> None:
         self._run_dir = run_dir
         self.path = run_dir / SAMPLES_FILE
         self.seed = seed
         self.per_step = per_step
-        self.failed_per_step = failed_per_step
         self._next_step = 1
         self._num_failed = 0
 
@@ -218,7 +217,7 @@ class SampleWriter:
     ) -> list[ShownRollout]:
         """Write a rollout that failed for good, if few did since the last step."""
         self._num_failed += 1
-        if self._num_failed > self.failed_per_step:
+        if self._num_failed > self.per_step:
             return []
         rollout: Rollout = ()
         with contextlib.suppress(RolloutFailure):  # nothing was sampled

@@ -8,10 +8,10 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from asyncrl.config.operation import TRACKERS, MlflowArgs, TrackioArgs, WandbArgs
+from asyncrl.config.operation import TRACKERS
 from asyncrl.observe.samples import ShownRollout, sample_text
 from asyncrl.observe.trackers import TrackedRun, Tracker
 
@@ -47,7 +47,7 @@ def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
 class TensorBoard(Tracker):
     """TensorBoard: scalars by step, evaluations by policy_version, samples as text in RUN_DIR/tensorboard."""
 
-    def __init__(self, args: None = None) -> None:
+    def __init__(self) -> None:
         self._writer: Any = None
 
     def start(self, run: TrackedRun) -> None:
@@ -89,22 +89,37 @@ class TensorBoard(Tracker):
 class Wandb(Tracker):
     """Weights & Biases: metrics by `step`, evaluations by `policy_version`."""
 
-    def __init__(self, args: WandbArgs) -> None:
-        self._args = args
+    def __init__(
+        self,
+        *,
+        project: str = "asyncrl",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: Literal["online", "offline"] | None = None,
+    ) -> None:
+        """`mode`: None is the value of WANDB_MODE, else online."""
+        self._project = project
+        self._entity = entity
+        self._group = group
+        self._tags = list(tags)
+        self._mode = mode
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> str:
         """Open the run; offline without a key or a server."""
         import wandb
 
-        args = self._args
         settings = wandb.setup().settings
-        mode: Any = settings.mode if args.mode == "auto" else args.mode
+        mode: Any = self._mode or settings.mode
         if mode == "online" and (why := _why_offline(str(settings.base_url))):
             run.warn(f"wandb is offline: {why}; upload later: wandb sync {run.run_dir}/wandb/offline-run-*")
             mode = "offline"
         self._run = wandb.init(
-            **args.model_dump(include={"project", "entity", "group", "tags"}),
+            project=self._project,
+            entity=self._entity,
+            group=self._group,
+            tags=self._tags,
             id=run.run_id,
             name=run.name,
             config=dict(run.config),
@@ -116,7 +131,7 @@ class Wandb(Tracker):
         )
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("eval/*", step_metric="policy_version")
-        return f"{args.entity or ''}/{args.project}/{run.run_id}"
+        return f"{self._entity or ''}/{self._project}/{run.run_id}"
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
@@ -153,8 +168,10 @@ def _why_offline(base_url: str) -> str:
 class Mlflow(Tracker):
     """MLflow: metrics by step, evaluations by policy_version, and samples as one table artifact a step."""
 
-    def __init__(self, args: MlflowArgs) -> None:
-        self._args = args
+    def __init__(self, *, uri: str | None = None, experiment: str = "asyncrl") -> None:
+        """`uri`: tracking server or database; None is MLFLOW_TRACKING_URI, else ./mlflow.db."""
+        self._uri = uri
+        self._experiment = experiment
         self._client: Any = None
         self._id = ""
 
@@ -163,9 +180,9 @@ class Mlflow(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self._client = MlflowClient(tracking_uri=self._args.uri)
-        known = self._client.get_experiment_by_name(self._args.experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(self._args.experiment)
+        self._client = MlflowClient(tracking_uri=self._uri)
+        known = self._client.get_experiment_by_name(self._experiment)
+        experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
         if found := self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.run_id}'"):
             self._id = found[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
@@ -197,20 +214,21 @@ class Mlflow(Tracker):
 class Trackio(Tracker):
     """Trackio: metrics by step, and evaluations by policy_version, under a name that ends in the run's id."""
 
-    def __init__(self, args: TrackioArgs) -> None:
-        self._args = args
+    def __init__(self, *, project: str = "asyncrl", space_id: str | None = None) -> None:
+        """`space_id`: a Hugging Face Space such as user/name; None is this machine, or TRACKIO_SPACE_ID."""
+        self._project = project
+        self._space_id = space_id
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> str:
-        """Continue the run of the kept name; the run directory may have another one."""
         import trackio
 
-        project = self._args.project
-        space = self._args.space_id
-        config = dict(run.config)
         name = f"{run.name}-{run.run_id[:8]}"
-        self._run = trackio.init(project, name, space_id=space, config=config, resume="allow", embed=False)
-        return f"{space or ''}/{project}/{name}"
+        config = dict(run.config)
+        self._run = trackio.init(
+            self._project, name, space_id=self._space_id, config=config, resume="allow", embed=False
+        )
+        return f"{self._space_id or ''}/{self._project}/{name}"
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -235,4 +253,6 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{name}.{key}".rstrip("."), inner if isinstance(inner, str) else json.dumps(inner)
 
 
-CLIENTS: Mapping[str, Any] = dict(zip(TRACKERS, (TensorBoard, Wandb, Mlflow, Trackio), strict=True))
+CLIENTS: Mapping[str, Callable[..., Tracker]] = dict(
+    zip(TRACKERS, (TensorBoard, Wandb, Mlflow, Trackio), strict=True)
+)

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl.base.errors import CallbackError, ConfigError, install_extra
 from asyncrl.base.user_code import check_call, load_object
-from asyncrl.config.operation import ObserveConfig, TrackerArgs
+from asyncrl.config.operation import ObserveConfig
 from asyncrl.observe.run_dir import read_object
 from asyncrl.observe.samples import ShownRollout
 
@@ -137,9 +137,10 @@ def check_trackers(observe: ObserveConfig) -> None:
     or called with its arguments, or lacks a method; ModuleNotFoundError for a client of the extra `train`.
     """
     for name in observe.trackers:
-        if ":" in name:
-            _own_class(name, observe.tracker_args)
-        elif find_spec(name) is None:
+        args = observe.tracker_args.get(name, {})
+        usage = "Tracker(**observe.tracker_args[name])"
+        check_call(_class_of(name), (), args, said=f"observe.trackers={name}", usage=usage)
+        if ":" not in name and find_spec(name) is None:
             if name == "tensorboard":
                 raise ModuleNotFoundError(f"observe.trackers has {name}", name=name)
             what = f"observe.trackers has {name}, and the package {name} is not installed"
@@ -150,28 +151,25 @@ def make_trackers(
     observe: ObserveConfig, warn: Callable[[str], None], callbacks: Sequence[Tracker] = ()
 ) -> Background:
     """Return the trackers of the config, which are made later, in their thread."""
-    makers = {name: partial(make_tracker, name, observe.tracker_args) for name in observe.trackers}
+    args = observe.tracker_args
+    makers = {name: partial(make_tracker, name, args.get(name, {})) for name in observe.trackers}
     return Background(makers, warn, callbacks)
 
 
-def make_tracker(name: str, args: TrackerArgs) -> Tracker:
+def make_tracker(name: str, args: Mapping[str, Any]) -> Tracker:
     """Make one tracker: a client, or a user's `module:Class`."""
-    from asyncrl.observe.tracker_clients import CLIENTS
-
-    if ":" in name:
-        return _own_class(name, args)(**args.own.get(name, {}))
-    client: Tracker = CLIENTS[name](getattr(args, name, None))
-    return client
+    return _class_of(name)(**args)
 
 
-def _own_class(name: str, args: TrackerArgs) -> Callable[..., Tracker]:
-    setting = "observe.trackers"
-    kind: Callable[..., Tracker] = load_object(name, setting)
-    usage = "Tracker(**observe.tracker_args.own[...])"
-    check_call(kind, (), args.own.get(name, {}), said=f"{setting}={name}", usage=usage)
+def _class_of(name: str) -> Callable[..., Tracker]:
+    if ":" not in name:
+        from asyncrl.observe.tracker_clients import CLIENTS
+
+        return CLIENTS[name]
+    kind: Callable[..., Tracker] = load_object(name, "observe.trackers")
     if missing := [method for method in METHODS if not callable(getattr(kind, method, None))]:
         raise ConfigError(
-            f"{setting}={name} has no {', '.join(missing)}",
+            f"observe.trackers={name} has no {', '.join(missing)}",
             rule=f"a tracker has {', '.join(METHODS)}",
             way_out="define them, or inherit asyncrl.observe.trackers.Tracker.",
         )
@@ -242,7 +240,7 @@ class Background:
             if self._is_sending():
                 LEFT.extend(self._live)
                 late = ", ".join(self._live)
-                self.warn(f"trackers not done in time (observe.tracker_close_s={limit_s:g}): {late}")
+                self.warn(f"trackers not done within {limit_s:g} s: {late}")
             if self.num_dropped:
                 self.warn(f"slow trackers: {self.num_dropped} calls dropped; metrics.jsonl has all steps")
 

@@ -451,7 +451,7 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         advice = " Prompts of another difficulty would teach more." if share >= 0.5 else ""
         yield f"buffer.filter replaced {groups} whose rewards were all the same.{advice}"
     if given_up := steps.newest("rollout/given_up"):
-        bound = f"rollout.max_hand_backs={config.rollout.max_hand_backs}"
+        bound = f"rollout.max_requeues={config.rollout.max_requeues}"
         yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
 
 

@@ -16,8 +16,8 @@ from asyncrl.base.errors import EngineError, PublishError, RoomError
 from asyncrl.base.spans import note_span
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import GroupId, Prompt, Rollout
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
 
 

@@ -12,11 +12,10 @@ from asyncrl.base.errors import PromptUnusable, RolloutFailure
 from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.teacher import Teacher
-from asyncrl.messages.base import NO_EXPERT
+from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,
     Outcome,
-    PartialCompletion,
     Prompt,
     Rollout,
     SamplingRequest,
@@ -92,7 +91,7 @@ class SingleTurn:
             nonlocal num_spent
             num_spent += num_tokens
 
-        def keep(partial: PartialCompletion) -> None:
+        def keep(partial: Completion) -> None:
             attempt.keep_segment(0, partial)
             attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, partial, 0.0),)
 
@@ -123,7 +122,7 @@ class SingleTurn:
 def make_trajectory(
     sample_index: int,
     prompt_ids: tuple[int, ...],
-    completion: Completion | PartialCompletion,
+    completion: Completion,
     reward: float,
 ) -> Trajectory:
     """Return the token record of a prompt and its completion, P + N tokens, with shifted spans."""

@@ -26,14 +26,14 @@ from asyncrl.messages.records import (
     by_task,
 )
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Seen, Slots
-from asyncrl.tasks.feed import Feed
+from asyncrl.tasks.prompt_source import PromptSource
 
 log = logging.getLogger(__name__)
 
 NUM_OLDEST = 8
 """Number of rollouts returned by oldest()."""
 
-UnusedState = Literal["failed", "handed_back"]
+UnusedState = Literal["failed", "requeued"]
 Spawn = Callable[..., asyncio.Task[None]]
 """Starts a coroutine as a task with a `name` in the run's TaskGroup."""
 OnFailed = Callable[[GroupId, Prompt, FailedRollout], None]
@@ -106,7 +106,7 @@ class Producers:
     Prompts: the prompt of a revoked group returns to the front of the source at once. The prompt of a failed
     group returns after another group has succeeded (if all fail, prompts are not the cause) and a later
     version is served (so that at max_staleness 0 batches do not depend on timing). It is given up after
-    max_hand_backs times.
+    max_requeues times.
 
     Waits: run sleeps for a free slot, then for the buffer's permission; only then it takes a ticket, which
         carries the served version. A rollout sleeps for a slot before each attempt. Free slots go first to
@@ -120,14 +120,14 @@ class Producers:
     def __init__(
         self,
         sink: Buffer,
-        source: Feed,
+        source: PromptSource,
         runner: RolloutRunner,
         *,
         spawn: Spawn,
         group_size: int,
         capacity: int,
         max_failed_groups: int,
-        max_hand_backs: int,
+        max_requeues: int,
         journal: Journal,
         on_failed: OnFailed = lambda *_: None,
     ) -> None:
@@ -136,7 +136,7 @@ class Producers:
         self._sink, self._source, self._runner = sink, source, runner
         self._spawn, self._journal = spawn, journal
         self.group_size = group_size
-        self.max_failed_groups, self.max_hand_backs = max_failed_groups, max_hand_backs
+        self.max_failed_groups, self.max_requeues = max_failed_groups, max_requeues
         self._groups: dict[GroupId, RunningGroup] = {}
         self._slots = Slots(capacity)
         self._failed_in_a_row = 0
@@ -189,7 +189,7 @@ class Producers:
                 continue  # a retried rollout may have taken the slot
             for start_version, prompt in self._returning:
                 if start_version < ticket.start_version:
-                    self._source.hand_back_nowait(prompt)
+                    self._source.requeue_nowait(prompt)
             self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
             prompt = self._source.next_nowait(ticket.start_version)
             self._journal.admitted_nowait(ticket, prompt)  # before any token is sampled
@@ -212,18 +212,18 @@ class Producers:
             group.cancel()
         self._groups.clear()
 
-    def handed_back(self, group_id: GroupId, group: Group | None, reason: str) -> None:
+    def requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
         """Handle the buffer's revocation; `group` is None while it runs.
 
-        Cancels its rollouts and repeats the prompt, up to max_hand_backs times.
+        Cancels its rollouts and repeats the prompt, up to max_requeues times.
         """
         unused = group or self._groups.pop(group_id)
         if isinstance(unused, RunningGroup):
             unused.cancel()
         self._counts["dropped"] += 1
-        again = self._end_unused(group_id, "handed_back", unused.prompt, reason, may_succeed=True)
+        again = self._end_unused(group_id, "requeued", unused.prompt, reason, may_succeed=True)
         if again is not None:
-            self._source.hand_back_nowait(again)
+            self._source.requeue_nowait(again)
 
     def _start(self, before: UnfinishedGroup) -> RunningGroup:
         group, group_id = RunningGroup(before, self.group_size), before.ticket.group_id
@@ -305,7 +305,7 @@ class Producers:
             self._returning += self._set_aside
             self._set_aside.clear()
             found = self._sink.finish_nowait(group)
-            if found in ("ready", "filtered"):  # handed_back() journals revoked groups
+            if found in ("ready", "filtered"):  # requeued() journals revoked groups
                 self._journal.group_ended_nowait(group_id, found, "")
                 rewards = {one.sample_index: one.reward for one in group.trajectories}.values()
                 self._source.observed_nowait(prompt.prompt_id, fmean(rewards), running.ticket.start_version)
@@ -328,12 +328,12 @@ class Producers:
     ) -> Prompt | None:
         """Journal the end of an unused group. Return its prompt, or None if it is given up."""
         again: Prompt | None = None
-        if may_succeed and prompt.num_handed_back < self.max_hand_backs:
-            again = replace(prompt, num_handed_back=prompt.num_handed_back + 1)
+        if may_succeed and prompt.num_requeued < self.max_requeues:
+            again = replace(prompt, num_requeued=prompt.num_requeued + 1)
         else:
             self._counts["given_up"] += 1
             self._known_to_fail.discard(prompt.prompt_id)
             log.warning("prompt %s is given up: %s", prompt.prompt_id, reason)
-        requeued = None if again is None else again.num_handed_back
+        requeued = None if again is None else again.num_requeued
         self._journal.group_ended_nowait(group_id, state, reason, requeued=requeued)
         return again

@@ -14,7 +14,7 @@ from typing import Protocol
 from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Rollout
+from asyncrl.messages.records import Completion, GroupId, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -168,12 +168,12 @@ class RolloutAttempt:
     sample_index: int
     attempt: int
     stopped_sampling: Callable[[], None]
-    partial: PartialCompletion | None = None
+    partial: Completion | None = None
     journal: Journal | None = None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
     seen: Seen = field(default_factory=Seen)
 
-    def keep_segment(self, turn: int, partial: PartialCompletion) -> None:
+    def keep_segment(self, turn: int, partial: Completion) -> None:
         if self.journal is not None:
             self.journal.segment_nowait(self.group_id, self.sample_index, self.attempt, turn, partial)
             self.seen.num_kept = len(partial.token_ids)
@@ -243,7 +243,7 @@ class RolloutRunner:
         slots: Slots,
         order: tuple[int, ...],
         journal: Journal | None = None,
-        resumed: tuple[int, PartialCompletion] | None = None,
+        resumed: tuple[int, Completion] | None = None,
         name: str = "",
         sampled: Callable[[], None] = lambda: None,
         again: Callable[[], None] = lambda: None,

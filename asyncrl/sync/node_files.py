@@ -8,8 +8,8 @@ from typing import Literal, TypeVar
 
 from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.messages.base import FileRequest
-from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainerHealth
+from asyncrl.messages.engine_api import FileRequest
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse, TrainerHealth
 
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 Fetch = Callable[[int, FileRequest, float], Awaitable[str]]

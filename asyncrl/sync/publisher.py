@@ -14,8 +14,8 @@ from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.base.spans import note_span
 from asyncrl.base.waits import waiting, within
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.base import Interrupt, Moved
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.engine_api import Interrupt, TransferStats
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Publisher:
 
     The trainer keeps its two newest exports and makes one only after the last one is announced, so it always
     has the announced export for bring_up. An export lost in transit with the trainer's node is repeated, once
-    per start of the trainer. If the trainer keeps only one (`is_one_kept`), it makes none during a bring_up.
+    per start of the trainer. If the trainer keeps only one (`is_collective`), it makes none in a bring_up.
     `is_rolling`: engines swap one after the other, and on_served gets the oldest version. Without `on_lost` a
     lost engine ends the run. The file of an export exists until on_published returns. Time-shared runs have
     no such file: `on_file` gets one for the versions of is_file_wanted. On several nodes `locate` fetches
@@ -69,7 +69,7 @@ class Publisher:
         on_lost: OnLost | None = None,
         interrupt: Interrupt = "abort",
         is_rolling: bool = False,
-        is_one_kept: bool = False,
+        is_collective: bool = False,
         locate: Locate = in_place,
         here: Callable[[ExportResponse], Awaitable[ExportResponse]] = in_this_file,
         is_file_wanted: Callable[[int], bool] = lambda _: False,
@@ -80,7 +80,7 @@ class Publisher:
         self._push = partial(
             Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling, locate=locate
         )
-        self._timeout_s, self._is_one_kept = timeout_s, is_one_kept
+        self._timeout_s, self._is_collective = timeout_s, is_collective
         self._on_served, self._on_published, self._on_lost = on_served, on_published, on_lost
         self._is_file_wanted, self._on_file, self._here = is_file_wanted, on_file, here
         self.wait_released = wait_released
@@ -181,7 +181,7 @@ class Publisher:
             while self._exported_version < version and not self._is_pushing:
                 await self._changed.wait()
 
-    async def push(self) -> Moved:
+    async def push(self) -> TransferStats:
         """Push the trainer's version to every live engine (time-shared). Raises PublishError, or the errors
         of the trainer's client.
         """
@@ -189,7 +189,7 @@ class Publisher:
         push = self._push(version, self._live, served=served, on_lost=self._on_lost)
         report, manifest = await push.chunks(self._trainer)
         self._pushed = manifest, replace(report, pause_s=report.publish_s)
-        return Moved(num_bytes=manifest.num_bytes, seconds=report.publish_s)
+        return TransferStats(num_bytes=manifest.num_bytes, seconds=report.publish_s)
 
     def announce(self) -> None:
         """Announce the last pushed version (time-shared): all live engines serve it and can sample."""
@@ -209,7 +209,7 @@ class Publisher:
             Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240  a name in shared memory
 
     async def _export_and_push(self, newest: int, turn: contextlib.AsyncExitStack) -> None:
-        if self._is_one_kept:
+        if self._is_collective:
             self._set_pushing(True)  # the trainer is not held while an engine is brought up
             await turn.enter_async_context(self._turn)
         clock = asyncio.get_running_loop().time
@@ -223,7 +223,7 @@ class Publisher:
         note_span("weight sync", "export", start, clock(), manifest.version)
         self.num_skipped += manifest.version - before - 1
         self._exported_version = manifest.version  # above the begun version if the trainer was restarted
-        if not self._is_one_kept:
+        if not self._is_collective:
             await turn.enter_async_context(self._turn)
         live, served = self._live, self.version
         push = self._push(manifest.version, live, served=served, on_lost=self._on_lost, is_down=self.is_down)

@@ -11,8 +11,8 @@ from asyncrl.base.errors import EngineLost, PublishError, RoomError, WeightsLost
 from asyncrl.base.spans import SHORTEST_S, note_span
 from asyncrl.base.waits import waiting, within
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.base import Interrupt
-from asyncrl.messages.calls import CommitResponse, ExportChunkResponse, ExportResponse
+from asyncrl.messages.engine_api import CommitResponse, Interrupt
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 Result = TypeVar("Result")
 OnLost = Callable[[EngineLost], None]

@@ -22,64 +22,20 @@ UNIT = 10**9
 
 
 class Epochs:
-    """Epochs with every prompt once. Draws and epochs are counted from 0."""
+    """Order of one task's prompts. Draws and epochs are counted from 0.
 
-    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
-        self.num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
-        self._order = lru_cache(maxsize=4)(self._make_order)
-
-    @property
-    def order(self) -> dict[str, Any]:
-        return {}
-
-    def reach_nowait(self, draw: int, version: int | None) -> None:
-        """Prepare a new draw for a group that starts at policy_version `version` (None: later than all groups
-        before).
-        """
-
-    def observe_nowait(self, index: int, reward: float, version: int) -> None:
-        """Record the mean reward of the prompt's finished group, which started at policy_version
-        `version`.
-        """
-
-    def place(self, draw: int) -> tuple[int, int]:
-        """Return (epoch, index of the prompt) of a reached draw."""
-        epoch, place = divmod(draw, self.num_prompts)
-        return epoch, int(self._order(epoch)[0][place])
-
-    def draw_of(self, epoch: int, index: int) -> int:
-        """Return the draw at this place. Raises IndexError."""
-        return epoch * self.num_prompts + int(self._order(epoch)[1][index])
-
-    def memory(self) -> dict[str, Any]:
-        """Return state for JSON; {} if none."""
-        return {}
-
-    def load_memory(self, memory: Mapping[str, Any]) -> None:
-        """Restore the state of `memory`."""
-
-    def _make_order(self, epoch: int) -> tuple[Indices, Indices]:
-        """Return (index at each place, place of each index), both int64 [num_prompts]."""
-        order = np.arange(self.num_prompts)
-        if self._shuffle:
-            order = np.random.default_rng([self._seed, epoch]).permutation(order)
-        return order, np.argsort(order)
-
-
-class ByDifficulty(Epochs):
-    """Epochs with most prompts of mixed rewards and few others.
-
-    A prompt with mean reward p so far (scaled to 0..1 by `reward_range`) is in an epoch with probability
+    Each epoch has every prompt once. With `by_difficulty`, epochs prefer prompts of mixed rewards:
+    a prompt with mean reward p so far (clipped to 0..1) is in an epoch with probability
     max(FLOOR, 4p(1 - p)), drawn again each time; an unobserved prompt always is. p(1 - p), the variance of a
     binary reward, measures its gradient: "learnability" of https://arxiv.org/abs/2408.15099 (Sampling For
     Learnability), used for language models in https://arxiv.org/abs/2502.12272.
 
     An epoch whose first draw is at policy_version v uses groups that started before v; at max_staleness 0
-    they have all ended, so that timing has no influence. `on_epoch` gets each epoch's prompts; load_epoch
-    restores them.
+    they have all ended, so that timing has no influence. `on_epoch` gets the prompts of each epoch sampled by
+    difficulty; load_epoch restores them.
 
-    Cost: O(num_prompts) in numpy per epoch, O(log epochs) per draw; 12 bytes per prompt, and a bit per prompt
-    and epoch.
+    Cost: O(num_prompts) in numpy per epoch, O(log epochs) per draw. By difficulty, 12 bytes per prompt, and a
+    bit per prompt and epoch.
     """
 
     def __init__(
@@ -88,43 +44,66 @@ class ByDifficulty(Epochs):
         *,
         seed: int,
         shuffle: bool,
-        reward_range: tuple[float, float] = (0.0, 1.0),
+        by_difficulty: bool = False,
         on_epoch: Callable[[int, str], None] = lambda epoch, text: None,
     ) -> None:
-        super().__init__(num_prompts, seed=seed, shuffle=shuffle)
-        self._range = reward_range
+        self.num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._by_difficulty = by_difficulty
         self._on_epoch = on_epoch
-        self._sums, self._counts = np.zeros(num_prompts, np.int64), np.zeros(num_prompts, np.int32)
+        self._order = lru_cache(maxsize=4)(self._make_order)
+        self._sums = np.zeros(num_prompts, np.int64)
+        self._counts = np.zeros(num_prompts, np.int32)
         self._later = dict[int, list[tuple[int, int]]]()
         """Observations for later epochs: start version -> (index, reward in UNITs)."""
-        self._epochs, self._ends = list[str](), list[int]()
-        """Prompts of each begun epoch, and the draw after its last."""
+        self._epochs = list[str]()
+        """Prompts of each begun epoch, if sampled by difficulty."""
+        self._ends = list[int]()
+        """The draw after the last of each of these epochs."""
 
     @property
     def order(self) -> dict[str, Any]:
-        return {"sampling": "by_difficulty", "reward_range": list(self._range)}
+        """Settings that determine the order, for JSON."""
+        return {
+            "num_prompts": self.num_prompts,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "by_difficulty": self._by_difficulty,
+        }
 
     def reach_nowait(self, draw: int, version: int | None) -> None:
-        for before in [one for one in self._later if version is None or one < version]:
-            for index, reward in self._later.pop(before):
+        """Prepare a new draw for a group that starts at policy_version `version` (None: later than all groups
+        before).
+        """
+        if not self._by_difficulty:
+            return
+        for earlier in [start for start in self._later if version is None or start < version]:
+            for index, reward in self._later.pop(earlier):
                 self._sums[index] += reward
                 self._counts[index] += 1
         if not self._ends or draw >= self._ends[-1]:
-            text = _as_text(np.packbits(self._choose(len(self._epochs))))
-            self.load_epoch(len(self._epochs), text)
-            self._on_epoch(len(self._epochs) - 1, text)
+            epoch = len(self._epochs)
+            text = _as_text(np.packbits(self._choose(epoch)))
+            self.load_epoch(epoch, text)
+            self._on_epoch(epoch, text)
 
     def observe_nowait(self, index: int, reward: float, version: int) -> None:
-        low, high = self._range
-        part = min(max((reward - low) / (high - low), 0.0), 1.0)
-        self._later.setdefault(version, []).append((index, round(part * UNIT)))
+        """Record the mean reward of a prompt's finished group, which started at policy_version `version`."""
+        if self._by_difficulty:
+            fraction = min(max(reward, 0.0), 1.0)
+            self._later.setdefault(version, []).append((index, round(fraction * UNIT)))
 
     def place(self, draw: int) -> tuple[int, int]:
-        epoch = bisect_right(self._ends, draw)
+        """Return (epoch, index of the prompt) of a reached draw."""
+        epoch = bisect_right(self._ends, draw) if self._by_difficulty else draw // self.num_prompts
         return epoch, int(self._order(epoch)[0][draw - self._start(epoch)])
 
     def draw_of(self, epoch: int, index: int) -> int:
-        if not 0 <= epoch < len(self._epochs) or (place := int(self._order(epoch)[1][index])) < 0:
+        """Return the draw of a place. Raises IndexError."""
+        if self._by_difficulty and not 0 <= epoch < len(self._epochs):
+            raise IndexError(f"epoch {epoch} has not begun")
+        if (place := int(self._order(epoch)[1][index])) < 0:
             raise IndexError(f"epoch {epoch} has no prompt {index}")
         return self._start(epoch) + place
 
@@ -137,42 +116,54 @@ class ByDifficulty(Epochs):
         self._ends.append(self._start(epoch) + size)
 
     def memory(self) -> dict[str, Any]:
-        known = {"sums": _as_text(self._sums), "counts": _as_text(self._counts)}
-        later = [(version, *one) for version, found in self._later.items() for one in found]
-        return {"epochs": list(self._epochs), **known, "later": later}
+        """Return state for JSON; {} if none."""
+        if not self._by_difficulty:
+            return {}
+        return {
+            "epochs": list(self._epochs),
+            "sums": _as_text(self._sums),
+            "counts": _as_text(self._counts),
+            "later": [(version, *entry) for version, entries in self._later.items() for entry in entries],
+        }
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
+        """Restore memory(). Raises KeyError or ValueError if it does not fit."""
         self._sums = np.frombuffer(_from_text(memory["sums"]), np.int64).copy()
         self._counts = np.frombuffer(_from_text(memory["counts"]), np.int32).copy()
-        if not len(self._sums) == len(self._counts) == self.num_prompts:
-            raise ValueError(f"what was observed is of {len(self._counts)} prompts, not {self.num_prompts}")
+        if len(self._sums) != self.num_prompts:
+            raise ValueError(f"{len(self._sums)} prompts were observed, and there are {self.num_prompts}")
         for version, index, reward in memory["later"]:
             self._later.setdefault(version, []).append((index, reward))
         for epoch, text in enumerate(memory["epochs"]):
             self.load_epoch(epoch, text)
 
     def _choose(self, epoch: int) -> Bools:
-        """Return the epoch's prompts by past rewards, bool [num_prompts]; at least one."""
-        part = self._sums / UNIT / np.maximum(self._counts, 1)
-        probability = np.where(self._counts == 0, 1.0, np.maximum(FLOOR, 4 * part * (1 - part)))
+        """Choose the epoch's prompts by past rewards, bool [num_prompts]; at least one."""
+        mean = self._sums / UNIT / np.maximum(self._counts, 1)
+        probability = np.where(self._counts == 0, 1.0, np.maximum(FLOOR, 4 * mean * (1 - mean)))
         drawn = np.random.default_rng([self._seed, epoch, 1]).random(self.num_prompts)
         chosen: Bools = drawn < probability
         chosen[np.argmin(drawn / probability)] = True
         return chosen
 
     def _start(self, epoch: int) -> int:
+        if not self._by_difficulty:
+            return epoch * self.num_prompts
         return self._ends[epoch - 1] if epoch else 0
 
     def _has(self, text: str) -> Bools:
         bits = np.frombuffer(_from_text(text), np.uint8)
         if len(bits) != -(-self.num_prompts // 8):
-            raise ValueError(f"an epoch of another number of prompts than {self.num_prompts}")
+            raise ValueError(f"the epoch's number of prompts is not {self.num_prompts}")
         return np.unpackbits(bits, count=self.num_prompts).astype(np.bool_)
 
     def _make_order(self, epoch: int) -> tuple[Indices, Indices]:
-        """Return the order; excluded prompts have place -1."""
-        order, _ = super()._make_order(epoch)
-        order = order[self._has(self._epochs[epoch])[order]]
+        """Return (index at each place, place of each index or -1), both int64."""
+        order = np.arange(self.num_prompts)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, epoch]).permutation(order)
+        if self._by_difficulty:
+            order = order[self._has(self._epochs[epoch])[order]]
         places = np.full(self.num_prompts, -1, np.int64)
         places[order] = np.arange(len(order))
         return order, places
@@ -187,4 +178,4 @@ def _from_text(text: str) -> bytes:
     try:
         return zlib.decompress(base64.b64decode(text, validate=True))
     except zlib.error as error:
-        raise ValueError(f"what was saved of an epoch cannot be read: {error}") from error
+        raise ValueError(f"the saved epoch cannot be read: {error}") from error

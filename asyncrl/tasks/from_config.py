@@ -11,11 +11,12 @@ from typing import Any
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.base.user_code import check_call, load_function, load_object
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
+from asyncrl.config.generation import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.epochs import ByDifficulty
-from asyncrl.tasks.feed import Feed, MixedFeed
+from asyncrl.tasks.epochs import Epochs
 from asyncrl.tasks.pinned_data import check_digest, whole_digest
+from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.sources import GymTask, VerifiersTask, math_reward, read_dataset, read_files
 from asyncrl.tasks.task import PromptTask, RowTask, Score, UserCodeFailed, no_reward, user_code
 
@@ -60,41 +61,44 @@ def look_at_task(
         words = "not looked at: it is no folder here, and the hub needs the network"
         return None, f"dataset {config.dataset}, split {config.split}; {words}"
     task = build_task(config, seed)
-    Feed(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
+    TaskPrompts(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
     digest = f", digest {whole_digest(task.digests)}" if isinstance(task, RowTask) else ""
     return task, f"{source}, {len(task)} prompts{digest}"
 
 
-def make_feed(
+def make_prompt_source(
     config: RunConfig,
     tasks: Mapping[str, PromptTask],
     *,
     in_order: bool = False,
     on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
-) -> Feed:
-    """Build the prompt source of a run. `in_order`: do not shuffle.
-
-    `on_epoch` is called with each epoch of a task sampled by difficulty, before its first prompt.
+) -> PromptSource:
+    """Build the prompt source of a run. `in_order`: do not shuffle. `on_epoch` is called with each epoch of a
+    task sampled by difficulty, before its first prompt.
     """
-    feeds = dict[str, Feed]()
+    sources = list[TaskPrompts]()
     for name, settings in config.tasks.items():
-        task, seed, shuffle = tasks[name], config.seed, settings.shuffle and not in_order
-        epochs: ByDifficulty | None = None
-        if settings.sampling == "by_difficulty":
-            tell, span = partial(on_epoch, name), settings.reward_range
-            epochs = ByDifficulty(len(task), seed=seed, shuffle=shuffle, reward_range=span, on_epoch=tell)
-        feeds[name] = Feed(
-            task,
-            seed=seed,
+        shuffle = settings.shuffle and not in_order
+        epochs = Epochs(
+            len(tasks[name]),
+            seed=config.seed,
+            shuffle=shuffle,
+            by_difficulty=settings.sampling == "by_difficulty",
+            on_epoch=partial(on_epoch, name),
+        )
+        source = TaskPrompts(
+            tasks[name],
+            seed=config.seed,
             shuffle=shuffle,
             system_prompt=settings.system_prompt,
             name=task_name(settings),
             label=name,
             epochs=epochs,
         )
-    return MixedFeed(feeds, config.shares) if len(feeds) > 1 else feeds[""]
+        sources.append(source)
+    return PromptSource(*sources, shares=config.shares if len(sources) > 1 else None)
 
 
 def task_name(config: TaskConfig) -> str | None:
@@ -159,23 +163,23 @@ def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
     too few or invalid prompts.
     """
     with _named_eval(label):
-        return _taken(config, build_task(config.task, config.seed), label)
+        return _taken(config, build_task(config.task, EVAL_SEED), label)
 
 
 def look_at_eval_task(config: EvalConfig, label: str = "") -> tuple[EvalTask | None, str]:
     """Return the eval task before the start, like look_at_task."""
     with _named_eval(label):
-        task, words = look_at_task(config.task, config.seed)
+        task, words = look_at_task(config.task, EVAL_SEED)
         return (None if task is None else _taken(config, task, label)), words
 
 
 def _taken(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
     prompt, name, label = config.task.system_prompt, task_name(config.task), label or config.name or ""
-    feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name, label=label)
+    prompts = TaskPrompts(task, seed=EVAL_SEED, shuffle=False, system_prompt=prompt, name=name, label=label)
     if len(task) < config.num_prompts:
         what = f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task"
         raise ConfigError(what, way_out=f"set eval.num_prompts={len(task)}, or give a larger task.")
-    return task, tuple(feed.next_nowait() for _ in range(config.num_prompts))
+    return task, tuple(map(prompts.make, range(config.num_prompts)))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import numbers
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.base.message import Message
-from asyncrl.base.user_code import is_for_us, raised
+from asyncrl.base.user_code import raised
 from asyncrl.messages.records import LARGEST_NUMBER, Prompt
 
 Content = str | Sequence[Mapping[str, str]]
@@ -122,16 +123,12 @@ class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned i
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Turn exceptions of the block into UserCodeFailed, except cancellation of the caller and Ctrl-C.
-
-    This is the rollout boundary of rewards: any exception fails one rollout. That includes CancelledError of
-    an awaited call that was cancelled elsewhere: asyncio would silently drop a task that ends with it.
-    """
+    """Turn any exception of a synchronous block of user code into UserCodeFailed, except Ctrl-C."""
     try:
         yield
+    except (KeyboardInterrupt, UserCodeFailed):
+        raise
     except BaseException as error:
-        if isinstance(error, UserCodeFailed) or is_for_us(error):
-            raise
         raise UserCodeFailed(raised(error)) from error
 
 
@@ -143,9 +140,13 @@ def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any
 
 
 async def call_async(value: Awaitable[Any]) -> float:
-    """Await an async score function's result. Raises UserCodeFailed."""
-    with user_code():
+    """Await an async score function's result. Raises UserCodeFailed; cancellation passes."""
+    try:
         return as_reward(await value)
+    except (asyncio.CancelledError, UserCodeFailed):
+        raise
+    except BaseException as error:
+        raise UserCodeFailed(raised(error)) from error
 
 
 def as_reward(value: Any) -> float:

@@ -13,8 +13,8 @@ from itertools import product
 
 import numpy as np
 
-from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_api import TrainResponse
 
 
 @dataclass(frozen=True, slots=True)

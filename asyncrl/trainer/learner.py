@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.messages.token_grammars import TokenGrammars
-from asyncrl.trainer.model.allowed import AllowedSets, find_allowed
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch
+from asyncrl.trainer.model.build_model import TrainedModel, reshard
 from asyncrl.trainer.model.loading import load_tokenizer
+from asyncrl.trainer.model.optimizer import learning_rate_at, make_optimizer
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
-from asyncrl.trainer.model.parts import TrainedModel, learning_rate_at, make_optimizer, reshard
 from asyncrl.trainer.model.policy import Policy, Scores
+from asyncrl.trainer.model.support_mask import AllowedSets, find_allowed
 from asyncrl.trainer.model.tree import IntN
 from asyncrl.trainer.objective import (
     BatchNumbers,
@@ -54,6 +55,9 @@ from asyncrl.trainer.step_report import (
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
+
+MAX_SKIPPED_STEPS = 3
+"""Consecutive steps with a gradient that is not finite that end a run."""
 
 
 class StepSums:
@@ -301,9 +305,8 @@ class Learner:
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1
-        limit = self.spec.trainer.max_skipped_steps
-        if self.num_skipped_in_a_row >= limit:
-            rule = f"trainer.max_skipped_steps={limit} steps in a row may be skipped before the run ends"
+        if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
             raise self._refused_saved(batch, what, rule)
         log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
 
@@ -347,7 +350,7 @@ class Learner:
             f"{self._save_failed(batch)}",
             rule=rule,
             way_out=way_out
-            or "lower trainer.learning_rate; asyncrl.messages.calls.unpack_batch reads the batch.",
+            or "lower trainer.learning_rate; asyncrl.messages.trainer_api.unpack_batch reads the batch.",
         )
 
     def _note_restored(self, version: int) -> None:

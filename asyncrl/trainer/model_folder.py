@@ -9,21 +9,20 @@ import contextlib
 import hashlib
 import json
 import re
-import tempfile
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.base.message import find_fatal
 from asyncrl.config import RunConfig
-from asyncrl.launch.processes import start_process
 
 MAKE_TIMEOUT_S = 300.0
 REACH_TIMEOUT_S = 10.0
@@ -36,38 +35,43 @@ TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.*"),
 )
-SAFETENSORS = "weights are whole safetensors files"
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | None = None) -> Path:
-    """Return the folder of the config's model. `commit`: the run's initial hub commit."""
+    """Return the folder of the config's model. `commit`: the run's initial hub commit. Raises ConfigError."""
     if config.model.scratch is None:
-        path, revision = str(config.model.path), config.model.revision
-        return await asyncio.to_thread(find_model, path, revision, commit=commit)
-    folder, spec = run_dir / "model", run_dir / "specs" / "scratch.json"
+        path = str(config.model.path)
+        return await asyncio.to_thread(find_model, path, config.model.revision, commit=commit)
+    folder = run_dir / "model"
+    spec = run_dir / "specs" / "scratch.json"
     if folder.exists() and spec.exists():  # a resumed run
         return folder
     spec.parent.mkdir(parents=True, exist_ok=True)
     scratch = config.model.scratch.model_dump()
     values = {"out": str(folder), "seed": config.seed, "scratch": scratch, "dtype": config.model.dtype}
     spec.write_text(json.dumps(values), encoding="utf-8")
-    with tempfile.TemporaryFile() as output:
-        arguments, files = ["--spec", str(spec)], [output.fileno()] * 3
-        process = await start_process("asyncrl.trainer.model.scratch", arguments, files=files)
-        try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), MAKE_TIMEOUT_S)
-        finally:
-            if process.returncode is None:
-                process.kill()
-        output.seek(0)
-        text = output.read().decode(errors="replace")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "asyncrl.trainer.model.random_init", "--spec", str(spec)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    text = "no answer in time"
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAKE_TIMEOUT_S):
+                text = (await process.communicate())[0].decode(errors="replace")
+    finally:
+        if process.returncode is None:
+            process.kill()
     if process.returncode != 0:
         fatal = find_fatal(text)
-        what = fatal.error if fatal else f"exit code {process.returncode or 'none in time'}: {text[-500:]}"
-        way_out = (fatal and fatal.way_out) or "correct model.scratch.architecture, or take a smaller one."
-        raise ConfigError(f"model.scratch cannot be made: {what}", way_out=way_out)
+        raise ConfigError(
+            f"model.scratch cannot be made: {fatal.error if fatal else text[-500:]}",
+            way_out=fatal.way_out if fatal else "correct model.scratch.architecture, or use a smaller one.",
+        )
     return folder
 
 
@@ -77,7 +81,21 @@ def find_model(
     """Return the folder of the model that `key` names, fetched if necessary; `commit`: earlier resolution of
     `revision`. Blocks. Raises ConfigError.
     """
-    return _find_given(path, key, revision) or _download(path, commit or revision, key)
+    if (given := _find_given(path, key, revision)) is not None:
+        return given
+    from huggingface_hub import snapshot_download
+
+    fetched = commit or revision
+    try:
+        folder = Path(snapshot_download(path, revision=fetched, allow_patterns=[*DOWNLOADED]))
+    except (OSError, ValueError) as error:
+        at = f" at {fetched}" if fetched else ""
+        what = f"{key}={path}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
+        way_out = "check the spelling and the network, or give the path of a local folder."
+        raise ConfigError(what, way_out=way_out) from error
+    _refuse_incomplete(folder, f"{key}={path}")
+    _refuse_truncated(folder)
+    return folder
 
 
 def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
@@ -114,19 +132,12 @@ def fetch_architectures(config: RunConfig) -> None:
             cached = try_to_load_from_cache(path, "config.json", revision=revision)
             if isinstance(cached, str) or constants.HF_HUB_OFFLINE:
                 continue
-            if _is_reached(hf_hub_url(path, "config.json", revision=revision)):
-                hf_hub_download(path, "config.json", revision=revision)
-
-
-def _is_reached(url: str) -> bool:
-    """Return whether a server answers at all. The hub's own download retries for 23 s without a network."""
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=REACH_TIMEOUT_S):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
+            # Without a network the hub's own download would retry for 23 s.
+            url = hf_hub_url(path, "config.json", revision=revision)
+            request = urllib.request.Request(url, method="HEAD")
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(request, timeout=REACH_TIMEOUT_S).close()
+            hf_hub_download(path, "config.json", revision=revision)
 
 
 def load_limit_s(folder: Path) -> float:
@@ -144,48 +155,53 @@ def check_model_type(model_type: Any, source: str) -> None:
 
         if model_type not in CONFIG_MAPPING_NAMES:
             what = f"{source} has model_type={model_type}, which transformers does not know"
-            raise ConfigError(what, way_out="name one that it knows, like qwen3.")
+            raise ConfigError(what, way_out="name a known one, like qwen3.")
 
 
 def hub_source(folder: Path) -> tuple[str, str] | None:
     """Return (hub id, commit) of a folder in the hub's cache, models--OWNER--NAME/snapshots/COMMIT; None
     otherwise.
     """
-    snapshots, (kind, *parts) = folder.parent, folder.parent.parent.name.split("--")
-    is_cached = snapshots.name == "snapshots" and kind == "models" and parts
+    kind, *parts = folder.parent.parent.name.split("--")
+    is_cached = folder.parent.name == "snapshots" and kind == "models" and parts
     return ("/".join(parts), folder.name) if is_cached else None
 
 
 def _find_given(name: str, key: str, revision: str | None) -> Path | None:
+    """Return the folder, or None for a hub id."""
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
             revised = key.replace("path", "revision")
             what = f"{revised}={revision}, and {key}={name} is a folder"
-            rule = "a revision is a branch, tag or commit of a hub id; a folder is taken as it is"
+            rule = "a revision is a branch, tag or commit of a hub id"
             raise ConfigError(what, rule=rule, way_out=f"remove {revised}, or give the hub id as {key}.")
         _refuse_incomplete(path, f"{key}={name}")
         _refuse_truncated(path)
         return path.resolve()
-    owner, is_id = name.partition("/")[0], re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    owner = name.partition("/")[0]
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
     if is_id and owner not in (".", "..", "models") and not Path(owner).is_dir():
         return None
     rule = "it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner"
     made = "; `python examples/smollm2.py` makes models/smollm2-135m-instruct" if key == MODEL_KEY else ""
-    way_out = f"correct {key}{made}."
-    raise ConfigError(f"{key}={name}: there is no such folder", rule=rule, way_out=way_out)
+    raise ConfigError(f"{key}={name}: there is no such folder", rule=rule, way_out=f"correct {key}{made}.")
 
 
 def _refuse_incomplete(folder: Path, name: str) -> None:
-    path, rule = folder / "config.json", "it must be the folder of a model as save_pretrained writes it"
+    path = folder / "config.json"
+    rule = "it must be the folder of a model as save_pretrained writes it"
     if not path.is_file() or not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
         lacks = "weights (*.safetensors)" if path.is_file() else "config.json"
         raise ConfigError(f"{name} has no {lacks}", rule=rule, way_out="give such a folder, or a hub id.")
-    key, index, missing = "model_type", folder / "model.safetensors.index.json", list[str]()
+    index = folder / "model.safetensors.index.json"
+    key = "model_type"
+    missing = list[str]()
     try:
         model_type = json.loads(path.read_text(encoding="utf-8"))[key]
         if index.is_file() and not (folder / "model.safetensors").is_file():  # preferred by transformers
-            path, key = index, "weight_map"
+            path = index
+            key = "weight_map"
             named = {*json.loads(path.read_text(encoding="utf-8"))[key].values()}
             missing = sorted(file for file in named if not (folder / file).is_file())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -198,40 +214,15 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
 
 
 def _refuse_truncated(folder: Path) -> None:
-    """Compare each safetensors file's size with its header: 8 bytes with the length of a JSON text, then the
-    tensors (huggingface.co/docs/safetensors).
-    """
+    """Raise ConfigError for a safetensors file whose size contradicts its header."""
     for path in folder.glob("*.safetensors"):
-        size, whole = path.stat().st_size, 8
-        way_out = f"remove {path.resolve()}, and copy or fetch it again."  # the hub's cache would keep it
         try:
-            with path.open("rb") as file:
-                whole += int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(whole - 8)) if whole <= size else {}
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
-            whole += max(ends, default=0)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            what = f"the header of {path} cannot be read: {type(error).__name__}: {error!s:.100}"
-            raise ConfigError(what, rule=SAFETENSORS, way_out=way_out) from error
-        if size < whole:
-            what = f"{path} has {size} bytes, and by its header it needs {whole} or more"
-            raise ConfigError(what, rule=SAFETENSORS, way_out=way_out)
-
-
-def _download(hub_id: str, revision: str | None, key: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        at = f" at {revision}" if revision else ""
-        what = f"{key}={hub_id}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
-        way_out = "check the spelling and the network, or give the path of a local folder."
-        raise ConfigError(what, way_out=way_out) from error
-    _refuse_incomplete(folder, f"{key}={hub_id}")
-    _refuse_truncated(folder)
-    return folder
+            safe_open(path, framework="np")
+        except (OSError, SafetensorError) as error:
+            what = f"{path} is not a whole safetensors file: {error!s:.200}"
+            # the hub's cache would keep it
+            way_out = f"remove {path.resolve()}, and copy or fetch it again."
+            raise ConfigError(what, way_out=way_out) from error
 
 
 class PinnedFile(BaseModel, frozen=True, extra="forbid"):
@@ -249,19 +240,17 @@ class PinnedModel(BaseModel, frozen=True, extra="forbid"):
 
 
 class ModelPin:
-    """The model that a run began with, by file digests. With trainer.lora a checkpoint contains only
+    """The model that a run began with, by file digests: with trainer.lora a checkpoint contains only
     adapters, so nothing else detects a changed model. Blocks on the disk: call it in a thread.
-
-    Life: made -> read() -> write() once nothing can refuse.
     """
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`given`: ModelConfig.source, None if made from scratch. `is_free`: accept any model as the
-        run's.
+        """`given`: ModelConfig.source, None if made from scratch. `is_free`: accept any model as the run's.
 
         Raises ConfigError if the saved record is unreadable.
         """
-        self.path, self._given = run_dir / MODEL_PIN, given
+        self.path = run_dir / MODEL_PIN
+        self._given = given
         self._pinned: PinnedModel | None = None
         self._found: PinnedModel | None = None
         try:
@@ -269,7 +258,7 @@ class ModelPin:
                 self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
             what = f"the pinned model {self.path} cannot be read: {str(error).splitlines()[0]}"
-            way_out = "put it back as it was, or accept the model as it is with --allow-change model.path."
+            way_out = "restore the file, or accept the model as it is with --allow-change model.path."
             raise ConfigError(what, way_out=way_out) from error
 
     @property
@@ -279,46 +268,37 @@ class ModelPin:
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
     def read(self, folder: Path) -> None:
-        """Read files whose time has changed, maybe as slowly as loading them. Raises ConfigError that lists
+        """Hash files whose time has changed, maybe as slowly as loading them. Raises ConfigError that lists
         changed files.
         """
         before = {} if self._pinned is None else self._pinned.files
-        now = hash_files(folder, PINNED, before)
-        is_of_hub = folder.parent.name == "snapshots"
-        revision = folder.name if is_of_hub else None
+        paths = sorted({path for pattern in PINNED for path in folder.glob(pattern) if path.is_file()})
+        try:
+            now = {path.name: _hash(path, before.get(path.name)) for path in paths}
+        except OSError as error:
+            what = f"cannot read the model in {folder}: {error}"
+            raise ConfigError(what, way_out="restore its files.") from error
+        revision = folder.name if folder.parent.name == "snapshots" else None
         self._found = PinnedModel(given=self._given, revision=revision, files=now)
         contents = ({(name, file.xxh3) for name, file in files.items()} for files in (before, now))
         differing = sorted({name for name, _ in set.symmetric_difference(*contents)})
         if self._pinned is not None and differing:
-            back = "put the files back as they were"
-            if self._given is None:
-                back = f"remove {folder}: it is made again from the seed"
+            back = "restore the files" if self._given else f"remove {folder}: it is made again from the seed"
             raise ConfigError(
                 f"the model in {folder} is not the one that this run began with: {', '.join(differing)}",
-                rule="a run goes on from the base weights and the tokenizer that it was started with",
+                rule="a run keeps the base weights and the tokenizer that it was started with",
                 way_out=f"{back}, or accept these with --allow-change model.path.",
             )
 
     def write(self) -> None:
-        """Save the digests. Raises OSError."""
+        """Save the digests, once nothing can refuse the model. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")
 
 
-def hash_files(
-    folder: Path, patterns: Sequence[str], known: Mapping[str, PinnedFile]
-) -> dict[str, PinnedFile]:
-    """Return a model's files by name, reusing digests of `known` sizes and times. Raises ConfigError."""
-    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    try:
-        return {path.name: _hash(path, known.get(path.name)) for path in paths}
-    except OSError as error:
-        what = f"cannot read the model in {folder}: {error}"
-        raise ConfigError(what, way_out="restore its files.") from error
-
-
 def _hash(path: Path, known: PinnedFile | None) -> PinnedFile:
+    """Return the file's digest, `known` if size and time are equal."""
     stat = path.stat()
     if known is not None and (known.size, known.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
         return known

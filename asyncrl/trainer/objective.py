@@ -24,8 +24,8 @@ from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_ca
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
-from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.messages.records import Credit
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.model.kernel_calls import to_device
 from asyncrl.trainer.model.packing import BoolN, MicroBatch
 from asyncrl.trainer.model.tree import IntN

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.base.host import available_memory
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import Moved, TrainerPart
+from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.weights.ipc import ALIGNMENT
 
@@ -65,9 +66,9 @@ class HostMemory:
 
     def free(self) -> None:
         """Free the memory; its tensors become invalid. Idempotent."""
-        data, self._data = self._data, torch.empty(0, dtype=torch.uint8)
-        if len(data):
-            self._call("cudaHostUnregister", data.data_ptr())
+        if len(self):
+            self._call("cudaHostUnregister", self._data.data_ptr())
+        self._data = torch.empty(0, dtype=torch.uint8)
 
     @property
     def is_short(self) -> bool:
@@ -100,27 +101,26 @@ class Offload:
         device: torch.device,
         folder: Path,
         tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
-        address: str,
     ) -> None:
         """`tensors_of` a part: each storage in one part only."""
-        self._address = address
-        self._ranks, self._device, self._folder, self._tensors_of = ranks, device, folder, tensors_of
+        self._ranks = ranks
+        self._device = device
+        self._folder = folder
+        self._tensors_of = tensors_of
         self._pinned = {part: HostMemory(device) for part in PARTS if device.type == "cuda"}
         self._copies: dict[TrainerPart, Copies] = {}
         self.away: frozenset[TrainerPart] = frozenset()
 
-    def offload(self, parts: Iterable[TrainerPart]) -> Moved:
+    def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move `parts` that are here. Raises Refused and moves nothing."""
-        started, moving = time.perf_counter(), [part for part in PARTS if part in set(parts) - self.away]
+        started_s = time.perf_counter()
+        moving = [part for part in PARTS if part in set(parts) - self.away]
         is_cpu = self._device.type == "cpu"
         way_out = f"free space on the disk of {self._folder}." if is_cpu else "free host memory."
 
-        found = {part: self._storages(part) for part in moving}
-        self._refuse_more_than_hosts_have(found)
-
         def copy() -> dict[TrainerPart, Copies]:
             with self._moving(f"offload {', '.join(moving)}", way_out):
-                return {part: self._copied(part, storages) for part, storages in found.items()}
+                return {part: self._copied(part) for part in moving}
 
         copies = self._ranks.agree(copy)
         num_bytes = sum(_free(copied) for copied in copies.values())
@@ -128,11 +128,12 @@ class Offload:
         self.away |= set(moving)
         if not is_cpu:
             torch.cuda.empty_cache()
-        return self._moved(num_bytes, started)
+        return self._moved(num_bytes, started_s)
 
-    def onload(self, parts: Iterable[TrainerPart]) -> Moved:
+    def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Restore `parts` that are away, bit for bit. Raises Refused and moves nothing."""
-        started, moving = time.perf_counter(), [part for part in PARTS if part in self.away & set(parts)]
+        started_s = time.perf_counter()
+        moving = [part for part in PARTS if part in self.away & set(parts)]
         copied = [entry for part in moving for entry in self._copies[part]]
 
         def bring_back() -> None:
@@ -150,13 +151,14 @@ class Offload:
         for part in moving:
             del self._copies[part]
         self.away -= set(moving)
-        return self._moved(sum(len(data) for _, data in copied), started)
+        return self._moved(sum(len(data) for _, data in copied), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
         """Raise Refused on all ranks if some of `parts` are away."""
         if missing := [part for part in parts if part in self.away]:
-            error, rule = f"cannot {what}: {' and '.join(missing)} offloaded", "it needs them on its device"
-            raise Refused(409, error, rule=rule, way_out=f"POST /onload with parts {missing} first.")
+            error = f"cannot {what}: {' and '.join(missing)} offloaded"
+            way_out = f"POST /onload with parts {missing} first."
+            raise Refused(409, error, rule="it needs them on its device", way_out=way_out)
 
     def content_of(self, local: Tensor) -> Tensor:
         """Return `local`, or its content while it is away, valid until the next offload()."""
@@ -166,22 +168,6 @@ class Offload:
                 start = content.storage_offset() + local.storage_offset()
                 return content.as_strided(local.shape, local.stride(), start)
         return local
-
-    def _refuse_more_than_hosts_have(self, found: dict[TrainerPart, list[torch.UntypedStorage]]) -> None:
-        """Raise Refused before any rank allocates, if a host lacks memory for its ranks."""
-        if not self._pinned:
-            return
-        sizes = {part: sum(map(_aligned, storages)) for part, storages in found.items()}
-        more = sum(max(0, size - len(self._pinned[part])) for part, size in sizes.items())
-        hosts: dict[str, list[tuple[int, int]]] = {}
-        for address, needed, available in self._ranks.gather([self._address, more, available_memory()]):
-            hosts.setdefault(address, []).append((needed, available))
-        for address, ranks in hosts.items():
-            needed, available = sum(each for each, _ in ranks), min(each for _, each in ranks)
-            if needed > available:
-                what = f"cannot offload {', '.join(found)}: {len(ranks)} ranks on {address} "
-                what += f"need {needed} bytes of host memory, and {available} are available"
-                raise Refused(507, what, way_out="free host memory.")
 
     def _storages(self, part: TrainerPart) -> list[torch.UntypedStorage]:
         found: dict[int, torch.UntypedStorage] = {}
@@ -193,8 +179,9 @@ class Offload:
                 found[storage._cdata] = storage
         return list(found.values())
 
-    def _copied(self, part: TrainerPart, storages: list[torch.UntypedStorage]) -> Copies:
-        sizes = [_aligned(storage) for storage in storages]
+    def _copied(self, part: TrainerPart) -> Copies:
+        storages = self._storages(part)
+        sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
         pieces = torch.split(self._host_memory(part, sum(sizes)), sizes) if sizes else ()
         copies = [
             (storage, piece[: storage.nbytes()]) for storage, piece in zip(storages, pieces, strict=True)
@@ -230,16 +217,13 @@ class Offload:
             rule = "if a part cannot be moved on one rank, it stays where it was on all ranks"
             raise Refused(507, what, rule=rule, way_out=way_out) from error
 
-    def _moved(self, num_bytes: int, started: float) -> Moved:
-        return Moved(num_bytes=sum(self._ranks.gather(num_bytes)), seconds=time.perf_counter() - started)
+    def _moved(self, num_bytes: int, started_s: float) -> TransferStats:
+        all_bytes = sum(self._ranks.gather(num_bytes))
+        return TransferStats(num_bytes=all_bytes, seconds=time.perf_counter() - started_s)
 
 
 def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _aligned(storage: torch.UntypedStorage) -> int:
-    return -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -1,20 +1,18 @@
 """Trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. Serves one TrainStep.
 
-Life: one thread loads the model and owns torch; all requests except /health run on it in order. The event
-    loop answers /health at any time. Rank 0 makes the staging directory with mode 0700 and removes it if its
-    parent is gone; otherwise the parent removes it, since engines may still read the last export.
-Waits: a request waits for earlier ones; the client waits for its answer.
+One thread loads the model and owns torch; all requests except /health run on it in order. Every rank is such
+a process. Rank 0 takes requests and sends each as a command to the others, which call the same method of
+their TrainStep. If all ranks refuse alike, rank 0 answers with that refusal. Any other error ends the rank's
+process with the reason as its log's last line. Once rank 0 has lost another rank, it answers all calls with
+that error.
 
-Ranks: every rank is such a process. Rank 0 takes requests and sends each as a command to the others, which
-call the same method of their TrainStep. If all ranks refuse alike, rank 0 answers with that refusal. Any
-other error ends the rank's process, with the reason as its log's last line, and thereby the run. Once it has
-lost another rank, rank 0 answers all calls with that error.
+Rank 0 makes the staging directory and removes it if its parent is gone; otherwise the parent removes it,
+since engines may still read the last export.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -23,7 +21,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from aiohttp import web
+from pydantic import BaseModel
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
@@ -42,12 +41,15 @@ from asyncrl.base.serving import (
     child_arguments,
     die_with_parent,
     fail,
+    json_answer,
     make_app,
+    read_message,
     secret_of,
     serve,
 )
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved
-from asyncrl.messages.calls import (
+from asyncrl.messages.trainer_api import (
+    BroadcastRequest,
+    BroadcastResponse,
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
@@ -58,7 +60,7 @@ from asyncrl.messages.calls import (
     TrainResponse,
     unpack_batch,
 )
-from asyncrl.trainer.model.parts import resolve_device
+from asyncrl.trainer.model.build_model import resolve_device
 from asyncrl.trainer.ranks import BEATS, Command, join_ranks, loss_behind
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import hold_record
@@ -67,10 +69,15 @@ from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
 
-ENDPOINTS = (
-    *("train", "begin_export", "export", "export_chunk", "broadcast", "save"),
-    *("begin_save_state", "wait_save_state", "load_state", "offload", "onload"),
-)
+ENDPOINTS = ("train", "begin_export", "export", "export_chunk", "broadcast", "wait_save_state")
+CALLS: dict[str, type[BaseModel]] = {
+    "save": SaveRequest,
+    "begin_save_state": StateRequest,
+    "load_state": StateRequest,
+    "offload": OffloadRequest,
+    "onload": OffloadRequest,
+}
+"""Methods of TrainStep that all ranks call with the fields of a request."""
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
 """Delay of the exit after another rank was lost, so that the run's error names the other."""
@@ -84,13 +91,13 @@ class TrainerService:
         self._torch_thread = ThreadPoolExecutor(1, "torch")
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self.num_waiting = 0
-        self._broken = ""
+        self._failure: Refused | None = None
+        """Set once the ranks no longer act together."""
         self._begun: Callable[[], ExportResponse] | None = None
         # torch's number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
             lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
         ).result()
-        self._lost: Refused | None = None
         if not self.step.ranks.is_first:
             self._torch_thread.submit(self._follow)
         elif self.step.ranks.size > 1:
@@ -107,11 +114,8 @@ class TrainerService:
         """Call this method of the step on all ranks, from rank 0's torch thread. Raises its errors, and
         Refused for an unwritable file.
         """
-        if self._lost is not None:
-            raise self._lost
-        if self._broken:
-            what = f"the trainer's ranks are out of step: {self._broken}"
-            raise Refused(409, what, way_out="start it again.")
+        if self._failure is not None:
+            raise self._failure
         command = Command(name, arguments, body)
         try:
             self.step.ranks.send(command)
@@ -122,38 +126,41 @@ class TrainerService:
             raise _cannot_write(name, arguments.get("path", "its file"), error) from error
         except Exception as error:
             if self.step.ranks.size > 1:
-                self._broken = str(error)
-                self._check_lost(error)
+                self._failure = self._refusal_after(error)
+                if self._failure.status == LOST_STATUS:
+                    raise self._failure from error
             raise
 
-    def _check_lost(self, error: Exception) -> None:
-        """Raise Refused if the error means a lost rank."""
-        if (words := loss_behind(error, self._spec)) is not None:
-            self._lost = Refused(LOST_STATUS, words.error, rule=words.rule, way_out=words.way_out)
-            raise self._lost from error
+    def _refusal_after(self, error: Exception) -> Refused:
+        if (lost := loss_behind(error, self._spec)) is not None:
+            return Refused(LOST_STATUS, lost.error, rule=lost.rule, way_out=lost.way_out)
+        return Refused(409, f"the trainer's ranks are out of step: {error}", way_out="restart the trainer.")
 
     def _beat(self) -> None:
-        period_s, never = self._spec.trainer.timeout_s / BEATS, threading.Event()
-        while not self._broken and not never.wait(period_s):
+        never = threading.Event()
+        while self._failure is None and not never.wait(self._spec.trainer.timeout_s / BEATS):
             try:
                 self._torch_thread.submit(self.step.ranks.beat).result()
             except RuntimeError as error:
-                self._broken = str(error)
-                with contextlib.suppress(Refused):
-                    self._check_lost(error)
+                self._failure = self._refusal_after(error)
 
-    async def call(self, name: str, **arguments: Any) -> Any:
-        return await self.run(lambda: self.together(name, **arguments))
+    def route(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Return the handler of one of CALLS; it answers with the method's result, or with health()."""
 
-    # Endpoints. Reads of the version run on the torch thread.
+        async def handle(request: web.Request) -> web.Response:
+            message = read_message(CALLS[name], await request.read())
+            answer = await self.run(lambda: self.together(name, **message.model_dump()))
+            return json_answer(answer if isinstance(answer, BaseModel) else await self.health())
+
+        return handle
 
     async def staged(self, request: web.Request) -> web.StreamResponse:
         """GET /staged/NAME: an exported file or a Range of it, for engines on other nodes."""
         return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
     async def health(self) -> TrainerHealth:
-        if self._lost is not None:
-            raise self._lost
+        if self._failure is not None and self._failure.status == LOST_STATUS:
+            raise self._failure
         return TrainerHealth(
             policy_version=self.step.policy_version,
             device=self.step.device.type,
@@ -166,11 +173,10 @@ class TrainerService:
         def work() -> TrainResponse:
             metrics = self.together("train", body)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            lost = [name for name in metrics if name not in finite]
             return TrainResponse(
                 policy_version=self.step.policy_version,
                 metrics=finite,
-                not_finite=lost,
+                not_finite=[name for name in metrics if name not in finite],
                 rollout_gaps=self.step.rollout_gaps,
             )
 
@@ -182,9 +188,7 @@ class TrainerService:
         return (await self.health()).model_copy(update={"policy_version": version})
 
     async def export(self) -> ExportResponse:
-        """Write the newest weights or finish a begun export, then delete exports that no engine reads any
-        more.
-        """
+        """Write the newest weights or finish a begun export; delete exports that no engine reads any more."""
         begun, self._begun = self._begun, None
         finish = begun or (await self.run(self._begin_export))[1]
         return await asyncio.to_thread(self._finish_export, finish)
@@ -223,30 +227,10 @@ class TrainerService:
             await self.export()
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
 
-    async def save(self, message: SaveRequest) -> TrainerHealth:
-        await self.call("save", path=message.path, merged=message.merged)
-        return await self.health()
-
-    async def begin_save_state(self, message: StateRequest) -> TrainerHealth:
-        await self.call("begin_save_state", path=message.path)
-        return await self.health()
-
     async def wait_save_state(self) -> TrainerHealth:
         """Wait until the state is written, without blocking the torch thread."""
         await asyncio.to_thread(self.step.wait_save_state)
         return await self.health()
-
-    async def load_state(self, message: StateRequest) -> TrainerHealth:
-        await self.call("load_state", path=message.path)
-        return await self.health()
-
-    async def offload(self, message: OffloadRequest) -> Moved:
-        moved: Moved = await self.call("offload", parts=message.parts)
-        return moved
-
-    async def onload(self, message: OffloadRequest) -> Moved:
-        moved: Moved = await self.call("onload", parts=message.parts)
-        return moved
 
     def _follow(self) -> NoReturn:
         """Execute rank 0's commands on another rank's torch thread."""
@@ -260,7 +244,7 @@ class TrainerService:
                     log.warning("%s was refused: %s", command.name, refused)
                 self.num_waiting = 0
         except Exception as error:
-            log.exception("rank %d cannot go on", self.step.ranks.rank)
+            log.exception("rank %d has failed", self.step.ranks.rank)
             lost = loss_behind(error, self._spec)
             if lost is not None:
                 threading.Event().wait(GRACE_S)
@@ -292,7 +276,7 @@ def _words(error: Exception) -> ErrorBody:
         return ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
     way_out = "the trainer's log has the traceback."
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton.")):
-        way_out = "set trainer.compile=false, which takes the model's layers as they are; " + way_out
+        way_out = "set trainer.compile=false; " + way_out
     # on CPU torch raises RuntimeError for a lack of memory
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."
@@ -304,6 +288,8 @@ def make_service(service: TrainerService, secret: str) -> web.Application:
     add_route(app, "GET", "/health", service.health)
     for name in ENDPOINTS if service.step.ranks.is_first else ():
         add_route(app, "POST", f"/{name}", getattr(service, name))
+    for name in CALLS if service.step.ranks.is_first else ():
+        app.router.add_post(f"/{name}", service.route(name))
     app.router.add_get("/staged/{name}", service.staged)
     return app
 

@@ -1,10 +1,9 @@
 """Process group of the trainer, on one node or several: commands of rank 0, sums and agreements.
 
 Nothing is pickled here. With several nodes each rank needs rank 0's store port, and any port of each other
-rank for gloo and NCCL. Nothing is encrypted or authenticated: a program that reaches these ports can read and
-change weights and batches and run code, since torch.distributed.checkpoint unpickles messages of ranks. So
-the ranks' addresses must be in a private network of the cluster. The store listens at one address, and gloo
-and NCCL use one interface.
+rank for gloo and NCCL. These ports are neither encrypted nor authenticated: a program that reaches them can
+change weights and run code, since torch.distributed.checkpoint unpickles messages of ranks. Keep the ranks'
+addresses in a private network.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,6 +31,8 @@ from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interfac
 
 T = TypeVar("T")
 BEATS = 2
+MESH_DIMENSIONS = ("shard",)
+"""Dimensions of the trainer's device mesh."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,16 @@ class Ranks:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.rank, self.size, self.mesh, self._commands, self.group = rank, size, mesh, commands, group
+        self.rank = rank
+        self.size = size
+        self.mesh = mesh
+        self.group = group
+        self._commands = commands
         self._timeout = timeout
         self.is_first = rank == 0
 
     def beside(self) -> Ranks:
-        """Return the same ranks for another thread's calls. All ranks must call it together."""
+        """Return the same ranks for another thread's calls. Collective."""
         group = dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
         return Ranks(self.rank, self.size, group=group, timeout=self._timeout)
 
@@ -86,8 +91,8 @@ class Ranks:
             answer = [work()]
         except Refused as refused:
             failure = [refused.status, refused.body.model_dump()]
-        for found in filter(None, self.gather(failure)):
-            raise Refused(found[0], **found[1])
+        for status, body in filter(None, self.gather(failure)):
+            raise Refused(status, **body)
         return answer[0]
 
     def add_up(self, *arrays: npt.NDArray[np.float32]) -> None:
@@ -120,111 +125,95 @@ class Ranks:
 ALONE = Ranks()
 
 
-@dataclass
-class Rendezvous:
-    """Meeting of the ranks, in a file or in a store of rank 0.
-
-    Life: open() -> here() -> connected(). All raise ConfigError.
-    Waits: at most spec.meet_s for all three. Longer torch waits continue in a thread that the process leaves
-        behind.
-    """
-
-    spec: TrainerSpec
-    _since_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def _left(self) -> timedelta:
-        return timedelta(seconds=max(self._since_s + self.spec.meet_s - time.monotonic(), 0.1))
-
-    @property
-    def _me(self) -> str:
-        return f"rank {self.spec.rank} ({self.spec.address})"
-
-    @property
-    def _where(self) -> str:
-        return self.spec.store or str(self.spec.staging_dir / RENDEZVOUS)
-
-    def open(self) -> Any:
-        """Return the store; with several nodes rank 0 opens it, at its address only."""
-        spec, size = self.spec, self.spec.trainer.world_size
-        if not spec.store:
-            return dist.FileStore(self._where, size)  # type: ignore[attr-defined]
-        host, _, port = spec.store.rpartition(":")
-        options: dict[str, Any] = {"world_size": size, "wait_for_workers": False, "timeout": self._left}
-        if spec.rank == 0:
-            rule = "there it opens the store in which the trainer's ranks meet"
-            options |= {"is_master": True, "master_listen_fd": listen_at(spec.store, rule)}
-        what = f"{self._me} cannot reach rank 0 at {spec.store}"
-        return self._in_time(what, lambda: dist.TCPStore(host, int(port), **options))  # type: ignore[attr-defined]
-
-    def here(self, store: Any) -> None:
-        keys = {f"here-{rank}": rank for rank in range(self.spec.trainer.world_size)}
-
-        def wait() -> str:
-            if store.add(f"here-{self.spec.rank}", 1) > 1:
-                what = f"{self._me} is not the first of its number at {self._where}"
-                rule = "new ranks of a trainer meet in a new place"
-                raise ConfigError(what, rule=rule, way_out="end the processes of the trainer before.")
-            try:
-                store.wait([*keys], self._left)
-            except dist.DistStoreError:
-                return ", ".join(str(rank) for key, rank in keys.items() if not store.check([key]))
-            return ""
-
-        if missing := self._in_time(f"{self._me} has no answer of the store at {self._where}", wait):
-            what = f"rank {missing} did not come to {self._where} within {self.spec.meet_s:g} s"
-            rule = f"{self._me} and all others of trainer.world_size={len(keys)} meet there"
-            raise ConfigError(what, rule=rule, way_out=f"read the log of rank {missing}; {OPEN_PORTS}.")
-
-    def connected(self, connect: Callable[[], T]) -> T:
-        return self._in_time(f"{self._me} has met the others, and cannot connect to each of them", connect)
-
-    def _in_time(self, what: str, work: Callable[[], T]) -> T:
-        """Enforce the limit: torch's limits miss silent servers and broken connections."""
-        try:
-            return run_within(self._left.total_seconds() + 1.0, work, name="rendezvous")
-        except (RuntimeError, OSError) as error:  # includes TimeoutError
-            why = str(error).partition("\n")[0] or "no answer"
-            within = f"within {self.spec.meet_s:g} s: {why[:300]}"
-            rule = f"the ranks of a trainer meet at {self._where}, then each connects to each"
-            way_out = f"read the log of rank 0; {OPEN_PORTS}."
-            raise ConfigError(f"{what} {within}", rule=rule, way_out=way_out) from error
-
-
 def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
-    """Meet the other ranks. Raises ConfigError, also for trainer.cpu_offload without a GPU."""
-    size, is_cuda = spec.trainer.world_size, device.type == "cuda"
+    """Meet and connect to the other ranks, within spec.meet_s. Raises ConfigError, also for
+    trainer.cpu_offload without a GPU.
+    """
+    size = spec.trainer.world_size
+    is_cuda = device.type == "cuda"
     if spec.trainer.cpu_offload and not is_cuda:
         what = "trainer.cpu_offload=true, and the trainer runs on the CPU"
         raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=0.")
     if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
         return ALONE
-    ordinal = spec.rank if spec.local_rank is None else spec.local_rank
-    if is_cuda:
-        torch.cuda.set_device(ordinal)
     use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
-    meeting = Rendezvous(spec)
-    store = meeting.open()
-    meeting.here(store)
     timeout = timedelta(seconds=spec.trainer.timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
 
-    def connect() -> Any:
+    def select_device() -> None:  # for the calling thread
         if is_cuda:
-            torch.cuda.set_device(ordinal)  # for this thread
+            torch.cuda.set_device(spec.rank if spec.local_rank is None else spec.local_rank)
+
+    def connect(store: Any) -> Any:
+        select_device()
+        backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=size, timeout=timeout)
         # Sending waits for receivers: rank 0 sends only to ranks that wait, or soon will.
         return dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else 2 * timeout)
 
-    commands = meeting.connected(connect)
-    mesh = init_device_mesh(device.type, (size,))
-    return Ranks(spec.rank, size, mesh, commands, timeout=timeout)
+    select_device()
+    commands = meet(spec, connect)
+    return Ranks(
+        spec.rank,
+        size,
+        init_device_mesh(device.type, (size,), mesh_dim_names=MESH_DIMENSIONS),
+        commands,
+        timeout=timeout,
+    )
+
+
+def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
+    """Meet the other ranks in a file, or in a store that rank 0 opens at its address only; then return
+    `connect(store)`. Raises ConfigError, which names missing ranks.
+    """
+    size = spec.trainer.world_size
+    me = f"rank {spec.rank} ({spec.address})"
+    where = spec.store or str(spec.staging_dir / RENDEZVOUS)
+    deadline_s = time.monotonic() + spec.meet_s
+
+    def left_s() -> float:
+        return max(deadline_s - time.monotonic(), 0.1)
+
+    def open_store() -> Any:
+        if not spec.store:
+            return dist.FileStore(where, size)  # type: ignore[attr-defined]
+        host, _, port = spec.store.rpartition(":")
+        options: dict[str, Any] = {"world_size": size, "wait_for_workers": False}
+        if spec.rank == 0:
+            options["is_master"] = True
+            options["master_listen_fd"] = listen_at(
+                spec.store, "there it opens the store of the trainer's ranks"
+            )
+        return dist.TCPStore(host, int(port), timeout=timedelta(seconds=left_s()), **options)  # type: ignore[attr-defined]
+
+    def wait_others() -> Any:
+        store = open_store()
+        if store.add(f"here-{spec.rank}", 1) > 1:
+            what = f"another rank {spec.rank} is at {where}, so {me} cannot join"
+            raise ConfigError(what, rule="each start needs a new place", way_out="end the older trainer.")
+        keys = {f"here-{rank}": rank for rank in range(size)}
+        try:
+            store.wait([*keys], timedelta(seconds=left_s()))
+        except dist.DistStoreError:
+            missing = ", ".join(str(rank) for key, rank in keys.items() if not store.check([key]))
+            what = f"rank {missing} did not come to {where} within {spec.meet_s:g} s"
+            rule = f"{me} and all others of trainer.world_size={size} meet there"
+            way_out = f"read the log of rank {missing}; {OPEN_PORTS}."
+            raise ConfigError(what, rule=rule, way_out=way_out) from None
+        return store
+
+    failure = f"{me} cannot reach the store at {where}"
+    try:  # in threads that may be left behind: torch's limits miss silent servers and broken connections
+        store = run_within(left_s() + 1.0, wait_others, name="rendezvous")
+        failure = f"{me} has met the others at {where}, and cannot connect to each of them"
+        return run_within(left_s() + 1.0, lambda: connect(store), name="rendezvous")
+    except (RuntimeError, OSError) as error:  # includes TimeoutError
+        why = str(error).partition("\n")[0] or "no answer"
+        way_out = f"read the log of rank 0; {OPEN_PORTS}."
+        raise ConfigError(f"{failure} within {spec.meet_s:g} s: {why[:300]}", way_out=way_out) from error
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
-    """Return the error to report if a collective failed because a rank is gone, late or cut off, otherwise
-    None.
-    """
+    """Return the error to report if a collective failed because a rank is gone, late or cut off."""
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])

@@ -1,7 +1,7 @@
 """Trainer state of a checkpoint: saved in parallel with training, restored exactly.
 
-It contains the float32 master weights and AdamW's moments by parameter name, Progress, and each rank's torch
-random generators. The learning rate follows from Progress, and a KL penalty's initial weights are
+It contains the float32 master weights and the optimizer's state by parameter name, Progress, and each rank's
+torch random generators. The learning rate follows from Progress, and a KL penalty's initial weights are
 model.path's. With adapters (trainer.lora) the base weights are not saved. The folder belongs to a checkpoint,
 which is whole once its manifest is written (asyncrl/journal/checkpoints.py):
 
@@ -9,15 +9,13 @@ which is whole once its manifest is written (asyncrl/journal/checkpoints.py):
     .metadata       places of all shards: DCP's index, a pickle
     state.json      description of the tensors, and Progress
 
-DCP reshards: N ranks save, M ranks load. The same number of ranks gives the same bits. The checkpoint's
-manifest protects against damage. Since a manifest can be forged, the index is unpickled with DCP's own
-classes only, and tensors are read with weights_only.
+DCP reshards: N ranks save, M ranks load. The same number of ranks gives the same bits. Load only checkpoints
+that you trust: DCP unpickles the index.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -32,33 +30,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncrl.base.serving import Refused
-from asyncrl.trainer.model.parts import MasterWeights
+from asyncrl.trainer.model.build_model import MasterWeights
+from asyncrl.trainer.model.optimizer import MOMENTS, new_state
 from asyncrl.trainer.offload import HostMemory, local_of
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import LazyWeights, after_what_was_begun, cut, entries_of
 from asyncrl.weights.ipc import lay_out, views
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 READ_BYTES = 2**30
-INDEX, STATE = ".metadata", "state.json"
-INDEX_CLASSES = {
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),  # moved in Python 3.13
-    "torch": ("Size", "float32", "uint8"),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.serialization": ("_get_layout",),
-}
-"""Classes in a pickled index of float32 and uint8 tensors, by module."""
+STATE = "state.json"
+FLAT: dict[str, Any] = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class Progress(BaseModel, frozen=True):
@@ -80,13 +67,11 @@ class SavedState(BaseModel, frozen=True):
 
 
 class TrainerState:
-    """Saves and loads given weights and optimizer, on all ranks together.
+    """Saves and loads weights and optimizer, on all ranks together.
 
     Life: begin_save -> `copying` ends, after which the sources may change -> `pending` ends -> begin_save
-        ...: one at a time, since the copy's memory is reused. If the host is short of memory, the copy is
-        freed after each save; if it cannot hold a copy at all, offloaded parts are written from their host
-        memory, which wait_lent() waits for.
-    Invariant: a refused load changes nothing.
+    ...: one at a time, since the copy's memory is reused. Offloaded parts are not copied, but written from
+    their host memory, which wait_lent() waits for. Invariant: a refused load changes nothing.
     """
 
     def __init__(
@@ -97,11 +82,17 @@ class TrainerState:
         spec: TrainerSpec,
         device: torch.device,
     ) -> None:
-        self._masters, self._optimizer, self._device = masters, optimizer, device
-        self._model_path, lora = spec.model_path, spec.trainer.lora
+        self._masters = masters
+        self._optimizer = optimizer
+        self._device = device
+        self._model_path = spec.model_path
+        lora = spec.trainer.lora
         self._lora = None if lora is None else lora.model_dump(mode="json", exclude={"merge"})
         self._ranks = ranks.beside()
-        self._group = {"process_group": self._ranks.group, "no_dist": self._ranks.group is None}
+        self._group: dict[str, Any] = {
+            "process_group": self._ranks.group,
+            "no_dist": self._ranks.group is None,
+        }
         self._host: dict[str, Tensor] = {}
         # with cpu_offload the state is on the host, and pinning gains nothing
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
@@ -125,7 +116,6 @@ class TrainerState:
         """
         if self.pending is not None:
             wait([self.pending])
-        self._is_lent = False
         stepped = {
             name: state
             for name, master in self._masters.named.items()
@@ -158,12 +148,15 @@ class TrainerState:
         rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
         if not manifest.has_cuda_rng:
             rng.pop("cuda", None)
-        moments = {name: self._moments(self._masters.named[name]) for name in manifest.optimizer_names}
+        moments = dict[str, dict[str, Tensor]]()
+        for name in manifest.optimizer_names:
+            master = self._masters.named[name]
+            moments[name] = dict(self._optimizer.state.get(master) or new_state(master))
         live = self._live(moments, rng)
-        planner = _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _errors(path):
-            dcp_load(live, storage_reader=_Reader(path), planner=planner, **self._group)
-        for name, steps_taken in zip(sorted(moments), live["adamw.step"].tolist(), strict=True):
+            reader = FileSystemReader(path)
+            dcp_load(live, storage_reader=reader, planner=DefaultLoadPlanner(**FLAT), **self._group)
+        for name, steps_taken in zip(sorted(moments), live["optimizer.step"].tolist(), strict=True):
             moments[name]["step"].fill_(steps_taken)
         for name, master in self._masters.named.items():
             self._optimizer.state.pop(master, None)
@@ -181,7 +174,8 @@ class TrainerState:
     ) -> None:
         """Write the copies on the writing thread, sharded like `live`, which is not read."""
         try:
-            self._ranks.agree(lambda: _copied(copying))  # else the others would wait for this rank in DCP
+            # a rank without a copy would let the others wait in DCP
+            self._ranks.agree(lambda: _wait_copied(copying))
             with _errors(path):
                 writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
                 dcp_save(live, storage_writer=writer, planner=_HostPlanner(self._host), **self._group)
@@ -193,13 +187,6 @@ class TrainerState:
                 self._host = {}
                 self._memory.free()
 
-    def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        """Return a weight's optimizer state, created if missing."""
-        if state := self._optimizer.state.get(master):
-            return dict(state)
-        moments = {moment: torch.zeros_like(master).detach() for moment in MOMENTS}
-        return {"step": torch.zeros((), device=master.device), **moments}
-
     def _own_rng(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
@@ -209,9 +196,9 @@ class TrainerState:
     def _live(self, moments: dict[str, dict[str, Tensor]], rng: dict[str, Tensor]) -> dict[str, Tensor]:
         live = {f"weights.{name}": master.detach() for name, master in self._masters.named.items()}
         for name, state in moments.items():
-            live |= {f"adamw.{moment}.{name}": state[moment] for moment in MOMENTS}
+            live |= {f"optimizer.{moment}.{name}": state[moment] for moment in MOMENTS}
         steps = [moments[name]["step"] for name in sorted(moments)]
-        live["adamw.step"] = torch.stack(steps).float() if steps else torch.zeros(0)
+        live["optimizer.step"] = torch.stack(steps).float() if steps else torch.zeros(0)
         return live | {f"rng.{kind}.{self._ranks.rank}": state for kind, state in rng.items()}
 
     @torch.no_grad()
@@ -225,17 +212,13 @@ class TrainerState:
         is_cuda = self._device.type == "cuda"
         with reading:
             locals_ = {name: local_of(tensor) for name, tensor in live.items()}
-            found = {name: content_of(local) for name, local in locals_.items()}
+            contents = {name: content_of(local) for name, local in locals_.items()}
+            here = {name: local for name, local in locals_.items() if contents[name] is local}
+            self._is_lent = len(here) < len(locals_)
             self._host = {}
-            try:
-                places = self._places(locals_)
-            except MemoryError:
-                here = {name: local for name, local in locals_.items() if found[name] is local}
-                if len(here) == len(found):
-                    raise
-                self._is_lent = True
-                places = self._places(here)
-            for name, content in found.items():
+            placed, num_bytes = lay_out(entries_of(LazyWeights(here), None))
+            places = views(placed, self._memory.of(num_bytes))
+            for name, content in contents.items():
                 # separate storage: DCP copies parts of larger tensors again
                 self._host[name] = torch.from_numpy(places.get(name, content).numpy())
                 if name in places:
@@ -243,18 +226,14 @@ class TrainerState:
             if is_cuda:
                 torch.cuda.current_stream(self._device).synchronize()
 
-    def _places(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return memory for a copy of each tensor. Raises MemoryError."""
-        placed, num_bytes = lay_out(entries_of(LazyWeights(dict(tensors)), None))
-        return views(placed, self._memory.of(num_bytes))
-
     def _shapes(self) -> dict[str, list[int]]:
         return {name: list(master.shape) for name, master in self._masters.named.items()}
 
     def _fitting_manifest(self, path: Path) -> SavedState:
         manifest = read_state(path, f" by rank {self._ranks.rank}")
         _read_index(path)
-        here, there = self._shapes(), manifest.shapes
+        here = self._shapes()
+        there = manifest.shapes
         differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if manifest.lora != self._lora:
             what = f"holds {_trained(manifest.lora)}, and this run trains {_trained(self._lora)}"
@@ -285,10 +264,10 @@ def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tu
     _read_index(path)
     for names in cut(sizes, READ_BYTES):
         some = {f"weights.{name}": torch.empty([*shapes[name]]) for name in names}
-        planner = _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _errors(path), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            dcp_load(some, storage_reader=_Reader(path), planner=planner, no_dist=True)
+            reader = FileSystemReader(path)
+            dcp_load(some, storage_reader=reader, planner=DefaultLoadPlanner(**FLAT), no_dist=True)
         yield from ((name, some.pop(f"weights.{name}")) for name in names)
 
 
@@ -296,34 +275,11 @@ class _HostPlanner(DefaultSavePlanner):
     """Takes the layout from live tensors and the values from their copies."""
 
     def __init__(self, host: dict[str, Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(**FLAT)
         self._host = host
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._host[write_item.index.fqn]
-
-
-class _TensorPlanner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
-
-
-class _Reader(FileSystemReader):
-    """Unpickles only an index of tensors."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / INDEX).open("rb") as file:
-            metadata = _IndexUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"{INDEX} holds a {type(metadata).__name__}, which is no index")
-        return metadata
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in INDEX_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{INDEX} holds a {module}.{name}, which no index does")
-        return super().find_class(module, name)
 
 
 @contextmanager
@@ -349,23 +305,22 @@ def _failed(path: Path, reason: BaseException) -> Refused:
 def _read_index(path: Path) -> Metadata:
     """Read the index. Raises Refused with the reason, which DCP of torch 2.11 hides."""
     try:
-        return _Reader(path).read_metadata()
+        return FileSystemReader(path).read_metadata()
     except Exception as error:
         raise _failed(path, error) from error
 
 
 def _refuse_incomplete(path: Path) -> None:
     """Raise Refused if files of other ranks are missing, on rank 0."""
-    index = _read_index(path)
-    wanted = {Path(place.relative_path).name for place in index.storage_data.values()}
+    wanted = {Path(place.relative_path).name for place in _read_index(path).storage_data.values()}
     if missing := sorted(name for name in wanted if not (path / name).is_file()):
         what = f"{path} lacks {', '.join(missing)}, which other ranks have written"
-        rule = "a checkpoint is written by all ranks, each its own shards, into one folder"
+        rule = "all ranks write their shards of a checkpoint into one folder"
         way_out = "put the run directory on a file system that all nodes of the trainer share."
         raise Refused(507, what, rule=rule, way_out=way_out)
 
 
-def _copied(copying: Future[None]) -> None:
+def _wait_copied(copying: Future[None]) -> None:
     """Wait for this rank's copy. Raises Refused."""
     try:
         copying.result()

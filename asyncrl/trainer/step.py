@@ -22,18 +22,19 @@ from torch import Tensor
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import Moved, TrainerPart
-from asyncrl.messages.calls import (
+from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
     Canary,
     ExportChunkResponse,
     ExportResponse,
+    TrainerPart,
 )
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.model.build_model import reshard
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import pack_texts
-from asyncrl.trainer.model.parts import reshard
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
@@ -71,7 +72,7 @@ class TrainStep(Learner):
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
-        self._offload = Offload(ranks, self.device, folder, self._tensors_of, spec.address)
+        self._offload = Offload(ranks, self.device, folder, self._tensors_of)
         self._pieces: Pieces | None = None
         on_all = spec.chunks == "memories"
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)
@@ -117,7 +118,7 @@ class TrainStep(Learner):
         ]
         wait(reading)
 
-    def offload(self, parts: Iterable[TrainerPart]) -> Moved:
+    def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move these parts off the device. Raises Refused and moves nothing."""
         self.before_change()
         self._state.wait_lent()
@@ -129,7 +130,7 @@ class TrainStep(Learner):
         finally:
             self._merge_again()
 
-    def onload(self, parts: Iterable[TrainerPart]) -> Moved:
+    def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move these parts back. Raises Refused and moves nothing."""
         self.before_change()
         moved = self._offload.onload(parts)

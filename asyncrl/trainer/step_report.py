@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.files import LOST, cut_at, lines_from_end
-from asyncrl.messages.calls import BatchArrays, BatchHeader
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 
 if TYPE_CHECKING:
     from asyncrl.trainer.ranks import Ranks

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.weights.export import export_weights
 from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules
 from asyncrl.weights.transport import Exported, Transport, done, only_gathered

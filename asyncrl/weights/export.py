@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
 from asyncrl.messages.digest import joint_digest
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 from asyncrl.weights.tensor_files import (
     Pieces,
     digest_of_tensor,

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import ChunkMemory, MemoryHandle, PlacedTensor
-from asyncrl.messages.calls import LoadChunkRequest
+from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
 from asyncrl.weights.export import Entries
 from asyncrl.weights.tensor_files import (
     DTYPES,

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, SentChunk, SentWeights
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.engine_api import GroupMember, SentChunk, SentWeights
+from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights.export import (
     LazyWeights,
     chunks_of,
@@ -65,7 +65,7 @@ class BroadcastTransport(Transport):
 
     Life: empty -> export(): rank 0 holds a version -> send() it, any number of times -> export() the next,
         over it.
-    Waits: export for a running send and vice versa; send for every group member, limited by the GroupSeat.
+    Waits: export for a running send and vice versa; send for every group member, limited by the GroupMember.
     Invariant: a held version is sent whole. A broken group is never reused.
     """
 
@@ -112,15 +112,15 @@ class BroadcastTransport(Transport):
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send to all group members; call it in a separate thread. Raises Refused."""
-        seat = request.seat
+        member = request.member
         with self._in_use:
             if self.version != request.version:
                 what = f"policy_version {request.version} is to be sent, and what is held is version "
                 raise Refused(409, f"{what}{self.version}", rule="the newest export alone is held")
             try:
-                if self._group is None or self._group.path != seat.path:
+                if self._group is None or self._group.path != member.path:
                     self._leave()
-                    self._group = WeightGroup(seat, self.end.device, self._cuda)
+                    self._group = WeightGroup(member, self.end.device, self._cuda)
                 sent_weights = SentWeights(version=self.version, chunks=self._chunks)
                 self._group.send(sent_weights, self._buffers, self._filled)
             except GroupBroken as broken:
@@ -158,20 +158,20 @@ class WeightGroup:
         everything runs in the group's own stream.
     """
 
-    def __init__(self, seat: GroupSeat, device: torch.device, cuda: Any = None) -> None:
+    def __init__(self, member: GroupMember, device: torch.device, cuda: Any = None) -> None:
         """Join. `cuda`: as for BroadcastTransport. Raises GroupBroken."""
-        self.path, self._device, self._timeout = seat.path, device, timedelta(seconds=seat.timeout_s)
+        self.path, self._device, self._timeout = member.path, device, timedelta(seconds=member.timeout_s)
         self._group: Any = None
         self._cuda = cuda or _cuda_of(device)
         # high priority: few short kernels that engines wait for
         self._stream = None if self._cuda is None else self._cuda.Stream(device, priority=-1)
         try:
             # torch's limits miss a silent store.
-            connect = partial(_connect, seat, device, self._timeout)
-            self._group = run_within(seat.timeout_s + _LATE_S, connect, name="join")
+            connect = partial(_connect, member, device, self._timeout)
+            self._group = run_within(member.timeout_s + _LATE_S, connect, name="join")
         except (RuntimeError, OSError, ConfigError) as error:  # includes TimeoutError
-            where, way_out = (f" at {seat.store}", f"; {OPEN_PORTS}") if seat.store else ("", "")
-            what = f"no group of {seat.size} processes{where} within {seat.timeout_s} s"
+            where, way_out = (f" at {member.store}", f"; {OPEN_PORTS}") if member.store else ("", "")
+            what = f"no group of {member.size} processes{where} within {member.timeout_s} s"
             why = str(error).partition("\n")[0] or "no answer"  # torch's stack frames follow
             raise GroupBroken(f"{what}: {why}{way_out}") from error
 
@@ -242,8 +242,8 @@ def _cuda_of(device: torch.device) -> Any:
     return torch.cuda if device.type == "cuda" else None
 
 
-def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
-    store, interfaces = _meet(seat, timeout)
+def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> Any:
+    store, interfaces = _meet(member, timeout)
     if device.type == "cuda":
         if device.index is not None:  # for this thread
             torch.cuda.set_device(device)
@@ -255,7 +255,7 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
         before = os.environ.get(name)
         os.environ[name] = "0"
         try:
-            group = dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
+            group = dist.ProcessGroupNCCL(store, member.rank, member.size, nccl)
         finally:
             del os.environ[name]
             if before is not None:
@@ -267,24 +267,24 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     make = dist.ProcessGroupGloo.create_device
     gloo._timeout, gloo._devices = timeout, [make(interface=name) for name in interfaces]
-    return dist.ProcessGroupGloo(store, seat.rank, seat.size, gloo)
+    return dist.ProcessGroupGloo(store, member.rank, member.size, gloo)
 
 
-def _meet(seat: GroupSeat, timeout: timedelta) -> tuple[Any, list[str]]:
+def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
     """Return the members' store and gloo's interfaces. On several nodes the interface is the route to the
     trainer's node.
     """
-    if not seat.store:
-        store: Any = dist.FileStore(seat.path, seat.size)  # type: ignore[attr-defined]
+    if not member.store:
+        store: Any = dist.FileStore(member.path, member.size)  # type: ignore[attr-defined]
         interfaces = ["lo"]
     else:
-        host, _, port = seat.store.rpartition(":")
+        host, _, port = member.store.rpartition(":")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # sends nothing
             route.connect((host, int(port)))
             use_interface(route.getsockname()[0], is_apart=True)
         interfaces = os.environ["GLOO_SOCKET_IFNAME"].split(",")
         server = dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(seat.path, server)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(member.path, server)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
     return store, interfaces
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, TransportName
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.engine_api import TransportName
+from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights.export import LazyWeights, begin_export, gather_along
 
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
 from gpu.rows import Bench

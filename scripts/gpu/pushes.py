@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.base import EnginePart
+from asyncrl.messages.engine_api import EnginePart
 from asyncrl.weights.export import Chunks, LazyWeights, chunks_of, entries_of, export_weights, named_weights
 from asyncrl.weights.ipc import SharedChunk
 from gpu.models import make_folder

@@ -11,7 +11,7 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.launch.model_shape import model_shape
 from asyncrl.launch.plan import size_text, trainer_memory
-from asyncrl.messages.calls import pack_batch
+from asyncrl.messages.trainer_api import pack_batch
 from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
 from gpu.rows import Bench
 

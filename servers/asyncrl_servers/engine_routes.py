@@ -1,4 +1,4 @@
-"""Engine server routes, and the server end of the link (asyncrl/messages/frames.py)."""
+"""Engine server routes, and the server end of the link (asyncrl/messages/codec.py)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from pydantic import BaseModel
 
 from asyncrl.base.message import SECRET_ENV, Message
 from asyncrl.base.serving import Refused, add_route, make_app, secret_of, serve
-from asyncrl.messages import frames
-from asyncrl.messages.base import Moved
-from asyncrl.messages.calls import (
+from asyncrl.messages import codec
+from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
     EngineHealth,
@@ -28,6 +27,7 @@ from asyncrl.messages.calls import (
     PrepareRequest,
     PrepareResponse,
     SleepRequest,
+    TransferStats,
     WakeRequest,
 )
 from asyncrl_servers.served_engine import MAX_QUEUED, Answer, AnyFuture, Of, ServedEngine
@@ -76,19 +76,19 @@ class ServedLink(Generic[Of]):
         """Bytes to send next; direct sends wait for the transport's backlog."""
         self._is_behind = False
 
-    def sampled(self, rows: Sequence[frames.Sampled]) -> None:
+    def sampled(self, rows: Sequence[codec.Sampled]) -> None:
         """Send the rows, from one thread at a time."""
         known = [row for row in rows if row.number in self._runs]
         for row in known:
             if row.then not in ("more", "interrupted"):
                 self._runs.pop(row.number, None)  # serve() may have emptied it already
         for first in range(0, len(known), FRAME_ROWS):
-            self._send(frames.sampled_frame(known[first : first + FRAME_ROWS]))
+            self._send(codec.sampled_frame(known[first : first + FRAME_ROWS]))
 
     def refused(self, number: int, refusal: Refused) -> None:
         """End a refused request, from one thread at a time."""
         if self._runs.pop(number, None) is not None:
-            self._send(frames.refused_frame(number, refusal.status, refusal.body))
+            self._send(codec.refused_frame(number, refusal.status, refusal.body))
 
     async def serve(self) -> None:
         """Serve until the client leaves. Raises ValueError for an invalid frame."""
@@ -96,7 +96,7 @@ class ServedLink(Generic[Of]):
             async for message in self._link:
                 if message.type is not WSMsgType.BINARY:
                     raise ValueError(f"a {message.type.name} message came, where frames are bytes")
-                self._take(frames.read_frame(message.data))
+                self._take(codec.read_frame(message.data))
         finally:
             self._engine.abort(list(self._runs.values()))
             self._runs.clear()
@@ -124,9 +124,9 @@ class ServedLink(Generic[Of]):
             self._unsent.clear()
             self._is_behind = self._transport.get_write_buffer_size() > 0
 
-    def _take(self, frame: frames.Frame) -> None:
+    def _take(self, frame: codec.Frame) -> None:
         if frame.kind == "submit":
-            self._submit(frames.read_submit(frame))
+            self._submit(codec.read_submit(frame))
             return
         acts = {"resume": self._engine.resume, "abort": self._engine.abort}
         if frame.kind not in acts:
@@ -134,7 +134,7 @@ class ServedLink(Generic[Of]):
         found = [self._runs.get(number) for number in frame.numbers]
         acts[frame.kind]([run for run in found if run is not None])
 
-    def _submit(self, asked: Sequence[frames.Asked]) -> None:
+    def _submit(self, asked: Sequence[codec.Asked]) -> None:
         runs, num_free = list[Of](), MAX_QUEUED - self._engine.num_queued
         for one in asked:
             try:
@@ -143,7 +143,7 @@ class ServedLink(Generic[Of]):
                 check_queue(num_free - len(runs))
                 run = self._engine.run(one, self)
             except Refused as refusal:
-                self._send(frames.refused_frame(one.number, refusal.status, refusal.body))
+                self._send(codec.refused_frame(one.number, refusal.status, refusal.body))
             else:
                 self._runs[one.number] = run
                 runs.append(run)
@@ -167,8 +167,8 @@ class OneAnswer:
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[GenerateResponse] = self._loop.create_future()
         self._engine: ServedEngine[Any] = engine
-        self._run: Any = engine.run(frames.Asked(0, request, is_streamed=False), self)
-        self._rows: list[frames.Sampled] = []
+        self._run: Any = engine.run(codec.Asked(0, request, is_streamed=False), self)
+        self._rows: list[codec.Sampled] = []
 
     async def answer(self) -> GenerateResponse:
         """Return the whole answer; abort if the client leaves."""
@@ -178,7 +178,7 @@ class OneAnswer:
         finally:
             self._engine.abort([self._run])
 
-    def sampled(self, rows: Sequence[frames.Sampled]) -> None:
+    def sampled(self, rows: Sequence[codec.Sampled]) -> None:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, rows)
 
@@ -190,12 +190,12 @@ class OneAnswer:
         if not self._done.done():
             self._done.set_exception(refusal)
 
-    def _take(self, rows: Sequence[frames.Sampled]) -> None:
+    def _take(self, rows: Sequence[codec.Sampled]) -> None:
         self._rows += rows
         if rows[-1].then == "interrupted":
             self._engine.resume([self._run])
         elif not self._done.done():
-            self._done.set_result(frames.joined(self._run.request.request_id, self._rows))
+            self._done.set_result(codec.response(self._run.request.request_id, *self._rows))
 
 
 def check_queue(num_free: int) -> None:
@@ -240,10 +240,10 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
     async def commit(body: CommitRequest) -> CommitResponse:
         return await _answered(engine.commit(body))
 
-    async def sleep(body: SleepRequest) -> Moved:
+    async def sleep(body: SleepRequest) -> TransferStats:
         return await _answered(engine.sleep(body))
 
-    async def wake(body: WakeRequest) -> Moved:
+    async def wake(body: WakeRequest) -> TransferStats:
         return await _answered(engine.wake(body))
 
     app.router.add_get("/link", link)

@@ -12,16 +12,16 @@ from pydantic import Field, ValidationError
 
 from asyncrl.base.message import Message
 from asyncrl.base.serving import Refused, child_arguments, fail
-from asyncrl.messages.base import Moved
-from asyncrl.messages.calls import (
+from asyncrl.messages.codec import Asked, Sampled
+from asyncrl.messages.engine_api import (
     MAX_TOP_LOGPROBS,
     CommitRequest,
     CommitResponse,
     EngineHealth,
     SleepRequest,
+    TransferStats,
     WakeRequest,
 )
-from asyncrl.messages.frames import Asked, Sampled
 from asyncrl_servers.weight_state import WeightState
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class ServedEngine(Protocol[Of]):
     def resume(self, runs: Sequence[Of]) -> None: ...
     def abort(self, runs: Sequence[Of]) -> None: ...
     def commit(self, request: CommitRequest) -> AnyFuture[CommitResponse]: ...
-    def sleep(self, request: SleepRequest) -> AnyFuture[Moved]: ...
-    def wake(self, request: WakeRequest) -> AnyFuture[Moved]: ...
+    def sleep(self, request: SleepRequest) -> AnyFuture[TransferStats]: ...
+    def wake(self, request: WakeRequest) -> AnyFuture[TransferStats]: ...
 
 
 def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray[np.int64]:

@@ -17,10 +17,10 @@ import numpy as np
 from pydantic import Field
 
 from asyncrl.base.serving import Refused, die_with_parent
-from asyncrl.messages import calls
-from asyncrl.messages.base import EnginePart, LatencyModel, Moved
+from asyncrl.messages import engine_api
+from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.digest import tensor_digest
-from asyncrl.messages.frames import Asked, Sampled, spans_of
+from asyncrl.messages.engine_api import EnginePart, LatencyModel, TransferStats
 from asyncrl.weights.tensor_files import read_or_refuse
 from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
@@ -28,6 +28,8 @@ from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
 PART_BYTES = 2**20
 """Reported size of a memory part."""
+SWAP_S = 0.001
+"""Seconds that a weight swap stops decoding."""
 EPSILON = 1e-9
 
 
@@ -44,32 +46,22 @@ class SimulatedSpec(LatencyModel, EngineSpec):
 class SimulatedWeights(WeightState):
     """Read and verify weights, then drop them."""
 
-    def read(self, request: calls.PrepareRequest) -> dict[str, Any]:
-        if request.kind != "weights":
-            raise Refused(
-                400,
-                f"policy_version {request.version} contains adapters",
-                rule="the simulated engine accepts whole weights only",
-                way_out="set weight_sync.transport=shm, or rollout.engine=embedded.",
-            )
+    def read(self, request: engine_api.PrepareRequest) -> dict[str, Any]:
         check_arrived(request.path, _arrived(request.path), request)
         return {}
 
-    def load(self, request: calls.LoadChunkRequest) -> Arrived:
+    def load(self, request: engine_api.LoadChunkRequest) -> Arrived:
         return _arrived(request.path)
 
 
 class SimulatedRun(Run):
-    """A request, admitted at clock time `start` with `first` tokens."""
+    """A request, admitted at clock time `start` with `first` tokens, to end `length` steps later."""
 
-    def __init__(self, asked: Asked, listener: Listener) -> None:
-        super().__init__(asked, listener)
-        self.start = 0.0
-        self.length = 0
-        self.is_stop = False
-        self.first = 0
-        self.num_told = 0
-        self.is_over = False
+    start = 0.0
+    length = 0
+    is_stop = False
+    first = 0
+    num_told = 0
 
     @property
     def end(self) -> float:
@@ -84,7 +76,7 @@ class SimulatedEngine:
     """Engine that costs one heap entry per request.
 
     All running requests get one token per step, so one step clock describes them. It advances by one every
-    decode_step_s + n * per_row_s seconds and stops during prefill and swaps. A request ends at start +
+    decode_step_s + n * per_row_s seconds and stops during swaps. A request ends at start +
     length. Tokens are drawn at its end, or per step if streamed.
 
     Invariant: the clock never goes back, and no answer has tokens beyond the clock.
@@ -105,7 +97,7 @@ class SimulatedEngine:
         self._changes: list[tuple[float, int]] = [(0.0, 0)]
         """(clock time, policy_version from then on), in order."""
         self._timer: asyncio.TimerHandle | None = None
-        self._committed: asyncio.Future[calls.CommitResponse]
+        self._committed: asyncio.Future[engine_api.CommitResponse]
         self._num_tokens = 0
         self._busy_s = 0.0
 
@@ -113,10 +105,10 @@ class SimulatedEngine:
     def num_queued(self) -> int:
         return len(self._queued)
 
-    def health(self) -> calls.EngineHealth:
+    def health(self) -> engine_api.EngineHealth:
         self._advance()
         num_untold = sum(run.num_sampled(self._clock) - run.num_told for run in self._running)
-        return calls.EngineHealth(
+        return engine_api.EngineHealth(
             name=self.spec.name,
             kind="simulated",
             policy_version=self.weights.version,
@@ -134,12 +126,9 @@ class SimulatedEngine:
         """Return a run. Stop strings never match. Raises Refused (400)."""
         check_request(asked, self.spec.max_length, self.spec.vocab_size)
         if asked.request.grammar is not None or asked.request.top_logprobs:
-            raise Refused(
-                400,
-                f"request {asked.request.request_id} has a grammar or top_logprobs",
-                rule="the simulated engine draws tokens uniformly",
-                way_out="set rollout.engine to embedded or vllm.",
-            )
+            what = f"request {asked.request.request_id} has a grammar or top_logprobs"
+            way_out = "set rollout.engine to embedded or vllm."
+            raise Refused(400, what, rule="the simulated engine draws tokens uniformly", way_out=way_out)
         return SimulatedRun(asked, listener)
 
     def submit(self, runs: Sequence[SimulatedRun]) -> None:
@@ -147,6 +136,7 @@ class SimulatedEngine:
         self._update()
 
     def resume(self, runs: Sequence[SimulatedRun]) -> None:
+        """Queue interrupted runs before all others."""
         for run in reversed(runs):
             if run in self._interrupted:
                 del self._interrupted[run]
@@ -156,14 +146,15 @@ class SimulatedEngine:
 
     def abort(self, runs: Sequence[SimulatedRun]) -> None:
         self._update()  # complete requests end normally
-        self._end([(run, "abort") for run in runs if not run.is_over])
+        places = (self._queued, self._running, self._interrupted)
+        self._end([(run, "abort") for run in runs if any(run in place for place in places)])
         self._update()
 
-    def commit(self, request: calls.CommitRequest) -> asyncio.Future[calls.CommitResponse]:
-        """Serve the new version and answer after swap_s. Raises Refused (409)."""
+    def commit(self, request: engine_api.CommitRequest) -> asyncio.Future[engine_api.CommitResponse]:
+        """Serve the new version and answer after SWAP_S. Raises Refused (409)."""
         self._update()
         answer = self.weights.begin_commit(request)
-        committed: asyncio.Future[calls.CommitResponse] = asyncio.get_running_loop().create_future()
+        committed: asyncio.Future[engine_api.CommitResponse] = asyncio.get_running_loop().create_future()
         if answer is not None:
             if self._changes[-1][1] != request.version:
                 self._changes.append((self._clock, request.version))
@@ -175,7 +166,7 @@ class SimulatedEngine:
         self._update()
         return committed
 
-    def sleep(self, request: calls.SleepRequest) -> asyncio.Future[Moved]:
+    def sleep(self, request: engine_api.SleepRequest) -> asyncio.Future[TransferStats]:
         self._update()
         self._end([(run, "interrupted") for run in self._running])
         if self.weights.swapping is not None:
@@ -185,39 +176,32 @@ class SimulatedEngine:
             self.weights.set_asleep(part)
         return self._moved(parts)
 
-    def wake(self, request: calls.WakeRequest) -> asyncio.Future[Moved]:
+    def wake(self, request: engine_api.WakeRequest) -> asyncio.Future[TransferStats]:
         parts = set(request.parts) & set(self.weights.asleep)
         for part in parts:
             self.weights.set_awake(part)
         return self._moved(parts)
 
-    def _moved(self, parts: set[EnginePart]) -> asyncio.Future[Moved]:
+    def _moved(self, parts: set[EnginePart]) -> asyncio.Future[TransferStats]:
         self._update()
-        moved: asyncio.Future[Moved] = asyncio.get_running_loop().create_future()
-        moved.set_result(Moved(num_bytes=PART_BYTES * len(parts), seconds=0.0))
+        moved: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
+        moved.set_result(TransferStats(num_bytes=PART_BYTES * len(parts), seconds=0.0))
         return moved
 
     def _swap(self) -> None:
         assert self.weights.swapping is not None
         request = self.weights.swapping[0]
         num_interrupted = len(self._running)
-        pause_s = self.spec.swap_s
         if request.interrupt == "abort":
             self._end([(run, "interrupted") for run in self._running])
-        elif request.interrupt == "keep":  # the KV cache is recomputed
-            lengths = [len(run.request.prompt_ids) + run.num_sampled(self._clock) for run in self._running]
-            pause_s += self.spec.prefill_s_per_token * sum(lengths)
         self.weights.settle(request.version, request.digest)
         self._changes.append((self._clock, request.version))
-        self._stall(pause_s)
-        answer = calls.CommitResponse(
-            version=request.version, digest=request.digest, pause_s=pause_s, num_interrupted=num_interrupted
+        self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + SWAP_S
+        self._busy_s += SWAP_S
+        answer = engine_api.CommitResponse(
+            version=request.version, digest=request.digest, pause_s=SWAP_S, num_interrupted=num_interrupted
         )
-        asyncio.get_running_loop().call_later(pause_s, self._committed.set_result, answer)
-
-    def _stall(self, seconds: float) -> None:
-        self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
-        self._busy_s += seconds
+        asyncio.get_running_loop().call_later(SWAP_S, self._committed.set_result, answer)
 
     def _step_s(self) -> float:
         return self.spec.decode_step_s + self.spec.per_row_s * len(self._running)
@@ -234,12 +218,14 @@ class SimulatedEngine:
         """End complete requests, admit queued ones, report streams and set the timer."""
         self._advance()
         ended = []
-        while self._ends and (
-            self._ends[0][0] <= self._clock + EPSILON or not self._is_current(self._ends[0])
-        ):
-            entry = heapq.heappop(self._ends)
-            if self._is_current(entry):
-                ended.append((entry[2], "stop" if entry[2].is_stop else "length"))
+        while self._ends:
+            end, _, run = self._ends[0]
+            is_current = run in self._running and run.end == end
+            if is_current and end > self._clock + EPSILON:
+                break
+            heapq.heappop(self._ends)
+            if is_current:
+                ended.append((run, "stop" if run.is_stop else "length"))
         self._end(ended)
         if self.weights.swapping is not None and not self._running:
             self._swap()
@@ -256,9 +242,6 @@ class SimulatedEngine:
             at_s = max(self._updated_s, self._stalled_until_s) + wait_s
             self._timer = asyncio.get_running_loop().call_at(at_s, self._update)
 
-    def _is_current(self, entry: tuple[float, int, SimulatedRun]) -> bool:
-        return entry[2] in self._running and entry[2].end == entry[0]
-
     def _start(self, run: SimulatedRun) -> None:
         request = run.request
         limit = request.max_tokens - run.num_told
@@ -271,23 +254,19 @@ class SimulatedEngine:
         if run.is_streamed:
             self._streamed[run] = None
         heapq.heappush(self._ends, (run.end, next(self._order), run))
-        self._stall(self.spec.prefill_s_per_token * (len(request.prompt_ids) + run.first))
 
     def _end(self, ended: Iterable[tuple[SimulatedRun, str]]) -> None:
         rows = []
-        for run, then in ended:
+        for run, then in list(ended):
             num_tokens = run.num_told
             if run in self._running:
                 is_whole = then in ("stop", "length")
                 num_tokens = run.first + run.length if is_whole else run.num_sampled(self._clock)
             rows.append((run, num_tokens, then))
-        for run, _, then in rows:
             for runs in (self._running, self._streamed, self._queued, self._interrupted):
                 runs.pop(run, None)
             if then == "interrupted":
                 self._interrupted[run] = None
-            else:
-                run.is_over = True
         self._tell(rows)
 
     def _tell(self, rows: Iterable[tuple[SimulatedRun, int, str]]) -> None:

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import EnginePart
-from asyncrl.messages.calls import (
+from asyncrl.messages.digest import joint_digest
+from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
+    EnginePart,
     LoadChunkRequest,
     LoadChunkResponse,
     PrepareRequest,
     PrepareResponse,
 )
-from asyncrl.messages.digest import joint_digest
 from asyncrl.weights.tensor_files import RESEND
 
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")

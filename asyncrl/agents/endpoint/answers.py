@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, num_until
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, ParsedAnswer, ToolFormat, overlap
-from asyncrl.agents.tool_markup import Tools
+from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until, overlap
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat
+from asyncrl.agents.endpoint.tool_markup import Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 
@@ -174,7 +174,7 @@ class Answer:
     """Unsampled beginning of the answer."""
     name: str
     """Prefix of tool call ids."""
-    thoughts: ThoughtCutter | None = None
+    thoughts: ReasoningSplitter | None = None
     shows_special: bool = True
     finish_reason: str = ""
     num_tokens: int = 0
@@ -252,7 +252,7 @@ class Answer:
         self._add(self._answer.finish())
         if self.thoughts is not None:
             self._end_thought(self.thoughts, completion)
-        self._completion, self.finish_reason = completion, completion.finish_reason
+        self._completion, self.finish_reason = completion, completion.finish_reason or ""
         self.stopped_by = self._answer.stopped_by
         text = self.prefill + self._text
         parsed = self.tool_format.parse(text, self._tools)
@@ -279,7 +279,7 @@ class Answer:
             self.thought += thought
         self._text += text
 
-    def _end_thought(self, thoughts: ThoughtCutter, completion: Completion) -> None:
+    def _end_thought(self, thoughts: ReasoningSplitter, completion: Completion) -> None:
         thought, text = thoughts.finish()
         self.thought += thought
         self._text += text

@@ -14,9 +14,20 @@ from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Credit, GrammarSpan, Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.chats import RecordedChat
+    from asyncrl.agents.endpoint.prefix_match import TextHash
 
 Path = list["ChatNode"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedChat:
+    """A chat with its answer: number of messages, key in a Chain, and text (None if the template writes
+    another).
+    """
+
+    num_messages: int
+    key: bytes
+    text: TextHash | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +73,8 @@ class ChatNode:
         return self.chat.num_messages if self.chat else 0
 
     @property
-    def text(self) -> tuple[int, bytes] | None:
-        """Length and hash of the text of all ids; None if the template writes another text."""
+    def text(self) -> TextHash | None:
+        """Text of all ids; None if the template writes another text."""
         return self.chat.text if self.chat else None
 
     @property

@@ -10,9 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
-from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, RecordedChat, answer_forms
-from asyncrl.agents.endpoint.drafting import Chat, Draft, Drafting, How, Prefill, Recorded, no_prefill
+from asyncrl.agents.endpoint.branches import ChatNode, RecordedChat, make_rollout
+from asyncrl.agents.endpoint.prefix_match import (
+    Chain,
+    ChatMatcher,
+    How,
+    Message,
+    Messages,
+    Prefill,
+    PromptMatch,
+    Recorded,
+    answer_forms,
+    no_prefill,
+)
+from asyncrl.agents.endpoint.reasoning import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout
 from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
@@ -36,9 +47,9 @@ class GatewayStats:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Planned:
+class PromptPlan:
     """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`; `prompt_hash`: their
-    new_hash(). `draft`: None for a prompt of ids.
+    new_hash(). `match`: None for a prompt of ids.
     """
 
     number: int
@@ -46,7 +57,7 @@ class Planned:
     added: npt.NDArray[np.int32]
     num_reused: int
     parent: ChatNode | None
-    draft: Draft | None
+    match: PromptMatch | None
     prompt_hash: blake2b
 
     @property
@@ -63,20 +74,19 @@ class Planned:
 class Capture:
     """Record of sent and sampled ids; finds the completion that a new call continues.
 
-    Life: draft -> plan -> the engine samples -> record once for each delivered choice, or never -> ... ->
+    Life: match -> plan -> the engine samples -> record once for each delivered choice, or never -> ... ->
         rollout. Many calls may be planned before one is recorded.
     Memory: a node stores only its added and sampled ids, 4 bytes an id and a logprob.
     Invariant: a planned prompt that reuses a node's ids begins with exactly the ids that the node's call sent
         and sampled, so each sampled token in a branch has the engine's context.
     """
 
-    def __init__(
-        self, renderer: ChatRenderer, counts: GatewayStats, thinking: tuple[str, str] = THINKING
-    ) -> None:
-        self._renderer, self._counts, self._thinking = renderer, counts, thinking
+    def __init__(self, renderer: ChatRenderer, counts: GatewayStats, thinking: Marks = THINKING) -> None:
+        self._renderer = renderer
+        self._counts = counts
+        self._thinking = thinking
         self._nodes: dict[str, ChatNode] = {}  # by name
         self._recorded = Recorded()
-        self._drafting = Drafting(renderer, self._recorded, thinking)
         self._num_calls = 0
         self._has_root = False
         self._gone_on_from: set[ChatNode] = set()
@@ -87,14 +97,14 @@ class Capture:
     def num_completions(self) -> int:
         return len(self._nodes)
 
-    def draft(
+    def match(
         self,
         messages: Messages,
         tools: Messages | None,
         *,
         prefill: Prefill = no_prefill,
         settings: Mapping[str, Any] | None = None,
-    ) -> Draft:
+    ) -> PromptMatch:
         """Return the text of a chat, or of its part after a recorded answer. Raises ValueError if the
         template refuses the chat or omits a message, or if the chat is invalid Unicode or nested too deep.
 
@@ -103,15 +113,15 @@ class Capture:
         """
         try:
             chain = Chain(messages, tools, self._thinking, self._recorded.settled)
-            chat = Chat(messages, tools, settings, prefill, self._thinking, chain)
-            return self._drafting.draft(chat)
+            renderer, recorded, marks = self._renderer, self._recorded, self._thinking
+            return ChatMatcher(renderer, recorded, marks, messages, tools, settings, prefill, chain).match()
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None
 
-    def plan(self, draft: Draft, ids: Sequence[int]) -> Planned:
-        return self._planned(draft.how, np.array(ids, dtype=np.int32), draft.parent, draft)
+    def plan(self, match: PromptMatch, ids: Sequence[int]) -> PromptPlan:
+        return self._planned(match.how, np.array(ids, dtype=np.int32), match.parent, match)
 
-    def plan_ids(self, prompt_ids: Sequence[int]) -> Planned:
+    def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
         """Continue the longest recorded prompt and completion that the ids begin with."""
         ids = np.asarray(prompt_ids, dtype=np.int32)
         ends: dict[ChatNode | None, int] = {None: 0}
@@ -122,13 +132,13 @@ class Capture:
         parent = max(ends, key=lambda node: ends[node])  # the first of equal ones
         return self._planned("extended" if parent else "edited", ids[ends[parent] :], parent, None)
 
-    def withdraw(self, planned: Planned) -> None:
+    def withdraw(self, planned: PromptPlan) -> None:
         if planned.how == "new":
             self._has_root = False
 
     def record(
         self,
-        planned: Planned,
+        planned: PromptPlan,
         completion: Completion,
         message: Message,
         name: str,
@@ -141,7 +151,13 @@ class Capture:
         assert name not in self._nodes, f"{name} is recorded already"
         if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten since planning
             planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
-        sampled, draft = np.array(completion.token_ids, dtype=np.int32), planned.draft
+        sampled = np.array(completion.token_ids, dtype=np.int32)
+        chat: RecordedChat | None = None
+        if (match := planned.match) is not None:
+            text = match.text_hash
+            if text is not None:
+                text = text.then(self._renderer.decode(completion.token_ids, skip_special_tokens=False))
+            chat = RecordedChat(match.num_messages + 1, match.chain.key_with(message), text)
         node = ChatNode(
             name=name,
             order=(planned.number, choice),
@@ -152,7 +168,7 @@ class Capture:
             version_spans=completion.version_spans,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
-            chat=self._recorded_chat(draft, completion.token_ids, message) if draft else None,
+            chat=chat,
             num_path_ids=planned.num_prompt + len(sampled),
             path_hash=_hash_on(planned.prompt_hash, sampled),
             is_trained=is_trained,
@@ -160,18 +176,11 @@ class Capture:
         )
         self._nodes[name] = node
         self._count_branch(node)
-        if draft is not None:
-            said = sampled[:-1] if len(sampled) and int(sampled[-1]) in self._renderer.end_ids else sampled
+        if match is not None:
             # with its special tokens, which may enclose a thought
-            sampled_text = self._renderer.decode(said.tolist(), skip_special_tokens=False)
-            other_forms = answer_forms(message, sampled_text, self._thinking)
-            self._recorded.add(node, draft.chain, other_forms)
-
-    def _recorded_chat(self, draft: Draft, token_ids: Sequence[int], message: Message) -> RecordedChat:
-        text = None
-        if draft.asked is not None:
-            text = draft.asked.then(self._renderer.decode(token_ids, skip_special_tokens=False)).place
-        return RecordedChat(draft.num_messages + 1, draft.chain.key_with(message), text)
+            shown = answer_text(self._renderer, sampled.tolist(), shows_special=True)
+            forms = answer_forms(message, shown, self._thinking)
+            self._recorded.add(node, map(match.chain.key_with, forms))
 
     def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[ChatNode, ...]:
         """Keep the most recently continued conversations; return the completions of the others."""
@@ -223,13 +232,13 @@ class Capture:
             self.num_branch_tokens -= ancestor.num_path_ids
 
     def _planned(
-        self, how: How, added: npt.NDArray[np.int32], parent: ChatNode | None, draft: Draft | None
-    ) -> Planned:
+        self, how: How, added: npt.NDArray[np.int32], parent: ChatNode | None, match: PromptMatch | None
+    ) -> PromptPlan:
         if parent is None and not self._has_root:
             how, self._has_root = "new", True
         num_reused, path_hash = (0, new_hash()) if parent is None else (parent.num_path_ids, parent.path_hash)
         prompt_hash = _hash_on(path_hash, added)
-        planned = Planned(self._num_calls, how, added, num_reused, parent, draft, prompt_hash)
+        planned = PromptPlan(self._num_calls, how, added, num_reused, parent, match, prompt_hash)
         self._num_calls += 1
         self._counts.calls += 1
         if how != "new":

@@ -19,10 +19,8 @@ from asyncrl.agents.endpoint.answers import (
     too_long,
 )
 from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, call_keys, client_gone
-from asyncrl.agents.endpoint.capture import GatewayStats, Planned
-from asyncrl.agents.endpoint.drafting import Draft, Prefill
+from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.forms.chat import Form
-from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
 from asyncrl.agents.endpoint.grammars import (
     STRICT_NEEDS,
     GrammarChecks,
@@ -30,9 +28,11 @@ from asyncrl.agents.endpoint.grammars import (
     grammar_of,
     prefill_of,
 )
+from asyncrl.agents.endpoint.prefix_match import Prefill, PromptMatch
+from asyncrl.agents.endpoint.reasoning import ReasoningSplitter
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
-from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest
@@ -119,7 +119,7 @@ class EngineRoute:
             tool_format = self.tool_format if asked.tools else self.tool_format.without_tools()
         with _noting_overflow(session):
             planned = await self._plan(session, asked, len(sent.body))
-        prefill = planned.draft.prefill if planned.draft else ""
+        prefill = planned.match.prefill if planned.match else ""
         with _noting_overflow(session, planned):
             budget = self._budget(planned, asked)
         grammar = await self._grammar(asked, planned, prefill)
@@ -162,7 +162,7 @@ class EngineRoute:
             )
         call = GatewayCall(sent.form, sent.digest, planned, sampled)
         call.is_streamed, call.order, call.time_asked = asked.stream, session.num_calls, time_asked
-        call.is_trained = asked.is_as_configured and (grammar is None or self.rules.constrained == "exact")
+        call.is_trained = asked.is_as_configured
         return call
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
@@ -232,41 +232,37 @@ class EngineRoute:
         asked = await self.in_turn(partial(self._reader.chat, body), len(body))
         prefill = prefill_of(asked, self.tool_format, self.tokenizer)
         try:
-            draft = await self.in_turn(partial(_draft, session, asked, prefill), len(body))
-            ids = await self._encode(draft.text, asked)
+            match = await self.in_turn(partial(_match, session, asked, prefill), len(body))
+            ids = await self._encode(match.text, asked)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
-        return len(ids) + (draft.parent.num_path_ids if draft.parent is not None else 0)
+        return len(ids) + (match.parent.num_path_ids if match.parent is not None else 0)
 
-    def _thoughts(self, planned: Planned) -> ThoughtCutter:
+    def _thoughts(self, planned: PromptPlan) -> ReasoningSplitter:
         marks = self.tool_format.thinking
         end = self.tokenizer.decode(planned.added[-NUM_OF_END:].tolist(), skip_special_tokens=False)
-        return ThoughtCutter(marks, is_open=end.rstrip().endswith(marks[0]))
+        return ReasoningSplitter(marks, is_open=end.rstrip().endswith(marks[0]))
 
-    async def _grammar(self, asked: AnyRequest, planned: Planned, prefill: str) -> str | None:
+    async def _grammar(self, asked: AnyRequest, planned: PromptPlan, prefill: str) -> str | None:
         """Raises ApiError for unsupported constraints."""
-        prompt = planned.draft.text if planned.draft else ""
+        prompt = planned.match.text if planned.match else ""
         found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
-        if asks_strict_alone(asked) and (found is None or self.rules.constrained == "context"):
-            if (
-                not self._has_warned
-            ):  # in mode `context`, a harness with only strict tools would train nothing
+        if found is None:
+            if asks_strict_alone(asked) and not self._has_warned:
                 self._has_warned = True
                 log.warning("gateway: `strict` of tools is not enforced (%s)", STRICT_NEEDS)
-            return None
-        if found is None:
             return None
         has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
         await self.checks.wait_checked(found, "response_format" if has_format else "tools")
         return found
 
-    async def _plan(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> Planned:
+    async def _plan(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:
         capture = session.capture
         prefill = prefill_of(asked, self.tool_format, self.tokenizer)
         try:
             if isinstance(asked, ChatRequest):
-                draft = await self.in_turn(partial(_draft, session, asked, prefill), num_bytes)
-                return capture.plan(draft, await self._encode(draft.text, asked))
+                match = await self.in_turn(partial(_match, session, asked, prefill), num_bytes)
+                return capture.plan(match, await self._encode(match.text, asked))
             prompt = asked.prompt
             ids = await self._encode(prompt, asked) if isinstance(prompt, str) else self._few(prompt, asked)
             if not ids:
@@ -291,7 +287,7 @@ class EngineRoute:
             raise too_long(why, asked.param)
         return ids
 
-    def _budget(self, planned: Planned, asked: AnyRequest) -> int:
+    def _budget(self, planned: PromptPlan, asked: AnyRequest) -> int:
         """Raises ApiError if the prompt is too long."""
         rules, length = self.rules, planned.num_prompt
         if length > rules.max_prompt_tokens:
@@ -300,14 +296,14 @@ class EngineRoute:
         return min(asked.max_tokens or rules.max_tokens, rules.max_tokens, rules.max_length - length)
 
 
-def _draft(session: GatewaySession, asked: ChatRequest, prefill: Prefill) -> Draft:
+def _match(session: GatewaySession, asked: ChatRequest, prefill: Prefill) -> PromptMatch:
     """Raises ValueError if the template refuses the chat."""
     settings = asked.chat_template_kwargs or None
-    return session.capture.draft(asked.messages, asked.tools or None, prefill=prefill, settings=settings)
+    return session.capture.match(asked.messages, asked.tools or None, prefill=prefill, settings=settings)
 
 
 @contextmanager
-def _noting_overflow(session: GatewaySession, planned: Planned | None = None) -> Iterator[None]:
+def _noting_overflow(session: GatewaySession, planned: PromptPlan | None = None) -> Iterator[None]:
     try:
         yield
     except ApiError as error:

@@ -33,7 +33,7 @@ from asyncrl.agents.endpoint.forms.chat import ChatForm, Form, TextForm, Transla
 from asyncrl.agents.endpoint.forms.responses import ResponsesForm, ResponsesRequest
 from asyncrl.agents.endpoint.requests import CallRules, ChatRequest, TextRequest
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
-from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.config import GatewayConfig
@@ -157,7 +157,6 @@ class Gateway:
         await self.listener.aclose()
         if self._socket is not None:
             self._socket.close()
-        await self._route.checks.aclose()
         self._socket = None
 
     def stats(self) -> GatewayStats:

@@ -12,16 +12,14 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answers import ApiError, GatewayTokenizer, invalid
-from asyncrl.agents.endpoint.chats import opens_thought
-from asyncrl.agents.endpoint.drafting import Prefill, no_prefill
+from asyncrl.agents.endpoint.answers import GatewayTokenizer, invalid
+from asyncrl.agents.endpoint.prefix_match import Prefill, no_prefill
+from asyncrl.agents.endpoint.reasoning import opens_thought
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest
-from asyncrl.agents.endpoint.tool_calls import ToolFormat
-from asyncrl.messages.grammar_checks import GrammarProcess
-from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
+from asyncrl.messages.grammar_checks import MAX_GRAMMAR_BYTES, GrammarError, check_grammar
 
-_NUM_KNOWN = 256
-STRICT_NEEDS = "it needs gateway.constrained=exact, and a tool format whose calls begin with a marker: hermes"
+STRICT_NEEDS = "it needs a tool format whose calls begin with a marker: hermes"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -36,14 +34,15 @@ def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTok
         raise invalid(f"tools are refused: {tool_format.refusal}", "tools")
     if asked.tool_choice == "auto":
         return no_prefill
-    name = None if asked.tool_choice == "required" else asked.tool_choice.removeprefix("function:")
-    prefill, has_grammar = tool_format.prefill(name), tool_format.around("name") is not None
-    if has_grammar and (prefill is None or thinks(tool_format, tokenizer)):
-        return no_prefill
+    prefill = tool_format.prefill(_forced_name(asked))
     if prefill is None:
         why = f"tool format {tool_format.name} cannot force it."
         raise invalid(f"tool_choice {asked.tool_choice} is refused: {why}", "tool_choice")
-    return lambda prompt: "" if has_grammar and opens_thought(prompt, tool_format.thinking) else prefill
+    if tool_format.around("name") is None:
+        return lambda prompt: prefill
+    if thinks(tool_format, tokenizer):
+        return no_prefill
+    return lambda prompt: "" if opens_thought(prompt, tool_format.thinking) else prefill
 
 
 def grammar_of(
@@ -52,27 +51,23 @@ def grammar_of(
     """Return the answer's grammar; None if unconstrained. Raises ApiError. `prompt` may open a thought."""
     if not isinstance(asked, ChatRequest):
         return None
-    rules, tools = _Rules(tokenizer, tool_format), [tool["function"] for tool in asked.tools]
-    content = _content(rules, asked.response_format)
+    rules = _Rules(tokenizer, tool_format)
+    tools = [tool["function"] for tool in asked.tools]
     if asked.tool_choice not in ("none", "auto"):
-        name = None if asked.tool_choice == "required" else asked.tool_choice.removeprefix("function:")
+        name = _forced_name(asked)
         called = [tool for tool in tools if name in (None, tool["name"])]
         calls = rules.calls(called, prefill, is_one=name is not None or asked.has_one_call)
         return None if calls is None else rules.text(calls, prompt, has_thought=not prefill)
-    if not tools:
-        return None if content is None else rules.text(content, prompt)
-    strict = [tool for tool in tools if tool.get("strict") is True]
-    if content is None and not strict:
-        return None
-    calls = rules.calls(tools if content is not None else strict, "", is_one=asked.has_one_call)
-    if content is not None:
+    if asked.response_format is None:
+        return rules.free(tools, prompt)
+    answer = rules.content(asked.response_format)
+    if tools:
+        calls = rules.calls(tools, "", is_one=asked.has_one_call)
         if calls is None:
-            why = (
-                f"tool format {tool_format.name} has no grammar, so an answer that is either cannot be forced"
-            )
-            raise invalid(f"response_format beside tools is refused: {why}.", "response_format")
-        return rules.text(f"{content} | {calls}", prompt)
-    return None if calls is None else rules.free(tools, prompt)
+            why = f"tool format {tool_format.name} has no grammar to force either of them"
+            raise invalid(f"response_format with tools is refused: {why}.", "response_format")
+        answer = f"{answer} | {calls}"
+    return rules.text(answer, prompt)
 
 
 def asks_strict_alone(asked: AnyRequest) -> bool:
@@ -80,7 +75,7 @@ def asks_strict_alone(asked: AnyRequest) -> bool:
     return (
         isinstance(asked, ChatRequest)
         and (asked.tool_choice, asked.response_format) == ("auto", None)
-        and any(tool["function"].get("strict") is True for tool in asked.tools)
+        and any(_is_strict(tool["function"]) for tool in asked.tools)
     )
 
 
@@ -88,70 +83,73 @@ def thinks(tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> bool:
     return len(tokenizer.encode(tool_format.thinking[0])) == 1
 
 
-def _content(rules: _Rules, response_format: Mapping[str, Any] | None) -> str | None:
-    if response_format is None:
-        return None
-    given = response_format.get("json_schema")
-    if given is None:
-        return rules.json(ANY_OBJECT, is_strict=True)
-    return rules.json(given.get("schema") or ANY_OBJECT, is_strict=given.get("strict") is True)
+def _forced_name(asked: ChatRequest) -> str | None:
+    return None if asked.tool_choice == "required" else asked.tool_choice.removeprefix("function:")
+
+
+def _is_strict(function: Mapping[str, Any]) -> bool:
+    return function.get("strict") is True
 
 
 class _Rules:
+    """Rules of one grammar, in llguidance's Lark. Methods add rules and return expressions of them."""
+
     def __init__(self, tokenizer: GatewayTokenizer, tool_format: ToolFormat) -> None:
-        self._tokenizer, self._format = tokenizer, tool_format
+        self._tokenizer = tokenizer
+        self._format = tool_format
         self._rules: list[str] = []
         self._num_bytes = 0
-        begin, end = tool_format.thinking
-        self._marks = [mark for mark in (*tool_format.opens, begin, end) if self._special(mark) is not None]
+        marks = (*tool_format.opens, *tool_format.thinking)
+        self._marks = [mark for mark in marks if self._special(mark) is not None]
+
+    def content(self, response_format: Mapping[str, Any]) -> str:
+        given = response_format.get("json_schema")
+        if given is None:
+            return self.json(ANY_OBJECT, is_strict=True)
+        return self.json(given.get("schema") or ANY_OBJECT, is_strict=_is_strict(given))
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        """Drop keywords that llguidance does not support if the value may be inexact."""
+        """Unless strict, keywords that llguidance does not support are ignored."""
         self._num_bytes += len(to_json(schema))  # takes a tenth of the time of the lines below
         if self._num_bytes > MAX_GRAMMAR_BYTES:
             what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
-            raise invalid(f"{what}, which are the most. Make the schema smaller or simpler.")
+            raise invalid(f"{what}. Make the schema smaller or simpler.")
         options = {} if is_strict else {"x-guidance": {"lenient": True}}
         try:
-            written = json.dumps({**schema, **options})
+            return self._add("json", f"%json {json.dumps({**schema, **options})}")
         except RecursionError:
             raise invalid("A schema is nested too deep.") from None
-        return self._add("json", f"%json {written}")
 
     def calls(self, tools: Sequence[Mapping[str, Any]], prefill: str, *, is_one: bool) -> str | None:
         """Return None if the format has no grammar."""
-        written = []
+        written: list[tuple[str, str]] = []
         for tool in tools:
             around = self._format.around(tool["name"])
             if around is None or not around[0].startswith(prefill):
                 return None
-            schema = tool.get("parameters") or NO_ARGUMENTS
-            arguments = self.json(schema, is_strict=tool.get("strict") is True)
+            arguments = self.json(tool.get("parameters") or NO_ARGUMENTS, is_strict=_is_strict(tool))
             written.append((around[0], f"{arguments} {self.spelled(around[1])}"))
         first = " | ".join(f"{self.spelled(head.removeprefix(prefill))} {rest}" for head, rest in written)
-        first = self._add("call", first)
+        call = self._add("call", first)
         joint = self._format.joint
         if is_one or joint is None:
-            return first
-        others = self._add(
-            "next", " | ".join(f"{self.spelled(joint + head)} {rest}" for head, rest in written)
-        )
-        return f"{first} {others}*"
+            return call
+        others = " | ".join(f"{self.spelled(joint + head)} {rest}" for head, rest in written)
+        return f"{call} {self._add('next', others)}*"
 
     def free(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> str | None:
         """Return any text up to calls with valid arguments for strict tools, objects for others. None if no
-        marker begins a call.
+        tool is strict or no marker begins a call.
         """
-        loose = [tool if tool.get("strict") is True else {**tool, "parameters": ANY_OBJECT} for tool in tools]
+        if not any(_is_strict(tool) for tool in tools):
+            return None
         heads = [around[0] for tool in tools if (around := self._format.around(tool["name"])) is not None]
         mark = next((each for each in self._format.opens if all(head.startswith(each) for head in heads)), "")
-        calls = self.calls(loose, mark, is_one=True) if mark and len(heads) == len(tools) else None
-        if calls is None:
+        if not mark or not heads:
             return None
-        begin = f"TEXT {self.spelled(mark)}"
-        if mark not in self._marks:
-            begin = self._add("begin[lazy]", f"TEXT {json.dumps(mark)}")
-        return self.text(f"({begin} {calls})* TEXT", prompt)
+        loose = [tool if _is_strict(tool) else {**tool, "parameters": ANY_OBJECT} for tool in tools]
+        calls = self.calls(loose, mark, is_one=True)
+        return self.text(f"({self._until(mark)} {calls})* TEXT", prompt)
 
     def text(self, answer: str, prompt: str, *, has_thought: bool = True) -> str:
         begin, end = self._format.thinking
@@ -175,44 +173,48 @@ class _Rules:
     def _until(self, mark: str) -> str:
         if mark in self._marks:
             return f"TEXT {self.spelled(mark)}"
-        return self._add("thought[lazy]", f"TEXT {json.dumps(mark)}")
+        return self._add("until", f"TEXT {json.dumps(mark)}", options="[lazy]")
 
     def _special(self, mark: str) -> int | None:
         ids = self._tokenizer.encode(mark)
         return ids[0] if len(ids) == 1 and ids[0] not in self._tokenizer.text_ids else None
 
-    def _add(self, name: str, body: str) -> str:
-        name, bracket, options = name.partition("[")
+    def _add(self, name: str, body: str, options: str = "") -> str:
         name = f"{name}_{len(self._rules)}"
-        self._rules.append(f"{name}{bracket}{options}: {body}")
+        self._rules.append(f"{name}{options}: {body}")
         return name
 
 
-class GrammarChecks:
-    """Validity checks of grammars, cached by hash.
+NUM_CHECKING = 4
+"""Grammars checked at once. Each takes a process and a core."""
+_NUM_KNOWN = 1024
 
-    Waits: wait_checked() waits for a process that checks one grammar at a time, CHECK_TIMEOUT_S each.
+
+class GrammarChecks:
+    """Checks of grammars, with their verdicts by hash.
+
+    Waits: wait_checked() waits for a process that checks one grammar, at most CHECK_TIMEOUT_S.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        self._checking, self._process = asyncio.Lock(), GrammarProcess()
+        self._checking = asyncio.Semaphore(NUM_CHECKING)
 
     async def wait_checked(self, text: str, param: str) -> None:
         """Raise ApiError if the grammar is not supported."""
         key = blake2b(text.encode(), digest_size=16).digest()
-        async with self._checking:
-            if key not in self._known:
-                self._known[key] = await asyncio.to_thread(self._process.why_not, text)
-                if len(self._known) > _NUM_KNOWN:
-                    self._known.popitem(last=False)
-            why = self._known[key]
-        if why:
-            raise _refused(why, param)
-
-    async def aclose(self) -> None:
-        await asyncio.to_thread(self._process.close)
+        if key not in self._known:
+            async with self._checking:
+                self._known[key] = await asyncio.to_thread(_why_not, text)
+            if len(self._known) > _NUM_KNOWN:
+                self._known.popitem(last=False)
+        if why := self._known.get(key):
+            raise invalid(f"{param} is refused: {why}. Make the schema smaller or simpler.", param)
 
 
-def _refused(why: str, param: str) -> ApiError:
-    return invalid(f"{param} is refused: {why}. Make the schema smaller or simpler.", param)
+def _why_not(text: str) -> str:
+    try:
+        check_grammar(text)
+    except GrammarError as error:
+        return str(error)
+    return ""

@@ -19,8 +19,8 @@ from asyncrl.agents.endpoint.calls.sent_messages import (
     ResponseFormat,
     wrong,
 )
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
-from asyncrl.messages.calls import MAX_TOP_LOGPROBS
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,6 @@ class CallRules:
     max_length: int
     vocab_size: int
     on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
-    constrained: Literal["context", "exact"] = "exact"
     reads_effort: bool = False
     """The chat template reads `reasoning_effort`."""
 

@@ -19,8 +19,8 @@ from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, invalid
 from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
 from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, Room
 from asyncrl.agents.endpoint.capture import Capture
-from asyncrl.agents.endpoint.chats import Messages
 from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
+from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Outcome, Rollout, VersionSpan

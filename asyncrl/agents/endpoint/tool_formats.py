@@ -1,363 +1,372 @@
-"""Tool-call formats of model families, as data: start, syntax and end of calls."""
+"""Kinds of tool-call formats: how models write calls as text, and their parsers."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from asyncrl.agents.endpoint.tool_calls import (
-    CLOSE,
-    OPEN,
-    HermesFormat,
-    MarkedFormat,
-    ParsedAnswer,
-    ToolFormat,
-    overlap,
-)
-from asyncrl.agents.tool_markup import (
+from pydantic_core import from_json
+
+from asyncrl.agents.endpoint.reasoning import THINKING, Marks, overlap
+from asyncrl.agents.endpoint.tool_markup import (
     MALFORMED,
     SPACE,
+    ReadCalls,
     ToolCall,
     Tools,
-    Values,
-    json_arguments,
+    call_of,
     json_calls,
     make_call,
-    named_calls,
-    python_string,
+    read_json,
     skip,
-    tagged,
 )
+from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.user_code import load_function, raised
 
-# ---- formats with channels
+MAX_TOOLS = 128
+"""Most tools of a call, and most calls in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """`content`: text outside the calls, None if empty. Without calls, the whole answer verbatim; for a
+    format with channels, the text for the user.
+    """
+
+    content: str | None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """Parser of one tool-call format; this base, `none`, finds no calls. One instance serves all answers."""
+
+    name: str = "none"
+    marks: Sequence[str] = ()
+    """Markers of calls."""
+    call: str = ""
+    """A call of the tool NAME, up to its arguments, or with ARGUMENTS and its end if they are JSON. Empty if
+    a call cannot be forced.
+    """
+    _: KW_ONLY
+    close: str | None = None
+    """Text that ends each call, if any; a single-call answer stops at it."""
+    joint: str | None = None
+    """Text between two calls; None: one call per answer."""
+    thinking: Marks = THINKING
+    """Text before and after a thought. A call inside a thought does not count."""
+    refusal: str = ""
+    """Reason to refuse tools; empty if they are accepted."""
+
+    @property
+    def opens(self) -> Sequence[str]:
+        """Markers of calls and thoughts. If special tokens, AnswerText(keep_special=opens) shows them."""
+        return (*self.marks, *self.thinking)
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        """Parse a whole answer, including its prefill. An answer with a malformed call is all text. `tools`:
+        schemas for the types of unquoted arguments.
+        """
+        return ParsedAnswer(text)
+
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        """Return (text[start:] that is final, the next start). What may belong to a call is held back, with
+        the white space before it.
+
+        The joined pieces are a prefix of parse(...).content.
+        """
+        return text[start:], len(text)
+
+    def prefill(self, name: str | None) -> str | None:
+        """Return the beginning of an answer that forces a call of this tool, or of any; None if not
+        supported. It ends without a space, which is part of the next token.
+        """
+        head = self.call.partition("ARGUMENTS")[0]
+        head = head.partition("NAME")[0] if name is None else head.replace("NAME", name)
+        return head.rstrip() or None
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        """Return the text before and after a call's JSON arguments; None if the format has no grammar. The
+        first begins with prefill(None) and prefill(name).
+        """
+        head, found, tail = self.call.partition("ARGUMENTS")
+        return (head.replace("NAME", name), tail) if found else None
+
+    def without_tools(self) -> ToolFormat:
+        """Return the format that parses only thoughts."""
+        parts = [mark for mark in self.marks if any(mark in text for text in self.thinking)]
+        return ToolFormat(thinking=self.thinking, marks=parts)
+
+
+def _show_until(marker: str, text: str, start: int) -> tuple[str, int]:
+    """Implement ToolFormat.show() for one marker, which may be incomplete at the end of the text."""
+    at = text.find(marker, start)
+    if at < 0:
+        at = max(start, len(text) - overlap(text, marker))
+    shown = text[start:at].rstrip()
+    return shown, start + len(shown)
+
+
+@dataclass(frozen=True)
+class MarkedFormat(ToolFormat):
+    """Calls after the first of `marks`, with text before and between. A stop string may have cut the last
+    call's end.
+    """
+
+    read: ReadCalls = json_calls("")
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        calls: list[ToolCall] = []
+        content: list[str] = []
+        begin = self.marks[0]
+        end = 0
+        at = text.find(begin, text.find(self.thinking[1]) + 1)
+        try:
+            while at >= 0:
+                content.append(text[end:at].rstrip())
+                found, end = self.read(text, at + len(begin), tools)
+                calls += found
+                at = text.find(begin, end)
+        except MALFORMED:
+            return ParsedAnswer(text)
+        if not calls:
+            return ParsedAnswer(text)
+        return ParsedAnswer("".join([*content, text[end:].rstrip()]) or None, tuple(calls))
+
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        return _show_until(self.marks[0], text, start)
+
+
+PYTHON_TAG = "<|python_tag|>"
+_BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
+
+
+@dataclass(frozen=True)
+class LlamaFormat(ToolFormat):
+    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {"x": 1}}`; several are separated by `;`, with nothing
+    after them.
+
+    Text may precede only <|python_tag|>; other JSON within text, and code after <|python_tag|>, is text.
+    Models sometimes write "arguments" for "parameters".
+    """
+
+    name: str = "llama"
+    marks: Sequence[str] = (PYTHON_TAG,)
+    call: str = '{"name": "NAME", "parameters": ARGUMENTS}'
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        before, tag, after = text.partition(PYTHON_TAG)
+        if not tag:
+            before, after = "", text
+        calls: list[ToolCall] = []
+        at = 0
+        try:
+            while at < len(after) or not calls:
+                value, at = read_json(after, at)
+                calls.append(call_of(value, ("parameters", "arguments")))
+                at = skip(_BETWEEN, after, at)
+        except MALFORMED:
+            return ParsedAnswer(text)
+        return ParsedAnswer(before.rstrip() or None, tuple(calls))
+
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        if text.startswith("{", skip(SPACE, text, 0)):
+            return "", 0
+        return _show_until(PYTHON_TAG, text, start)
+
 
 _START, _MESSAGE = "<|start|>assistant", "<|message|>"
 
 
+@dataclass(frozen=True)
 class ChannelFormat(ToolFormat):
     """An answer in messages, each with a head that names its channel: a thought, a call, or the user.
+
+    `head`: pattern with a group named `thought` or `call`, none for the user. `ends`: possible ends of a
+    message. `read`: returns the calls of (head, body, tools).
 
     Content is the user's text without thoughts, which the templates refuse when sent back. From an unreadable
     message on, or from the first call if a later one is unreadable, all is content, without the marks.
     """
 
-    def __init__(
-        self,
-        name: str,
-        head: str,
-        read: Callable[[str, str, Tools], list[ToolCall]],
-        prefills: tuple[str, str],
-        *,
-        ends: Sequence[str],
-        marks: Sequence[str],
-        thinking: tuple[str, str],
-        has_json: bool = False,
-    ) -> None:
-        """`head`: pattern with a group named `thought` or `call`, none for the user. `read`: returns the
-        calls of (head, body, tools). `ends`: possible ends of a message.
-        """
-        self.name, self.thinking, self._prefills = name, thinking, prefills
-        self.opens, self._ends = (*ends, *marks, _START.removesuffix("assistant"), _MESSAGE), ends
-        self._marks = re.compile("|".join(map(re.escape, self.opens)))
-        self._head = re.compile(head)
-        self._end = re.compile("|".join([*map(re.escape, ends), rf"(?={re.escape(_START)})"]))
-        self._read, self._reads_calls, self._has_json = read, True, has_json
+    _: KW_ONLY
+    head: str
+    ends: Sequence[str]
+    read: Callable[[str, str, Tools], list[ToolCall]]
+    reads_calls: bool = True
+
+    @property
+    def opens(self) -> Sequence[str]:
+        return (*self.ends, *self.marks, _START.removesuffix("assistant"), _MESSAGE)
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        return re.compile(self.head)
+
+    @cached_property
+    def _end(self) -> re.Pattern[str]:
+        return re.compile("|".join([*map(re.escape, self.ends), rf"(?={re.escape(_START)})"]))
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
         calls: list[ToolCall] = []
         content: list[str] = []
-        at, sure = 0, None
+        sure = (0, 0)
         try:
-            while at < len(text):
-                head, channel, body, end, behind = self._message_at(text, at)
+            for head, channel, body, end, behind in self._messages(text, 0):
                 if channel == "call":
-                    sure = sure or (len(content), at)
-                    if not self._reads_calls:
+                    if not self.reads_calls:
                         raise ValueError("no tools are given")
-                    calls += self._read(head, text[body:end], tools)
+                    calls += self.read(head, text[body:end], tools)
                 elif channel != "thought":
                     content.append(text[body:end])
-                at = behind
+                if not calls:
+                    sure = len(content), behind
         except MALFORMED:
-            num, at = sure or (len(content), at)
-            return ParsedAnswer("".join(content[:num]) + self._marks.sub("", text[at:]))
+            num, at = sure
+            marks = "|".join(map(re.escape, self.opens))
+            return ParsedAnswer("".join(content[:num]) + re.sub(marks, "", text[at:]))
         return ParsedAnswer("".join(content) or (None if calls else ""), tuple(calls))
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         pieces: list[str] = []
-        at, shown = max(text.rfind(_START, 0, start), 0), start
+        shown = start
         with contextlib.suppress(ValueError):  # an incomplete or invalid head
-            while at < len(text):
-                _, channel, body, end, behind = self._message_at(text, at)
+            for _, channel, body, end, behind in self._messages(text, max(text.rfind(_START, 0, start), 0)):
                 if channel == "call":
                     break
-                if is_open := end == behind == len(text):
-                    held = [overlap(text[body:], mark) for mark in (*self._ends, _START)]
+                is_open = end == behind == len(text)
+                if is_open:
+                    held = [overlap(text[body:], mark) for mark in (*self.ends, _START)]
                     end = max(body, end - max(held))
                 if channel != "thought":
                     pieces.append(text[max(body, shown) : end])
-                at = behind
                 shown = max(shown, end if is_open else behind)
         return "".join(pieces), shown
 
-    def _message_at(self, text: str, at: int) -> tuple[str, str | None, int, int, int]:
-        """Return (head, channel, start and end of the body, start of the next message)."""
-        at += len(_START) if text.startswith(_START, at) else 0
-        body = text.find(_MESSAGE, at)
-        head = self._head.fullmatch(text, at, max(body, at))
-        if body < 0 or head is None:
-            raise ValueError("this is no message")
-        body += len(_MESSAGE)
-        end = self._end.search(text, body)
-        ends = (len(text), len(text)) if end is None else (end.start(), end.end())
-        return head[0], head.lastgroup, body, *ends
-
-    def hold_from(self, text: str, start: int = 0) -> int:
-        return self.show(text, start)[1]
-
-    def prefill(self, name: str | None) -> str:
-        return self._prefills[0] if name is None else self._prefills[1].replace("NAME", name)
-
-    def around(self, name: str) -> tuple[str, str] | None:
-        return (self.prefill(name), "") if self._has_json else None
+    def _messages(self, text: str, at: int) -> Iterator[tuple[str, str | None, int, int, int]]:
+        """Yield (head, channel, start and end of the body, start of the next message). Raises
+        ValueError for an unreadable head.
+        """
+        while at < len(text):
+            start = at + (len(_START) if text.startswith(_START, at) else 0)
+            body = text.find(_MESSAGE, start)
+            head = self._head.fullmatch(text, start, max(body, start))
+            if body < 0 or head is None:
+                raise ValueError("this is no message")
+            body += len(_MESSAGE)
+            found = self._end.search(text, body)
+            end, behind = found.span() if found else (len(text), len(text))
+            yield head[0], head.lastgroup, body, end, behind
+            at = behind
 
     def without_tools(self) -> ToolFormat:
-        found = copy(self)
-        found._reads_calls = False
-        return found
+        return replace(self, reads_calls=False)
 
 
-_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+@dataclass(frozen=True)
+class ResponseTemplateFormat(ToolFormat):
+    """A tokenizer's `response_template`, parsed by transformers.
 
-
-def _harmony(head: str, body: str, tools: Tools) -> list[ToolCall]:
-    recipient = _RECIPIENT.search(head)
-    return [make_call(recipient[1] if recipient else None, json.loads(body))]
-
-
-_ATEM = r'\s*<atem:parameter name="(?P<key>[^"]*)">(?P<value>.*?)</atem:parameter>'
-_read_atem = named_calls(
-    r'<atem:function_calls>\s*<atem:invoke name="(?P<name>[^"]*)">',
-    tagged(_ATEM + r"(?=\s*<(?:atem:parameter name=|/atem:invoke>))"),
-    r"\s*</atem:invoke>",
-    end=r"\s*(?:</atem:function_calls>|\Z)",
-)
-
-
-def _muse(head: str, body: str, tools: Tools) -> list[ToolCall]:
-    calls, end = _read_atem(body, 0, tools)
-    if body[end:].strip():
-        raise ValueError("there is text after a call")
-    return calls
-
-
-# ---- the table
-
-
-def _hermes(template: str) -> ToolFormat:
-    return HermesFormat(writes_lists=f"{OPEN}[" in template)
-
-
-def _closed(tool_format: ToolFormat, close: str) -> ToolFormat:
-    tool_format.close = close
-    tool_format.opens = tuple(dict.fromkeys([*tool_format.opens, close]))
-    return tool_format
-
-
-def _json_lists(name: str, begin: str, end: str) -> Callable[[str], ToolFormat]:
-    prefills = (f'{begin}[{{"name":', f'{begin}[{{"name": "NAME", "arguments":')
-    read = json_calls(rf"{re.escape(end)}|\Z")
-    around = (" ", f"}}]{end}")
-    return lambda template: MarkedFormat(name, begin, read, prefills, marks=[end], around=around)
-
-
-_PARAMETER = (
-    r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))"
-)
-_ARGUMENT = r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-_INVOKED = (
-    r'\s*<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>'
-    r"(?=\s*<(?:parameter name=|/invoke>)|\s*\Z)"
-)
-_DSML = (
-    r'\s*<｜DSML｜parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">(?P<value>.*?)'
-    r"</｜DSML｜parameter>"
-)
-
-
-def _qwen3_coder(template: str) -> ToolFormat:
-    tail = r"\s*</function>\s*(?:</tool_call>|\Z)"
-    read = named_calls(r"<function=(?P<name>[^>\n]+)>", tagged(_PARAMETER), tail)
-    prefills = (f"{OPEN}\n<function=", f"{OPEN}\n<function=NAME>")
-    return _closed(MarkedFormat("qwen3_coder", OPEN, read, prefills, marks=[CLOSE]), CLOSE)
-
-
-def _glm(template: str) -> ToolFormat:
-    # a name that was cut off is no call: a line or an argument must have ended before the end
-    tail = r"\s*</tool_call>|\n\s*\Z|(?<=</arg_value>)\Z"
-    arguments = tagged(_ARGUMENT + r"(?=\s*(?:<arg_key>|</tool_call>|\Z))")
-    read = named_calls(r"(?P<name>[^\s<]+)", arguments, tail)
-    return _closed(MarkedFormat("glm", OPEN, read, (OPEN, f"{OPEN}NAME"), marks=[CLOSE]), CLOSE)
-
-
-def _minimax(template: str) -> ToolFormat:
-    begin, end = "<minimax:tool_call>", "</minimax:tool_call>"
-    tail = r"\s*</invoke>|\n\s*\Z|(?<=</parameter>)\Z"
-    head = r'<invoke name="(?P<name>[^"]+)">'
-    read = named_calls(head, tagged(_INVOKED), tail, between=r"\s*", end=rf"\s*(?:{end}|\Z)")
-    prefills = (f'{begin}\n<invoke name="', f'{begin}\n<invoke name="NAME">')
-    return _closed(MarkedFormat("minimax", begin, read, prefills, marks=[end]), "</invoke>")
-
-
-def _dsml(template: str) -> ToolFormat:
-    begin, end = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
-    head, tail = r'<｜DSML｜invoke name="(?P<name>[^"]+)">', r"\s*</｜DSML｜invoke>"
-    read = named_calls(head, tagged(_DSML), tail, between=r"\s*", end=rf"\s*(?:{end}|\Z)")
-    prefills = (f'{begin}\n<｜DSML｜invoke name="', f'{begin}\n<｜DSML｜invoke name="NAME">')
-    return MarkedFormat("deepseek_v32", begin, read, prefills, marks=[end, "｜DSML｜"])
-
-
-def _deepseek(template: str) -> ToolFormat:
-    """V3 and R1: `function`, then the name and a JSON block; V3.1: the name, then JSON."""
-    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    opens, sep, close = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    head = rf"{opens}(?:function{sep}(?=[^\s{{]))?(?P<name>[^\s<]+)(?:{sep}|\s*```json)"
-    tail = rf"\s*(?:```)?\s*(?:{close}|\Z)"
-    read = named_calls(head, json_arguments, tail, between=r"\s*", end=rf"\s*(?:{end}|\Z)")
-    first, last = (f"function{sep}", "\n```json") if "```json" in template else ("", sep)
-    prefills = (f"{begin}{opens}{first}", f"{begin}{opens}{first}NAME{last}")
-    marks, ends = [opens, sep, close, end], f"{close}{end}"
-    around = ("\n", f"\n```{ends}") if "```json" in template else ("", ends)
-    return _closed(MarkedFormat("deepseek", begin, read, prefills, marks=marks, around=around), close)
-
-
-def _kimi(template: str) -> ToolFormat:
-    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-    opens, then, close = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-    head = rf"{re.escape(opens)}\s*(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*{re.escape(then)}"
-    tail, last = rf"{re.escape(close)}|\Z", rf"\s*(?:{re.escape(end)}|\Z)"
-    read = named_calls(head, json_arguments, tail, between=r"\s*", end=last)
-    prefills = (f"{begin}{opens}functions.", f"{begin}{opens}functions.NAME:0{then}")
-    marks, around = [opens, then, close, end], ("", f"{close}{end}")
-    return _closed(MarkedFormat("kimi", begin, read, prefills, marks=marks, around=around), close)
-
-
-def _mistral(template: str) -> ToolFormat:
-    """`[TOOL_CALLS] [{"name": ...}, ...]`; since tokenizer version 11, `[TOOL_CALLS]NAME[ARGS]{...}` for each
-    call.
+    Content is the text before the first call. Malformed answers are text; calls that transformers drops
+    silently are dropped.
     """
-    begin = "[TOOL_CALLS]"
-    head = r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)"
-    named, listed = named_calls(head, json_arguments, ""), json_calls("")
 
-    def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
-        is_list = text.startswith(("[", "{"), skip(SPACE, text, at))
-        return (listed if is_list else named)(text, at, tools)
+    name: str = "response_template"
+    _: KW_ONLY
+    template: Any
 
-    prefills = (f'{begin}[{{"name":', f'{begin}[{{"name": "NAME", "arguments":')
-    around, joint = (" ", "}]"), None
-    if "[ARGS]" in template:
-        prefills, around, joint = (begin, f"{begin}NAME[ARGS]"), ("", ""), ""
-    thinking = ("[THINK]", "[/THINK]") if "[THINK]" in template else ToolFormat.thinking
-    marks = ["[ARGS]", "[CALL_ID]"]
-    found = MarkedFormat("mistral", begin, read, prefills, marks=marks, around=around, thinking=thinking)
-    found.joint = joint
-    return found
+    @classmethod
+    def of(cls, template: Any) -> ResponseTemplateFormat:
+        """Raises ConfigError if the template parses no tool calls."""
+        from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
+        try:
+            loaded = load_response_template(template or {})
+            ResponseParser(loaded, prefix="", tools=[])
+            loaded.fields["tool_calls"]
+        except (TypeError, ValueError, KeyError) as error:
+            what = "gateway.tool_format=response_template: the tokenizer has no response_template that reads "
+            way_out = "set gateway.tool_format to auto or to another format."
+            raise ConfigError(f"{what}tool calls: {error}", way_out=way_out) from error
+        return cls(template=loaded)
 
-def _gemma4(template: str) -> ToolFormat:
-    begin, close, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
-    values = Values([(r'<\|"\|>(.*?)<\|"\|>', str)], r"[^:{}\[\],]+")
-    head, tail = r"call:(?P<name>[^\s{]+)(?=\{)", rf"{re.escape(close)}|\Z"
-    read, prefills = named_calls(head, values.arguments, tail), (f"{begin}call:", f"{begin}call:NAME")
-    thinking = ("<|channel>thought", "<channel|>")
-    marks = [close, quote, "<|channel>"]
-    return _closed(MarkedFormat("gemma4", begin, read, prefills, marks=marks, thinking=thinking), close)
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        from transformers.utils.chat_parsing import parse_response
 
+        begun = self._opening.search(text, text.find(self.thinking[1]) + 1)
+        if begun is None:
+            return ParsedAnswer(text)
+        try:
+            found = parse_response(text, self.template, prefix="", tools=list(tools) or None)
+            functions = [call["function"] for call in found.get("tool_calls") or ()]
+            calls = tuple(make_call(each["name"], each["arguments"]) for each in functions)
+        except (*MALFORMED, KeyError):
+            return ParsedAnswer(text)
+        return ParsedAnswer(text[: begun.start()].rstrip() or None, calls) if calls else ParsedAnswer(text)
 
-def _lfm2(template: str) -> ToolFormat:
-    """`[f(x='a', y=1)]`, as in Python. Some LFM 2.5 templates write texts without escapes."""
-    begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
-    follows = r"\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z)))"
-    is_raw = "format_arg_value" in template and "replace(" not in template
-    strings = [(r"'((?:[^'\\]|\\.)*)'", python_string), (r'"((?:[^"\\]|\\.)*)"', python_string)]
-    values = Values(strings, r"\w+", outer=rf"'(.*?)'(?={follows})" if is_raw else None)
-    head, last = r"\[?\s*(?P<name>[\w.-]+)(?=\()", r"\s*\]\s*(?:<\|tool_call_end\|>|\Z)"
-    read = named_calls(head, values.arguments, "", between=r"\s*,\s*", end=last)
-    return MarkedFormat("lfm2", begin, read, (f"{begin}[", f"{begin}[NAME("), marks=[end])
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        begun = self._opening.search(text, start, partial=True)
+        shown = text[start : len(text) if begun is None else begun.start()].rstrip()
+        return shown, start + len(shown)
 
-
-def _gpt_oss(template: str) -> ToolFormat:
-    return ChannelFormat(
-        "gpt_oss",
-        r"(?P<call>(?=[^\n]*\bto=)[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)"
-        r"|(?P<thought>\s*<\|channel\|>analysis\s*)|\s*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?",
-        _harmony,
-        (" to=functions.", " to=functions.NAME<|channel|>commentary json<|message|>"),
-        ends=("<|end|>", "<|return|>", "<|call|>"),
-        marks=("<|channel|>", "<|constrain|>"),
-        thinking=("<|channel|>analysis<|message|>", "<|end|>"),
-        has_json=True,
-    )
+    @property
+    def _opening(self) -> Any:
+        return self.template.fields["tool_calls"].open_re
 
 
-def _muse_glimmer(template: str) -> ToolFormat:
-    return ChannelFormat(
-        "muse_glimmer",
-        r"(?P<thought>\s*to=self\s*)|\s*(?:to=user)?\s*|(?P<call>[^<]*)",
-        _muse,
-        (" to=", ' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">'),
-        ends=("<|eom|>", "<|eot|>"),
-        marks=(),
-        thinking=("to=self<|message|>", "<|eom|>"),
-    )
+USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), ...]) or None"
 
 
-FORMATS: dict[str, Callable[[str], ToolFormat]] = {
-    "hermes": _hermes,
-    "qwen3_coder": _qwen3_coder,
-    "glm": _glm,
-    "gpt_oss": _gpt_oss,
-    "gemma4": _gemma4,
-    "deepseek": _deepseek,
-    "deepseek_v32": _dsml,
-    "mistral": _mistral,
-    "minimax": _minimax,
-    "lfm2": _lfm2,
-    "kimi": _kimi,
-    "muse_glimmer": _muse_glimmer,
-    "toolcall": _json_lists("toolcall", "<TOOLCALL>", "</TOOLCALL>"),
-    "tool_calls": _json_lists("tool_calls", "<tool_calls>", "</tool_calls>"),
-}
-"""Builders from the chat template's text, empty if unknown."""
+@dataclass(frozen=True)
+class UserFormat(ToolFormat):
+    """User-defined `parse(text)`.
 
-_SHOWN = [
-    ("gpt_oss", ("<|channel|>", "functions.")),
-    ("muse_glimmer", ("<atem:invoke",)),
-    ("gemma4", ("<|tool_call>call:",)),
-    ("deepseek_v32", ("<｜DSML｜",)),
-    ("deepseek", ("<｜tool▁call▁begin｜>",)),
-    ("minimax", ("minimax:tool_call>",)),
-    ("kimi", ("<|tool_call_argument_begin|>",)),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("lfm2", ("<|tool_call_start|>",)),
-    ("lfm2", ("<|tool_list_start|>",)),
-    ("glm", ("<arg_key>",)),
-    ("qwen3_coder", ("<function=", "<parameter=")),
-    ("toolcall", ("<TOOLCALL>",)),
-    ("tool_calls", ("<tool_calls>",)),
-    ("", ("<function=",)),  # Functionary
-    ("", ("functools[",)),  # Firefunction
-    ("hermes", (OPEN,)),
-    ("llama", ('"parameters"', "<|python_tag|>")),
-    ("llama", ('"parameters"', "ipython")),
-]
-"""Substrings of chat templates, by format. The first match counts: some also have <tool_call>."""
+    Returns the calls of a whole answer, as (name, arguments) with arguments a dict or a JSON text, with or
+    without the content before them; None if there are none. A ValueError marks a malformed call: the answer
+    stays text. Answers stream in one piece.
+    """
 
+    _: KW_ONLY
+    function: Callable[[str], Any]
 
-def name_from(template: str) -> str:
-    fits = (name for name, marks in _SHOWN if all(mark in template for mark in marks))
-    return next(fits, "")
+    @classmethod
+    def of(cls, spec: str) -> UserFormat:
+        """Raises ConfigError if there is no such function, or if it does not take one text."""
+        found = load_function(spec, "gateway.tool_format", usage=USAGE, arguments=("",))
+        return cls(name=spec, function=found)
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        """Raises RolloutFailure for any other exception or return type."""
+        try:
+            found = self.function(text) or ()
+        except (ValueError, RecursionError):
+            return ParsedAnswer(text)
+        except Exception as error:  # an error in user code is data, as in a reward function
+            raise self._misused(raised(error)) from error
+        content, pairs = None, found
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None):
+            content, pairs = found[0], found[1] or ()
+        if not isinstance(pairs, list | tuple) or not all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+        ):
+            raise self._misused(f"returned {found!r:.200}")
+        try:
+            calls = tuple(
+                make_call(name, from_json(arguments) if isinstance(arguments, str) else arguments)
+                for name, arguments in pairs
+            )
+        except MALFORMED:
+            return ParsedAnswer(text)
+        return ParsedAnswer(content or None, calls) if calls else ParsedAnswer(text)
+
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        return "", 0
+
+    def _misused(self, what: str) -> RolloutFailure:
+        rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
+        return RolloutFailure(f"gateway.tool_format={self.name} {what}", rule=rule)

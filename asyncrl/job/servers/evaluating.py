@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import RoomError
 from asyncrl.config import EvalConfig
+from asyncrl.config.generation import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.harnessing import make_generator
 from asyncrl.job.life import Life
@@ -41,7 +41,7 @@ def make_evaluation(
         parts.checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
     for name, settings in config.evals.items():
         (task, prompts), broken = held_out[name], list[RoomError]()
-        scorers.append(TaskScorer(task, settings.task, seed=settings.seed, warn=job.warn))
+        scorers.append(TaskScorer(task, settings.task, seed=EVAL_SEED, warn=job.warn))
         job.closes("eval rewards", scorers[-1].aclose)
         versions = (line["policy_version"] for line in before.get(name, []))
         evaluator = Evaluator(
@@ -85,21 +85,21 @@ def _generator(
     scorer: TaskScorer,
     broken: list[RoomError],
 ) -> Generator:
-    config, seed = job.config, settings.seed
+    config = job.config
     if parts.harnessing is None or not config.evaluates_agent:
         rollout = config.rollout.model_copy(update={"temperature": settings.temperature})
-        sampling = config.model_copy(update={"seed": seed, "rollout": rollout})
+        sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
         return make_generator(sampling, engine, parts.tokenizer, scorer, None)
     # the run's own harness and workers, with calls routed to the evaluating engine
     host = parts.harnessing.gateway.add_route(
         engine,
         temperature=settings.temperature,
-        seed_of=partial(_seed_of, seed),
+        seed_of=_seed_of,
         on_broken=broken.append,
     )
     overflow = config.generator.on_overflow
     return HarnessGenerator(host, parts.harnessing.queue, scorer, on_overflow=overflow)
 
 
-def _seed_of(seed: int, prompt: str, sample: int, attempt: int, call: int) -> int:
-    return derive_seed(seed, prompt, sample, call, attempt)
+def _seed_of(prompt: str, sample: int, attempt: int, call: int) -> int:
+    return derive_seed(EVAL_SEED, prompt, sample, call, attempt)

@@ -15,7 +15,8 @@ from typing import Any
 from asyncrl.base.http import Caller
 from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
-from asyncrl.engines.broadcast import Broadcasts
+from asyncrl.config.learning import TEACHER_SLOTS
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers.teaching import KEY
@@ -24,10 +25,11 @@ from asyncrl.launch.devices import Placement, chunk_devices
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import find_cuda_devices
-from asyncrl.launch.nodes import LOOPBACK, Launcher, Needs, Order, Process, address_of
+from asyncrl.launch.nodes import Launcher, NodeRequirements
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
-from asyncrl.launch.processes import ForeignProcess
-from asyncrl.messages.calls import EngineHealth, TrainerHealth
+from asyncrl.launch.processes import LOOPBACK, ForeignProcess, Process, ProcessSpec
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model_folder import find_model, load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -55,12 +57,12 @@ class ServerMaker:
 
     async def find_weights_store(self) -> str:
         """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
-        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_one_kept
+        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective
         return await self._free_place() if is_far else ""
 
     async def _free_place(self) -> str:
         first = self.placement.rank_node(0)
-        return f"{address_of(first)}:{await self.launcher.free_port(first)}"
+        return f"{self.launcher.nodes[first].address}:{await self.launcher.free_port(first)}"
 
     def trainers(self, staging_dir: Path, store: str = "", weights_store: str = "") -> list[Server]:
         """Return the ranks of the trainer; the first takes requests. Ranks meet at `store`, engines at
@@ -68,10 +70,10 @@ class ServerMaker:
         """
         servers, module = list[Server](), "asyncrl.trainer.rank_process"
         for rank in range(self.config.trainer.world_size):
-            name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
+            name = f"trainer-{rank}"
             spec = self.trainer_spec(rank, staging_dir, store, weights_store).model_dump_json()
             devices = [self.placement.trainer[other] for other in self._ranks_beside(rank)]
-            child = self._process(name, module, spec, devices, port, self.placement.rank_node(rank))
+            child = self._process(name, module, spec, devices, None, self.placement.rank_node(rank))
             caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
             servers.append(Server(child, caller, TrainerHealth, start_s))
         return servers
@@ -96,7 +98,9 @@ class ServerMaker:
             threads=threads_on(config, self.placement, self.placement.rank_node(rank))[1],
             rank=rank,
             local_rank=self._ranks_beside(rank).index(rank),
-            address=address_of(self.placement.rank_node(rank)) if store or weights_store else LOOPBACK,
+            address=self.launcher.nodes[self.placement.rank_node(rank)].address
+            if store or weights_store
+            else LOOPBACK,
             store=store,
             meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
             weights_store=weights_store,
@@ -123,11 +127,10 @@ class ServerMaker:
             key = os.environ.get(KEY_ENV, "")
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [self._engine_server(child, key) for child in foreign]
-        ports: Sequence[int | None] = rollout.ports or [None] * rollout.max_engines
         placement = self.placement
         return [
-            self._engine(f"engine-{number}", placement.engines[number], port, placement.engine_node(number))
-            for number, port in enumerate(ports)
+            self._engine(f"engine-{number}", placement.engines[number], None, placement.engine_node(number))
+            for number in range(rollout.max_engines)
         ]
 
     def eval_engine(self) -> Server:
@@ -141,7 +144,7 @@ class ServerMaker:
         spec = {
             "name": TEACHER,
             "slots": 1,
-            "score_slots": config.teacher.slots,
+            "score_slots": TEACHER_SLOTS,
             "max_length": config.rollout.max_length,
             "model_path": str(folder),
             "dtype": config.model.dtype,
@@ -167,11 +170,9 @@ class ServerMaker:
             chat_template_kwargs=model.chat_template_kwargs,
         )
 
-    def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
-        """Create an engine server's client before its start. `meeting`: broadcast group. The first call
-        blocks.
-        """
-        server.engine = engine_kind(self.config).client(server, self, meeting)
+    def client(self, server: Server, broadcast_group: BroadcastGroup | None = None) -> EngineClient:
+        """Create an engine server's client before its start. The first call blocks."""
+        server.engine = engine_kind(self.config).client(server, self, broadcast_group)
         return server.engine
 
     def _engine(self, name: str, devices: Sequence[str], port: int | None, node: int) -> Server:
@@ -217,8 +218,9 @@ class ServerMaker:
         node: int,
         **more: Any,
     ) -> Process:
-        order = Order(name, module, spec, self.run_dir, self.secret, devices, port, **more)
-        return self.launcher.process(node, order)
+        return self.launcher.process(
+            node, ProcessSpec(name, module, spec, self.run_dir, self.secret, devices, port, **more)
+        )
 
     async def hold(self, staging_dir: Path | None = None, num_engines: int = 0) -> None:
         """Reserve the servers' resources on nodes that can read their files. `staging_dir`: None with
@@ -233,7 +235,7 @@ class ServerMaker:
         }
         await self.launcher.hold(parts, needs)
 
-    def _needs(self, node: int, staging_dir: Path | None) -> Needs:
+    def _needs(self, node: int, staging_dir: Path | None) -> NodeRequirements:
         """Return files (one of the model's) and packages that the node's processes need. Blocks."""
         config, placement, run_dir = self.config, self.placement, self.run_dir
         has_rank = staging_dir is not None and node in {one.node for one in placement.ranks}
@@ -242,12 +244,13 @@ class ServerMaker:
         has_engine = node in {one.node for one in own_engines}
         has_engine |= is_beside and placement.evaluation is not None
         whole = [self.model_path / "config.json"]
-        if has_rank:
-            chat_template = config.model.chat_template
-            whole += [run_dir / "run.id", *([Path(chat_template)] if chat_template else [])]
+        if (run_dir / "run.id").is_file():
+            whole.append(run_dir / "run.id")
+        if has_rank and config.model.chat_template:
+            whole.append(Path(config.model.chat_template))
         if is_beside and node and config.teacher is not None:
             whole.append(find_model(config.teacher.path, config.teacher.revision, KEY) / "config.json")
         files = {str(path.absolute()): path.read_text(encoding="utf-8") for path in whole}
         if staging_dir is not None and config.weight_sync.disk_dir is not None:
             files[str((staging_dir / LOCK).absolute())] = ""
-        return Needs(files, engine_kind(config).package() if has_engine else None)
+        return NodeRequirements(files, engine_kind(config).package() if has_engine else None)

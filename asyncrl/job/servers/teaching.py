@@ -12,6 +12,7 @@ import xxhash
 
 from asyncrl.base.errors import ConfigError, EngineLost, RoomError
 from asyncrl.config import RunConfig
+from asyncrl.config.learning import TEACHER_SLOTS
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.start import Server
 from asyncrl.job.supervision.supervise import Supervision, Supervisor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from asyncrl.job.servers.server_maker import ServerMaker
 
 KEY = "teacher.path"
+ANSWER_TIMEOUT_S = 120.0
+"""Seconds without an answer after which the teacher counts as lost."""
 
 
 class TeacherSupervisor(Supervisor):
@@ -43,7 +46,7 @@ class TeacherSupervisor(Supervisor):
         self._client.down_nowait()
 
     async def _before_start(self) -> None:
-        self._client.renew_nowait()
+        self._client.reset_nowait()
 
     async def _works_again(self) -> None:
         self._client.up_nowait()
@@ -57,8 +60,8 @@ class Teaching:
         self.teacher = Teacher(
             self.server.caller,
             temperature=rollout.temperature,
-            places=2 * settings.slots,  # the next requests arrive while it reads these
-            timeout_s=settings.timeout_s,
+            places=2 * TEACHER_SLOTS,  # the next requests arrive while it reads these
+            timeout_s=ANSWER_TIMEOUT_S,
             on_lost=self._lost if supervision.config.max_restarts else None,
         )
         self.supervisor = TeacherSupervisor(self.server, self.teacher, supervision)

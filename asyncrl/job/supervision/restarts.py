@@ -8,15 +8,20 @@ from collections import deque
 from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.config import SupervisionConfig
 
+RESTART_WINDOW_S = 3600.0
+"""Seconds of work after which a restart no longer counts."""
+NODE_WAIT_S = 600.0
+"""Seconds to wait for a lost node without which the run cannot continue."""
+
 
 class Restarts:
     """Restart counter of one part.
 
     Life: works_nowait() when it works -> again_nowait() when it is lost, and for each failed start.
-    Invariant: a restart counts until the part has worked for restart_window_s afterwards: a part that dies
+    Invariant: a restart counts until the part has worked for RESTART_WINDOW_S afterwards: a part that dies
         once a day never uses up max_restarts; a part that never comes up, or dies after each long recovery,
         always does. A missing node does not count while the run can do without it, nor within the first
-        node_wait_s; nor does the restart that discovers it.
+        NODE_WAIT_S; nor does the restart that discovers it.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
@@ -46,8 +51,8 @@ class Restarts:
             self._works_since_s = None
         elif isinstance(lost, NodeLost) and not self.is_node_gone and self._counting:
             self._counting.pop()
-        window_s, most = self._config.restart_window_s, self._config.max_restarts
-        while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
+        most = self._config.max_restarts
+        while self._counting and self._worked_s - self._counting[0] >= RESTART_WINDOW_S:
             self._counting.popleft()
         if not most:
             raise lost
@@ -55,8 +60,8 @@ class Restarts:
             self.num += 1
             return words
         if len(self._counting) >= most:
-            within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
-            rule = f"{lost.rule}; supervision.max_restarts={most} is used up{within}".lstrip("; ")
+            within = f"within {RESTART_WINDOW_S:g} s of work"
+            rule = f"{lost.rule}; supervision.max_restarts={most} is used up {within}".lstrip("; ")
             way_out = lost.way_out or f"read the log of {lost.room}, then start the run again: it goes on."
             raise RoomError(lost.room, lost.fault, rule=rule, way_out=way_out)
         self.num += 1
@@ -77,8 +82,7 @@ class Restarts:
             return ""
         self._gone_since_s = now_s if self._gone_since_s is None else self._gone_since_s
         if goes_on:
-            return "once the node is there; the run goes on meanwhile"
-        most_s = self._config.node_wait_s
-        if now_s - self._gone_since_s >= most_s:
+            return "once the node is back; the run continues without it"
+        if now_s - self._gone_since_s >= NODE_WAIT_S:
             return ""
-        return f"once the node is there: the run waits for it, supervision.node_wait_s={most_s:g} at most"
+        return f"once the node is back; the run waits for it, {NODE_WAIT_S:g} s at most"

@@ -234,7 +234,7 @@ class EngineSupervisor(Supervisor):
 
     def _leave_nowait(self) -> None:
         self.is_up = False
-        self._client.cut_nowait()
+        self._client.disconnect_nowait()
         self._pool.down_nowait(self.name)
         self._turns.publisher.down_nowait(self.name)
 
@@ -242,7 +242,7 @@ class EngineSupervisor(Supervisor):
         return self._turns.room_for_engine(self.name)
 
     async def _before_start(self) -> None:
-        self._client.renew_nowait()
+        self._client.reset_nowait()
 
     async def _bring_back(self) -> None:
         await self._turns.bring_up(self.name)

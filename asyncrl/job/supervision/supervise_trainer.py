@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.base.errors import CheckpointError, RoomError, TrainerError, TrainerLost
@@ -16,9 +15,9 @@ from asyncrl.job.supervision.supervise import GRACE_S, Supervision, Supervisor
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
-from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainResponse
+from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.trainer_client import TrainerClient
 
 if TYPE_CHECKING:
@@ -29,11 +28,11 @@ T = TypeVar("T")
 logger = logging.getLogger("asyncrl.job.supervision.supervise_trainer")
 
 
-class SupervisedTrainer(Supervisor):
-    """Trainer with one process per rank that survives their loss.
+class SupervisedTrainer(Supervisor, TrainerClient):
+    """Trainer with one process per rank that survives their loss: lost calls are repeated.
 
     Life: as Supervisor; new ranks load the newest checkpoint, train again on later batches, and repeat
-        offloads. Lost calls are repeated.
+        offloads.
     Waits: calls sleep while the trainer is down, at most as long as restarts take; once run has given up,
         they raise its error.
     Invariant: a batch is trained once on the way to each version: `recover` repeats training lost with its
@@ -46,24 +45,21 @@ class SupervisedTrainer(Supervisor):
 
     def __init__(
         self,
-        client: TrainerClient,
         ranks: Sequence[Server],
         supervision: Supervision,
         *,
+        timeout_s: float | None = None,
         before_start: Callable[[], Awaitable[None]],
-        recover: Callable[[int], Awaitable[None]],
+        bring_back: Callable[[TrainerClient, int], Awaitable[None]],
     ) -> None:
-        """Initialize. `before_start` returns when new ranks may start; `recover` brings them to a version."""
-        super().__init__(ranks, supervision)
-        self.client, self._recover, self._may_start = client, recover, before_start
+        """`before_start` returns when new ranks may start; `bring_back` catches up to a version."""
+        Supervisor.__init__(self, ranks, supervision)
+        TrainerClient.__init__(self, ranks[0].caller, timeout_s=timeout_s)
+        self._catches_up = bring_back
+        self._may_start = before_start
         self._over: RoomError | None = None
-        self._changed = asyncio.Event()
+        self._up_changed = asyncio.Event()
         self._offloaded = frozenset[TrainerPart]()
-
-    @property
-    def policy_version(self) -> int:
-        """Return the version of the newest answered step."""
-        return self.client.policy_version
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -72,83 +68,23 @@ class SupervisedTrainer(Supervisor):
             "trainer/down": not self.is_up,
         }
 
-    async def recover(
-        self,
-        state: Path | None,
-        batches: Callable[[], AsyncIterator[Batch]],
-        on_step: Callable[[Batch, TrainResponse], None],
-    ) -> None:
-        """Load a state and train on `batches()`, for a resumed run. If the trainer dies, start over; each
-        batch is reported once.
-        """
-        told = -1
-
-        def once(batch: Batch, report: TrainResponse) -> None:
-            nonlocal told
-            if batch.version > told:
-                told = batch.version
-                on_step(batch, report)
-
-        await self._when_up(lambda: self.client.recover(state, batches(), once))
-
-    async def train(self, batch: Batch) -> TrainResponse:
-        """Train on one batch. Raises TrainerError if it is refused."""
-        return await self._when_up(lambda: self.client.train(batch))
-
-    async def wait_version_above(self, version: int) -> int:
-        return await self.client.wait_version_above(version)
-
     async def wait_up(self) -> None:
         """Return once the processes are restored. Raises RoomError if they never will be."""
         with waiting("the trainer to be back", on="watch trainer"):
             while not self.is_up:
                 if self._over is not None:
                     raise self._over
-                await self._changed.wait()
+                await self._up_changed.wait()
 
-    async def begin_export(self) -> int:
-        return await self._when_up(self.client.begin_export)
-
-    async def export(self) -> ExportResponse:
-        """Export the newest weights, or wait for the export in progress. New processes export the weights
-        that are newest then.
-        """
-        return await self._when_up(self.client.export)
-
-    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Export one chunk. New processes continue with the lost chunk."""
-        return await self._when_up(lambda: self.client.export_chunk(version, index))
-
-    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Broadcast without retries: the receiving engines have failed too, and new processes copy the
-        weights again on request.
-        """
-        self._check_up()
-        return await self.client.broadcast(request)
-
-    async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        moved = await self._when_up(lambda: self.client.offload(parts))
+    async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
+        moved = await super().offload(parts)
         self._offloaded |= frozenset(parts)
         return moved
 
-    async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        moved = await self._when_up(lambda: self.client.onload(parts))
+    async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
+        moved = await super().onload(parts)
         self._offloaded -= frozenset(parts)
         return moved
-
-    async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Save the newest weights, replacing an existing folder."""
-        await self._when_up(lambda: self.client.save(path, merged=merged))
-
-    async def begin_save_state(self, path: Path) -> int:
-        """Begin saving the state, without retries: the checkpointer handles TrainerLost."""
-        self._check_up()
-        return await self.client.begin_save_state(path)
-
-    async def wait_save_state(self) -> None:
-        """Wait for the save, without retries."""
-        self._check_up()
-        await self.client.wait_save_state()
 
     async def run(self) -> None:
         """Watch and restart until cancelled. Raises the RoomError that ends the run."""
@@ -160,62 +96,59 @@ class SupervisedTrainer(Supervisor):
             asyncio.get_running_loop().call_soon(self._wake)
             raise
 
-    async def _when_up(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
         while True:
             await self.wait_up()
             number = self.num_restarts
             try:
                 return await call()
             except TrainerError as error:
-                lost = await self._loss_behind(error)
-                if lost is None or not self.config.max_restarts:
+                # A rank other than the first may have died; its death, the better error, arrives a moment
+                # later.
+                died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
+                if not (died or isinstance(error, TrainerLost)) or not self.config.max_restarts:
                     raise
                 if self.num_restarts == number:  # else it is a late answer of processes that have ended
+                    lost = TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
                     self._lost_by(lost)
-
-    async def _loss_behind(self, error: TrainerError) -> TrainerLost | None:
-        """Return the loss if the trainer, or a rank other than the first, has died. The death itself, the
-        error to report, arrives a moment later.
-        """
-        died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
-        if died or isinstance(error, TrainerLost):
-            return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
-        return None
 
     def _check_up(self) -> None:
         """Raise TrainerLost during a restart: new processes must not pass for the old ones."""
         if not self.is_up:
-            raise TrainerLost("trainer", "is being started again", rule="a checkpoint is of a finished step")
+            raise TrainerLost("trainer", "is restarting", rule="a checkpoint is of a finished step")
 
     async def _before_start(self) -> None:
         await self._may_start()
 
     async def _bring_back(self) -> None:
         """Recover the newest answered version and repeat offloads."""
-        await self._recover(self.client.policy_version)
+        client = TrainerClient(self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s)
+        await self._catches_up(client, self.policy_version)
+        self._reached(client.policy_version)
         if self._offloaded:
-            await self.client.offload(sorted(self._offloaded))
+            await client.offload(sorted(self._offloaded))
 
     async def _works_again(self) -> None:
         self._wake()
 
     def _told_up(self) -> Mapping[str, Any]:
-        return {"policy_version": self.client.policy_version}
+        return {"policy_version": self.policy_version}
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._up_changed.set()
+        self._up_changed = asyncio.Event()
 
 
 async def recover_trainer(
-    client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int
+    client: TrainerClient, version: int, *, journal: Journal, checkpoints: Checkpoints, num_batches: int
 ) -> None:
-    """Bring a restarted trainer to `version` from the newest complete checkpoint and the journal's batches.
+    """Bring a restarted trainer to `version` from the newest whole checkpoint and the journal's batches.
 
     Raises JournalError if batches in between are gone, CheckpointError for an unreadable checkpoint,
     TrainerError.
     """
-    # held to the end: a newer checkpoint would delete this one, and the batches since
+    # Hold the lock until recovery ends: a checkpoint that completes meanwhile would prune this one and its
+    # journaled batches.
     async with checkpoints.in_use:
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
         start = 0 if whole is None else whole.version
@@ -223,7 +156,7 @@ async def recover_trainer(
         journal.restored_nowait(start)
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
-        await client.recover(folder, load_batches(state, start, stop), lambda _batch, _report: None)
+        await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)
         for text in [found.why for found in damaged] + await asyncio.to_thread(set_aside, damaged):
             logger.warning("%s", text)
 
@@ -245,10 +178,13 @@ class Checkpointer:
     """
 
     def __init__(self, parts: Parts, job: Life) -> None:
-        self._parts, self._job = parts, job
-        self._checkpoints, self._trainer = parts.checkpoints, parts.trainer
+        self._parts = parts
+        self._job = job
+        self._checkpoints = parts.checkpoints
+        self._trainer: TrainerClient = parts.trainer
         self._writing: asyncio.Task[None] | None = None
-        self.num_made = self.num_failed = 0
+        self.num_made = 0
+        self.num_failed = 0
 
     def gauges(self) -> dict[str, float]:
         return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
@@ -258,8 +194,9 @@ class Checkpointer:
         if every is None or version % every:
             return
         if self._writing is not None and not self._writing.done():
-            what = f"the checkpoint at version {version} is left out"
-            self._job.warn(f"{what}: the one before is being written")
+            self._job.warn(
+                f"the checkpoint at version {version} is skipped: the last one is still being written"
+            )
         elif (begun := await self._begin()) is not None:
             self._writing = self._job.spawn(self._finish(*begun), name=f"checkpoint {version}")
 
@@ -291,9 +228,8 @@ class Checkpointer:
             # only now: if the trainer had died, it would need to go back first
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    finish = self._checkpoints.finish
                     folder = await asyncio.to_thread(
-                        lambda: finish(pending, version, controller.model_dump())
+                        self._checkpoints.finish, pending, version, controller.model_dump()
                     )
                 self.num_made += 1
                 note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)

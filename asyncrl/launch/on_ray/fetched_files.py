@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 
 from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
-from asyncrl.messages.base import FileRequest
+from asyncrl.messages.engine_api import FileRequest
 
 NUM_KEPT = 2
 """The current file and the next one."""

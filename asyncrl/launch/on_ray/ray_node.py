@@ -9,20 +9,23 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from asyncrl.base.errors import NodeLost, RoomError
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+
+from asyncrl.base.errors import ConfigError, NodeLost, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.launch.fork_server import ONE_THREAD
-from asyncrl.launch.nodes import Node, Order
-from asyncrl.launch.on_ray.ray_host import News, RefusedStart, Started
-from asyncrl.launch.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, death_of, read_log, tail_of
+from asyncrl.launch.nodes import Node, NodeReport, NodeRequirements
+from asyncrl.launch.on_ray.ray_host import Started
+from asyncrl.launch.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, Process, ProcessSpec
 
 logger = logging.getLogger("asyncrl.launch.on_ray.ray_node")
 
-NEWS_S = 0.5
-"""Interval of log reads."""
+POLL_S = 5.0
+"""Longest wait of a poll for ended processes."""
+RETRY_S = 0.5
 LOST_S = 15.0
 """Silence after which a node is lost."""
 ACTOR_S = 120.0
@@ -30,8 +33,8 @@ ACTOR_S = 120.0
 START_S = 180.0
 """Limit for a start, which may include a fork server's imports from a slow disk."""
 END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
-DRAIN_S = 5.0
-"""Limit for the last lines of an ended process."""
+LOST_ERRORS = (TimeoutError, ConnectionError, RayError)
+"""Raised if the actor, the node or the head is lost or silent."""
 _keys = itertools.count()
 
 
@@ -40,52 +43,48 @@ class RayNode:
 
     Life: open() -> up -> lost: the actor died, or gave no answer for LOST_S -> open(), with a new actor ->
         aclose().
-    Waits: one task polls the actor for updates of all processes; each call has a limit.
+    Waits: one task polls the actor for ended processes; each call has a limit.
     """
 
     def __init__(
-        self,
-        node: Node,
-        make_actor: Callable[[], tuple[Node, Any]],
-        kill_actor: Callable[[Any], None],
-        addressed: Callable[[str], str],
+        self, node: Node, make_actor: Callable[[], Any], check: Callable[[NodeReport], ConfigError | None]
     ) -> None:
-        """Initialize. `make_actor` uses this node or a replacement; `addressed` fills current node
-        addresses into a spec.
-        """
-        self.node, self._make, self._kill, self.addressed = node, make_actor, kill_actor, addressed
+        """Initialize. `check` returns the reason that a node does not fit."""
+        self.node = node
+        self._make = make_actor
+        self._check = check
         self._actor: Any = None
         self._lost = "it was not opened"
-        self._asking: asyncio.Future[None] | None = None
+        self._polling: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
         self._processes = dict[str, RayProcess]()
 
-    def gone(self, name: str) -> NodeLost:
+    def gone(self, name: str, how: str = "") -> NodeLost:
         """Return the loss of this node, as the end of a process on it."""
-        return self._away(name, f"is gone: {self._lost}")
+        return NodeLost(
+            name,
+            f"the node {self.node.name} ({self.node.address}) {how or f'is gone: {self._lost}'}",
+            rule="all processes there end with it",
+            way_out="see `ray status`; start Ray there again.",
+        )
 
-    def _away(self, name: str, how: str) -> NodeLost:
-        rule = "all processes there end with it"
-        way_out = "see `ray status`; start Ray there again."
-        where = f"{self.node.name} ({self.node.address})"
-        return NodeLost(name, f"the node {where} {how}", rule=rule, way_out=way_out)
-
-    async def open(self) -> None:
-        """Start an actor unless one answers. Raises RoomError."""
+    async def open(self, requirements: NodeRequirements) -> None:
+        """Start an actor unless one answers. Raises NodeLost, ConfigError for unmet requirements."""
         async with self._turn:
             if not self._lost:
                 return
             await self._end_actor()
             try:
-                self.node, self._actor = await asyncio.to_thread(self._make)
+                self._actor = await asyncio.to_thread(self._make)
                 with waiting("its actor", on=self.node.name):
-                    await self._within(ACTOR_S, "ready")
-            except _lost_errors() as error:
-                self._lost = f"Ray starts no actor of ours there: {_words(error)}"
+                    report = await self._within(ACTOR_S, "ready", requirements)
+            except LOST_ERRORS as error:
+                self._lost = f"Ray starts no actor of ours there: {_reason(error)}"
                 raise self.gone(self.node.name) from error
+            if unmet := self._check(report):
+                raise unmet
             self._lost = ""
-            self._asking = asyncio.ensure_future(self._ask())
-            self._asking.add_done_callback(self._asked)
+            self._polling = asyncio.ensure_future(self._poll())
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
         """Call a Host method. Raises NodeLost without an answer, RoomError if the method raised."""
@@ -93,23 +92,26 @@ class RayNode:
             raise self.gone(self.node.name)
         try:
             return await self._within(timeout_s, method, *arguments)
-        except _raised_errors() as error:
-            raise RoomError(self.node.name, f"its actor was asked for {method}: {_words(error)}") from error
-        except _lost_errors() as error:
-            raise self._away(self.node.name, f"does not answer: {_why_lost(error, timeout_s)}") from error
+        except RayTaskError as error:
+            raise RoomError(self.node.name, f"{method} failed: {_reason(error)}") from error
+        except LOST_ERRORS as error:
+            raise self.gone(self.node.name, f"does not answer: {_reason(error)}") from error
 
     def tell_nowait(self, method: str, *arguments: Any) -> None:
         if not self._lost:
-            with contextlib.suppress(*_lost_errors()):
+            with contextlib.suppress(*LOST_ERRORS):
                 getattr(self._actor, method).remote(*arguments)
 
-    async def start(self, process: RayProcess, order: Order) -> Started | RefusedStart:
-        """Start a process; its updates arrive from then on."""
-        await self.open()
-        answer: Started | RefusedStart = await self.call("start", process.key, order, timeout_s=START_S)
-        if isinstance(answer, Started):
-            self._processes[process.key] = process
+    async def start(self, process: RayProcess, spec: ProcessSpec) -> Started | ConfigError:
+        """Start a process; its end is reported from then on."""
+        answer: Started | ConfigError = await self.call("start", process.key, spec, timeout_s=START_S)
+        self._processes[process.key] = process
         return answer
+
+    async def end(self, process: RayProcess) -> tuple[int | None, str]:
+        self._processes.pop(process.key, None)
+        ended: tuple[int | None, str] = await self.call("end", process.key, timeout_s=END_S)
+        return ended
 
     async def aclose(self) -> None:
         if not self._lost:
@@ -119,204 +121,144 @@ class RayNode:
         await self._end_actor()
 
     async def _end_actor(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait({self._asking})
-            self._asking = None
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.wait({self._polling})
+            self._polling = None
         if self._actor is not None:
-            with contextlib.suppress(*_lost_errors()):
+            with contextlib.suppress(*LOST_ERRORS):
                 async with asyncio.timeout(LOST_S):
-                    await asyncio.to_thread(self._kill, self._actor)
+                    await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
             self._actor = None
 
     async def _within(self, timeout_s: float, method: str, *arguments: Any) -> Any:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
 
-    async def _ask(self) -> None:
-        """Poll until the node is lost. Polls are repeatable, because connections may break."""
+    async def _poll(self) -> None:
+        """Ask for ended processes until the node is lost. A broken connection may come back within LOST_S."""
         clock = asyncio.get_running_loop().time
-        until_s = clock() + LOST_S
+        heard_s = clock()
         while True:
-            known = {key: one.num_read for key, one in self._processes.items() if one.returncode is None}
             try:
-                news = await self._within(NEWS_S + LOST_S, "news", known, NEWS_S)
-            except _broken_errors() as error:
-                if clock() > until_s:
-                    self._lose(error)
-                    return
-                await asyncio.sleep(NEWS_S)
-                continue
-            except _lost_errors() as error:
+                ended = await self._within(POLL_S + LOST_S, "ends", POLL_S)
+            except LOST_ERRORS as error:
+                if isinstance(error, ActorUnavailableError) and clock() - heard_s < LOST_S:
+                    await asyncio.sleep(RETRY_S)
+                    continue
                 self._lose(error)
                 return
-            until_s = clock() + LOST_S
-            for key, new in news.items():
+            heard_s = clock()
+            for key, code in ended.items():
                 if key in self._processes:
-                    self._processes[key].hear(new)
-
-    def _asked(self, asking: asyncio.Future[None]) -> None:
-        if not asking.cancelled() and (error := asking.exception()) is not None:
-            assert isinstance(error, Exception)
-            self._lose(error)
-
-    def forget_nowait(self, process: RayProcess) -> None:
-        self._processes.pop(process.key, None)
-        self.tell_nowait("forget", process.key)
+                    self._processes.pop(key).end_nowait(code)
 
     def _lose(self, error: Exception) -> None:
-        self._lost = _why_lost(error, LOST_S)
+        self._lost = _reason(error)
         logger.warning("the node %s is lost: %s", self.node.name, error)
         for process in self._processes.values():
-            process.lost()
+            process.lose_nowait(self.gone(process.name))
         self._processes.clear()
 
 
-class RayProcess:
-    """Process on a Ray node. Its output arrives in RUN_DIR/logs, all of it before its end is reported."""
+class RayProcess(Process):
+    """Process on a Ray node."""
 
-    def __init__(self, on: RayNode, order: Order, *, is_here: bool) -> None:
+    def __init__(
+        self, on: RayNode, spec: ProcessSpec, requirements: NodeRequirements, *, is_here: bool
+    ) -> None:
         """Initialize. `is_here`: the node is the controller's own machine."""
-        self.name, self.url, self.left, self.num_read = order.name, "", "", 0
-        self.key = f"{order.name}-{next(_keys)}"
-        self.returncode: int | None = None
-        self._on, self._order, self._is_here = on, order, is_here
+        super().__init__(spec.name, spec.log_path)
+        self.key = f"{spec.name}-{next(_keys)}"
+        self._on = on
+        self._spec = spec
+        self._requirements = requirements
+        self._is_here = is_here
         self._pid: int | None = None
+        self._returncode: int | None = None
         self._ended = asyncio.Event()
         self._gone: RoomError | None = None
-        self._is_asked = self._is_closed = False
-        self._log_start = 0
-
-    @property
-    def log_path(self) -> Path:
-        return self._order.run_dir / "logs" / f"{self.name}.log"
+        self._starting: asyncio.Future[Started | ConfigError] | None = None
 
     @property
     def pid(self) -> int | None:
         return self._pid if self._is_here else None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._returncode
 
     def seen(self) -> str:
         if self._pid is None:
             return "not started"
         if self._gone is not None:
             return self._gone.fault
-        how = "runs" if self.returncode is None else f"ended with {self.returncode}"
-        return f"process {self._pid} on {self._on.node.name} {how}"
+        how = "runs" if self._returncode is None else f"ended with {self._returncode}"
+        return f"{self._place()} {how}"
 
     async def start(self) -> None:
-        """Start without waiting for readiness. Raises RoomError if the node is gone, ConfigError if a port
-        is taken.
-        """
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            self._log_start = log.tell()
+        """Start without waiting for readiness. Raises NodeLost, ConfigError if a port is taken."""
+        with contextlib.suppress(OSError):
+            self._log_start = self._spec.log_path.stat().st_size
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
-        order = replace(self._order, env={**threads, **self._order.env})
         try:
-            await self._on.open()  # may move the node to another machine
-            order = replace(order, spec=self._on.addressed(order.spec))
-            self._is_asked = True
-            answer = await self._on.start(self, order)
+            await self._on.open(self._requirements)
+            spec = replace(self._spec, env={**threads, **self._spec.env})
+            self._starting = asyncio.ensure_future(self._on.start(self, spec))
+            answer = await asyncio.shield(self._starting)
         except RoomError as error:
             raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
-        if isinstance(answer, RefusedStart):
-            raise answer.error(self.name, self._on.node.name)
-        self.url, self._pid = answer.url, answer.pid
+        if isinstance(answer, ConfigError):
+            what = f"on the node {self._on.node.name}: {answer.what}"
+            raise ConfigError(what, rule=answer.rule, way_out=answer.way_out)
+        self.url = answer.url
+        self._pid = answer.pid
 
     def renewed(self) -> RayProcess:
-        return RayProcess(self._on, self._order, is_here=self._is_here)
+        return RayProcess(self._on, self._spec, self._requirements, is_here=self._is_here)
 
     async def wait(self) -> None:
         """Sleep until the process or its node is gone."""
         await self._ended.wait()
 
-    async def watch(self) -> None:
-        """Sleep until the end; then raise RoomError with the reason."""
-        await self.wait()
-        raise self.death()
-
     def death(self) -> RoomError:
-        log = read_log(self.log_path, self._log_start)
-        return self._gone or death_of(self, f"process {self._pid} on {self._on.node.name}", log)
+        return self._gone or super().death()
 
-    def log_tail(self) -> str:
-        return tail_of(read_log(self.log_path, self._log_start))
+    def _place(self) -> str:
+        return f"process {self._pid} on {self._on.node.name}"
 
     async def aclose(self) -> None:
-        """End the process and its group, even after an abandoned start; describe survivors in `left`.
-        Idempotent.
-        """
-        if not self._is_asked or self._gone is not None or self._is_closed:
+        starting = self._starting
+        self._starting = None
+        if starting is None or self._gone is not None:
             return
-        self._is_closed = True
         with contextlib.suppress(RoomError):  # a lost node has ended it
-            self.left = await self._on.call("end", self.key, timeout_s=END_S)
-            if self._pid is not None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(DRAIN_S):
-                        await self.wait()
-        self._on.forget_nowait(self)
+            await starting
+            code, self.left = await self._on.end(self)
+            if self._returncode is None and code is not None:
+                self.end_nowait(code)
 
     def kill_nowait(self) -> None:
         if self._pid is not None:
             self._on.tell_nowait("kill", self.key)
 
     def dump_stacks_nowait(self) -> None:
-        if self._pid is not None and self.returncode is None:
+        if self._pid is not None and self._returncode is None:
             self._on.tell_nowait("dump_stacks", self.key)
 
-    # called by its node
+    def end_nowait(self, returncode: int) -> None:
+        self._returncode = returncode
+        self._ended.set()
 
-    def hear(self, news: News) -> None:
-        self.num_read += len(news.log)
-        if news.log:
-            try:
-                with self.log_path.open("ab") as file:
-                    file.write(news.log)
-            except OSError as error:  # a full disk must not hide the state of the node
-                logger.warning("cannot write %s: %s", self.log_path, error)
-        if news.returncode is not None:
-            self.returncode = news.returncode
-            self._ended.set()
-
-    def lost(self) -> None:
-        if self.returncode is None:
-            self._gone = self._on.gone(self.name)
-            self._ended.set()
+    def lose_nowait(self, gone: RoomError) -> None:
+        self._gone = gone
+        self._ended.set()
 
 
-def _lost_errors() -> tuple[type[Exception], ...]:
-    """Return errors of a lost or silent actor, node or head."""
-    from ray.exceptions import RayError
-
-    return (TimeoutError, ConnectionError, RayError)
-
-
-def _broken_errors() -> tuple[type[Exception], ...]:
-    """Return errors of a broken connection; Ray reports later if the actor died."""
-    from ray.exceptions import ActorUnavailableError
-
-    return (ActorUnavailableError,)
-
-
-def _raised_errors() -> tuple[type[Exception], ...]:
-    """Return errors raised by the method itself."""
-    from ray.exceptions import RayTaskError
-
-    return (RayTaskError,)
-
-
-def _why_lost(error: Exception, waited_s: float) -> str:
-    """Return the reason without the long texts of Ray and gRPC."""
-    if isinstance(error, _broken_errors()):
-        return "Ray reaches its actor no more"
-    return f"no answer within {waited_s:g} s" if isinstance(error, TimeoutError) else _words(error)
-
-
-def _words(error: Exception) -> str:
-    """Return the line with the reason."""
+def _reason(error: Exception) -> str:
+    """Return the line with the reason, without the long texts of Ray and gRPC."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = next(
-        (line for line in lines if "because" in line or "detail" in line), (lines or [repr(error)])[-1]
+        (line for line in lines if "because" in line or "detail" in line), (lines or ["no answer"])[-1]
     )
     return why[:400]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import logging
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -30,11 +29,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.trainer.model.dealing import Heads
 from asyncrl.trainer.model.kernel_calls import KernelCall, Places, calls_of, to_device
-from asyncrl.trainer.model.tree import KernelPass, Layout, Piece
-
-log = logging.getLogger("asyncrl.trainer")
+from asyncrl.trainer.model.tree import Layout
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -251,49 +247,15 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 _numbered_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def choose_flash(capability: tuple[int, int], heads: Heads | None, device: torch.device) -> str:
-    """Activate FA3 (https://arxiv.org/abs/2407.08608) if it is installed, and supports this compute
-    capability and these heads; otherwise keep torch's FA2. Torch's operators then use it.
+def choose_flash(capability: tuple[int, int]) -> str:
+    """Activate FA3 (https://arxiv.org/abs/2407.08608), which torch's operators then use, if it is installed
+    and supports this compute capability; otherwise keep torch's FA2.
     """
-    names = "activate_flash_attention_impl", "restore_flash_attention_impl"
-    activate, restore = (getattr(torch.nn.attention, name, None) for name in names)
-    if activate is None or restore is None or capability != (9, 0) or heads is None:
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None or capability != (9, 0) or importlib.util.find_spec("flash_attn_interface") is None:
         return "FA2"
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return "FA2"
-    try:
-        activate("FA3")
-        try:
-            _try_flash(heads, device)
-        except Exception:
-            restore()
-            raise
-    except Exception as error:
-        log.warning("FlashAttention 3 is installed and cannot be used, so FA2 is: %s", error)
-        return "FA2"
+    activate("FA3")
     return "FA3"
-
-
-def _try_flash(heads: Heads, device: torch.device) -> None:
-    """Run a forward and a backward pass and wait for the device. Raises the kernels' errors: builds may lack
-    variable lengths, the backward pass, a head size or this CUDA.
-    """
-    num_heads, num_key_heads, size = heads
-    shared, first, second = 64, 137, 63
-    own = Piece(0, first, 0, first), Piece(first, second, first, second)
-    left = Piece(first, second, 0, shared)
-    layout = Layout(
-        num_tokens=first + second,
-        rows=(((0, first),), ((0, shared), (first, second))),
-        passes=(KernelPass(own, is_causal=True), KernelPass((left,), is_causal=False)),
-    )
-    query, key, value = (
-        torch.ones((1, number, first + second, size), dtype=torch.bfloat16, device=device, requires_grad=True)
-        for number in (num_heads, num_key_heads, num_key_heads)
-    )
-    output = packed_attention(query, key, value, layout, size**-0.5)
-    for gradient in torch.autograd.grad(output.sum(), (query, key, value)):
-        gradient.cpu()
 
 
 def _by_token(tensor: Tensor) -> Tensor:

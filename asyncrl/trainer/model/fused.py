@@ -7,17 +7,20 @@ rounding differs. Tensors that are not float32 on CPU use the model's own functi
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
+import shutil
+import sysconfig
 from functools import partial
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
-from asyncrl.launch.machine import why_no_compiler
 from asyncrl.weights.tensor_files import float32_names
 
 ROTARY = "apply_rotary_pos_emb"
@@ -60,17 +63,19 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
         return "it has no layers that torch.compile could take one by one"
     has_experts = any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters())
     if has_experts and getattr(model.config, "_experts_implementation", None) != GROUPED:
-        return "what its layers compute depends on the data (experts)"
-    if has_experts and device.type == "cpu" and not experts_compile_on_cpu():
-        return f"transformers {transformers.__version__} cannot compile experts on a CPU (5.23 can)"
-    if device.type == "cuda" and dtype == torch.float32:
+        return "the work of its layers depends on the data (experts)"
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return "there is no C compiler"
+    if device.type == "cpu":
+        return ""
+    if dtype == torch.float32:
         return "packed attention on CUDA has no kernel for float32"
-    return why_no_compiler(for_cuda=device.type == "cuda")
-
-
-def experts_compile_on_cpu() -> bool:
-    """Return whether transformers has CPU expert gradients (since 5.23)."""
-    return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
+    # Triton looks there too, and not where Debian's Python would put its own
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_path("include", scheme))
+    if importlib.util.find_spec("triton") is None or not (headers / "Python.h").is_file():
+        return f"it needs Triton, and Python's headers in {headers}"
+    return ""
 
 
 def compile_layers(model: Any) -> None:
@@ -108,10 +113,7 @@ def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
 def _is_llamas_rotary(function: Any) -> bool:
     """Return whether it and rotate_half equal Llama's."""
     half = getattr(function, "__globals__", {}).get("rotate_half")
-    return all(
-        _code(one) == _code(other)
-        for one, other in ((function, llama.apply_rotary_pos_emb), (half, llama.rotate_half))
-    )
+    return _code(function) == _code(llama.apply_rotary_pos_emb) and _code(half) == _code(llama.rotate_half)
 
 
 def _code(function: Any) -> tuple[Any, ...] | None:
@@ -155,7 +157,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     if all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in (q, k, cos)):
-        turn = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        turn = (cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
         return _Rotary.apply(q, *turn), _Rotary.apply(k, *turn)  # type: ignore[no-untyped-call]
     return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
 

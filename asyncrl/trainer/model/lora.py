@@ -1,4 +1,4 @@
-"""Low-rank adapters in a Hugging Face model: inserted, merged, exported, saved.
+"""Low-rank adapters in a Hugging Face model: inserted by peft, merged, exported, saved.
 
 An adapted layer computes with W + scale * B A, scale = alpha / rank (MergedLinear). A starts random and B at
 zero, so that a new adapter changes nothing (https://arxiv.org/abs/2106.09685).
@@ -26,41 +26,40 @@ from asyncrl.weights.adapters import linear_parameters, merge
 from asyncrl.weights.export import in_export_dtype, named_weights, whole_here
 from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names
 
+ADAPTER = "default"
+
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
-    """Return full names of the layers to adapt. Raises ConfigError that lists the model's layers. Works on
-    `meta`.
+    """Return full names of the layers to adapt. Works on `meta`. Raises ConfigError that lists the model's
+    layers.
     """
-    head, modules = model.get_output_embeddings(), dict(model.named_modules())
-    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    linear = {name: module for name, module in linear.items() if module is not head}
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    linear = [name for name, one in modules.items() if isinstance(one, nn.Linear) and one is not head]
 
     def refused(what: str) -> ConfigError:
-        rule = "an adapter sits on a torch.nn.Linear with a weight of its own, other than the head"
+        rule = "an adapter belongs to a torch.nn.Linear with a weight of its own, other than the head"
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         way_out = f"name modules or the ends of their names; the linear layers are {kinds}."
         return ConfigError(f"trainer.lora.targets {what}", rule=rule, way_out=way_out)
 
-    found = set(linear) if config.targets == "all-linear" else set[str]()
-    for target in config.targets if config.targets != "all-linear" else ():
-        names = {name for name in modules if name == target or name.endswith(f".{target}")}
-        if not names or not names <= linear.keys():
+    chosen = set(linear) if config.targets == "all-linear" else set[str]()
+    for target in () if config.targets == "all-linear" else config.targets:
+        names = {name for name in modules if f".{name}".endswith(f".{target}")}
+        if not names or not names <= set(linear):
             raise refused(f"names {target}, and {type(model).__name__} has no such layer")
-        found |= names
-    chosen = [name for name in linear if name in found]
-    own = linear_parameters(model)
-    if shared := [name for name in chosen if f"{name}.weight" not in own]:
-        raise refused(f"names {shared[0]}, whose weight is shared with another layer")
+        chosen |= names
     if not chosen:
         raise refused("names no layer")
-    return chosen
-
-
-ADAPTER = "default"
+    unshared = linear_parameters(model)
+    for name in chosen:
+        if f"{name}.weight" not in unshared:
+            raise refused(f"names {name}, whose weight is shared with another layer")
+    return [name for name in linear if name in chosen]
 
 
 class MergedLinear(lora.Linear):
-    """Peft's layer with an engine's forward pass, which merges W + scale * B A once per publish and rounds it
+    """Peft's layer with an engine's forward pass, which merges W + scale * B A once per push and rounds it
     in bfloat16. Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16 step do
     not reach the engine. So this layer uses the merged, rounded weight too, computed per pass (or `kept`,
     once per step); A and B get gradients without rounding, like master weights. With scale 0 it is the base
@@ -73,12 +72,18 @@ class MergedLinear(lora.Linear):
         super().__init__(*args, **kwargs)
         self.register_buffer("kept", None, persistent=False)
 
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Return A [rank, in] and B [out, rank]."""
+        lora_A: Any = self.lora_A[ADAPTER]
+        lora_B: Any = self.lora_B[ADAPTER]
+        return lora_A.weight, lora_B.weight
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        scale, base = self.scaling[ADAPTER], self.get_base_layer()
+        scale = self.scaling[ADAPTER]
+        base: Any = self.get_base_layer()
         if not scale:
             return base(x)  # type: ignore[no-any-return]
-        lora_A, lora_B = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
-        return _MergedLinear.apply(x, base.weight, base.bias, lora_A, lora_B, scale, self.kept)  # type: ignore[no-any-return, no-untyped-call]
+        return _MergedLinear.apply(x, base.weight, base.bias, *self.pair(), scale, self.kept)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -94,13 +99,15 @@ class _MergedLinear(torch.autograd.Function):
         merged: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, base if merged is None else merged, lora_A, lora_B)
-        ctx.scale, ctx.is_merged = scale, merged is not None
+        ctx.scale = scale
+        ctx.is_merged = merged is not None
         return functional.linear(x, merge(base, lora_A, lora_B, scale) if merged is None else merged, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, lora_A, lora_B = ctx.saved_tensors
-        grad_NO, x_NI = grads[0].flatten(0, -2), x.flatten(0, -2)
+        grad_NO = grads[0].flatten(0, -2)
+        x_NI = x.flatten(0, -2)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grads[0] @ (weight if ctx.is_merged else merge(weight, lora_A, lora_B, ctx.scale))
@@ -109,23 +116,9 @@ class _MergedLinear(torch.autograd.Function):
         return grad_x, None, None, grad_A, grad_B, None, None
 
 
-@contextmanager
-def _not_on_meta(layers: list[Any]) -> Iterator[None]:
-    """Give base layers on `meta` a CPU stand-in without memory, so that peft creates adapters on CPU and
-    draws A as over a loaded model.
-    """
-    empty = [(layer, layer.weight) for layer in layers if layer.weight.is_meta]
-    for layer, weight in empty:
-        layer.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
-    yield
-    for layer, weight in empty:
-        layer.weight = weight.requires_grad_(False)
-
-
 class Adapters:
-    """Adapters of one model.
+    """Adapters of one model, made before the policy and the optimizer; only they are trained.
 
-    Life: made once, before the policy and the optimizer; the model then trains only its adapters.
     Invariant: the base weights stay as loaded, rounded to the run's dtype, without gradient.
     """
 
@@ -134,7 +127,9 @@ class Adapters:
         impossible trainer.lora.targets.
         """
         names = find_targets(model, config)
-        self._model, self._dtype, self.scale = model, dtype, config.alpha / config.rank
+        self._model = model
+        self._dtype = dtype
+        self.scale = config.alpha / config.rank
         self.is_forgotten = False
         # With a transformers config, peft would rename old names and move dense adapters to experts. A plain
         # holder module prevents it.
@@ -143,8 +138,8 @@ class Adapters:
         described = peft_config(config, [f"model.{name}" for name in names])
         # See https://huggingface.co/docs/peft/developer_guides/custom_models
         described._register_custom_module({nn.Linear: MergedLinear})
-        with _not_on_meta([model.get_submodule(name) for name in names]):
-            peft.inject_adapter_in_model(described, holder, ADAPTER)
+        is_meta = next(model.parameters()).is_meta
+        peft.inject_adapter_in_model(described, holder, ADAPTER, low_cpu_mem_usage=is_meta)
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         kept = float32_names(model)
         for name, parameter in model.named_parameters():
@@ -165,51 +160,50 @@ class Adapters:
         """Merge now and use these weights in later passes; call it after each change of an adapter."""
         self.is_forgotten = False
         for layer in self.layers.values():
-            pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-            merged = merge(layer.get_base_layer().weight, *pair, self.scale)
+            lora_A, lora_B = layer.pair()
+            merged = merge(layer.get_base_layer().weight, lora_A, lora_B, self.scale)
             if layer.kept is None:
                 layer.register_buffer("kept", merged, persistent=False)
             else:
                 layer.kept.copy_(merged)
 
     def forget_merged(self) -> None:
-        self.is_forgotten |= any(layer.kept is not None for layer in self.layers.values())
         for layer in self.layers.values():
+            self.is_forgotten |= layer.kept is not None
             layer.kept = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return A [rank, in] and B [out, rank] of each layer, sharded like the model."""
+        """Return A and B of each layer, sharded like the model."""
         return {
-            f"{name}.{kind}.weight": getattr(layer, kind)[ADAPTER].weight.detach()
+            f"{name}.{kind}.weight": weight.detach()
             for name, layer in self.layers.items()
-            for kind in ("lora_A", "lora_B")
+            for kind, weight in zip(("lora_A", "lora_B"), layer.pair(), strict=True)
         }
 
     def export_tensors(self) -> dict[str, Tensor]:
-        """Return what an engine needs: tensors() on CPU in the run's dtype, and the scale.
-
-        Sharded tensors are gathered: every rank must call it.
-        """
+        """Return what an engine needs: tensors() on CPU in the run's dtype, and the scale. Collective."""
         return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
         """Return (all weights under the base model's names, without adapters; merge functions of adapted
         weights).
         """
-        named = named_weights(self._model)
-        weights = {name: tensor for name, tensor in named.items() if ".lora_" not in name}
-        merges: dict[str, Callable[[], Tensor]] = {}
-        for name, layer in self.layers.items():
-            prefix = f"{name}.base_layer."
-            for found in [found for found in weights if found.startswith(prefix)]:
-                weights[f"{name}.{found.removeprefix(prefix)}"] = weights.pop(found)
-            merges[f"{name}.weight"] = partial(self._merge, layer, weights[f"{name}.weight"])
+        weights = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in named_weights(self._model).items()
+            if ".lora_" not in name
+        }
+        merges: dict[str, Callable[[], Tensor]] = {
+            f"{name}.weight": partial(self._merge, layer, weights[f"{name}.weight"])
+            for name, layer in self.layers.items()
+        }
         return weights, merges
 
     def _merge(self, layer: Any, base: Tensor) -> Tensor:
-        pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-        lora_A, lora_B = (whole_here(weight.detach()).to(self._dtype) for weight in pair)
-        return merge(base, lora_A, lora_B, self.scale)
+        lora_A, lora_B = layer.pair()
+        whole_A = whole_here(lora_A.detach()).to(self._dtype)
+        whole_B = whole_here(lora_B.detach()).to(self._dtype)
+        return merge(base, whole_A, whole_B, self.scale)
 
     def _set_scale(self, scale: float) -> None:
         for layer in self.layers.values():
@@ -222,9 +216,11 @@ def save_adapter(
     """Write gathered Adapters.tensors() as a peft folder on the model `base`, atomically replacing an old
     one. Raises OSError, SafetensorError.
     """
-    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     described = peft_config(config, adapted_modules(tensors))
-    described.base_model_name_or_path, described.revision, described.inference_mode = base, revision, True
+    described.base_model_name_or_path = base
+    described.revision = revision
+    described.inference_mode = True
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     with whole_folder(path) as unfinished:
         unfinished.mkdir()
         described.save_pretrained(str(unfinished))

@@ -1,8 +1,8 @@
 """Splits a batch into optimizer steps and micro-batches without padding.
 
 The N tokens of a micro-batch are stored as prefix trees (tree.py): a shared prefix (a group's prompt, the
-history of turns and branches, a system prompt) exists once. dealing.py assigns sequences. A sequence is read
-up to its last loss token, which is only predicted. Sequences without loss tokens are omitted.
+history of turns and branches, a system prompt) exists once. load_balance.py assigns sequences. A sequence is
+read up to its last loss token, which is only predicted. Sequences without loss tokens are omitted.
 
 Prompts have no special role: loss tokens may be anywhere after the first token, between others (tool output,
 context trained in another branch). A shared token has one logprob, and a loss term with advantage and weight
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
-from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.trainer.model.allowed import ANY, AllowedRows, AllowedSets
-from asyncrl.trainer.model.dealing import Costs, deal
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.kernel_calls import to_device
+from asyncrl.trainer.model.load_balance import Costs, assign
+from asyncrl.trainer.model.support_mask import ANY, AllowedRows, AllowedSets
 from asyncrl.trainer.model.tree import IntN, Layout, TokenRange, lay_out, places_of
 from asyncrl.trainer.ranks import ALONE, Ranks
 
@@ -99,7 +99,7 @@ def rank_micro_batches(
     """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)
-    steps = deal(by_group(sequences), arrays.token_ids, costs, max_tokens, ranks.size)
+    steps = assign(by_group(sequences), arrays.token_ids, costs, max_tokens, ranks.size)
     shares = [step[ranks.rank] for step in steps]
     micros = []
     for share in shares:

@@ -30,11 +30,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
-from asyncrl.trainer.model.allowed import AllowedRows
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError, number_of
-from asyncrl.trainer.model.dealing import PassSize, costs_of
 from asyncrl.trainer.model.fused import compile_layers, fuse
+from asyncrl.trainer.model.load_balance import PassSize, costs_of
 from asyncrl.trainer.model.packing import MicroBatch, pack_texts
+from asyncrl.trainer.model.support_mask import AllowedRows
 from asyncrl.trainer.model.tree import Layout, places_of
 
 log = logging.getLogger("asyncrl.trainer")

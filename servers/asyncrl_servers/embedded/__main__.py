@@ -10,7 +10,7 @@ from asyncrl.base.message import ErrorBody, fatal_line
 from asyncrl.base.serving import die_with_parent
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.embedded.given_tokens import score_route
+from asyncrl_servers.embedded.scoring import score_route
 from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.served_engine import read_spec
 

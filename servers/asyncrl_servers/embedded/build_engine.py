@@ -12,10 +12,10 @@ from asyncrl.base.serving import fail
 from asyncrl.weights.adapters import linear_parameters, routers_of
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import CudaCaptures, EmbeddedSpec, LoadedModel
-from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.kv_attention import NO_INTS
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
+from asyncrl_servers.embedded.scoring import Scorer
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Maximum difference to the model's own logits, relative to the largest logit."""
@@ -53,15 +53,15 @@ def check_memory(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free
     """End the process if slots and staged weights do not fit, with the number of slots that fits."""
     slot_bytes *= 1 + spec.keeps_turns
     fitting, slots = (free_bytes - staged_bytes) // slot_bytes, spec.slots + spec.score_slots
-    key, most = ("teacher.slots", fitting - spec.slots) if spec.score_slots else ("rollout.slots", fitting)
     if slots > fitting:
+        is_slots = fitting >= 1 and not spec.score_slots
         slot, staged, free = (f"{size / 2**20:.1f} MiB" for size in (slot_bytes, staged_bytes, free_bytes))
         way_out = "lower rollout.max_tokens, use a smaller model, or free memory."
         fail(
             f"{spec.name}: {slots} slots of {spec.max_length} tokens need {slot} each, staged weights "
             f"need {staged}, and {free} are free",
             rule="all memory is reserved at start, so that it cannot run out later",
-            way_out=f"set {key}={most} or less, or {way_out}" if most >= 1 else way_out,
+            way_out=f"set rollout.slots={fitting} or less, or {way_out}" if is_slots else way_out,
         )
 
 

@@ -9,8 +9,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import GenerateRequest
-from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, TokenMatcher
+from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl.messages.grammar_checks import GrammarError
+from asyncrl.messages.token_grammars import TokenGrammars, TokenMatcher
 from asyncrl_servers.embedded.decoder import LoadedModel, to_device
 from asyncrl_servers.embedded.sequence import Sequence
 
@@ -64,7 +65,7 @@ class Constraints:
 
 def refused(request: GenerateRequest, error: GrammarError) -> Refused:
     what = f"request {request.request_id} has a grammar that cannot be followed: {error}"
-    rule = "a grammar is llguidance's Lark text, within the limits of asyncrl/messages/token_grammars.py"
+    rule = "a grammar is llguidance's Lark text, within the limits of asyncrl/messages/grammar_checks.py"
     return Refused(400, what, rule=rule, way_out="make the schema smaller or simpler.")
 
 

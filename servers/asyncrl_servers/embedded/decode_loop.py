@@ -16,15 +16,23 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import Moved, ScoreRequest, ScoreResponse
-from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
-from asyncrl.messages.frames import Asked, Sampled
+from asyncrl.messages.codec import Asked, Sampled
+from asyncrl.messages.engine_api import (
+    CommitRequest,
+    CommitResponse,
+    EngineHealth,
+    ScoreRequest,
+    ScoreResponse,
+    SleepRequest,
+    TransferStats,
+    WakeRequest,
+)
 from asyncrl_servers.embedded.admission import Prefill, admit, keep_next
 from asyncrl_servers.embedded.constraints import Constraints
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
+from asyncrl_servers.embedded.scoring import Scorer
 from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, moves_after_removal, sample
 from asyncrl_servers.served_engine import Listener, check_request
 
@@ -123,11 +131,11 @@ class Engine:
         """Swap weights between decode steps. The future may raise Refused (409)."""
         return self._ask(lambda answer: self._commit(request, answer))
 
-    def sleep(self, request: SleepRequest) -> Future[Moved]:
+    def sleep(self, request: SleepRequest) -> Future[TransferStats]:
         """Interrupt running requests and free these parts. The future may raise Refused (409)."""
         return self._ask(lambda _: self._sleep(request))
 
-    def wake(self, request: WakeRequest) -> Future[Moved]:
+    def wake(self, request: WakeRequest) -> Future[TransferStats]:
         """Allocate memory for these parts. The future may raise Refused (400, 409, 507)."""
         return self._ask(lambda _: self._wake(request))
 
@@ -298,7 +306,7 @@ class Engine:
                 self._told.setdefault(sequence.listener, []).append(empty)
 
     @torch.inference_mode(False)  # other threads load chunks into these tensors
-    def _sleep(self, request: SleepRequest) -> Moved:
+    def _sleep(self, request: SleepRequest) -> TransferStats:
         started_s, num_bytes = time.perf_counter(), 0
         if "weights" in request.parts:
             self.weights.check_may_sleep()
@@ -317,10 +325,10 @@ class Engine:
         if not self.spec.stays:
             self.runner.drop_graphs()
             self.runner.loaded.give_back()
-        return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
+        return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
     @torch.inference_mode(False)
-    def _wake(self, request: WakeRequest) -> Moved:
+    def _wake(self, request: WakeRequest) -> TransferStats:
         """Wake parts; a part that fails stays asleep."""
         started_s, weights, runner, num_bytes = time.perf_counter(), self.weights, self.runner, 0
         sizes = {"weights": weights.num_bytes, "kv": runner.cache_bytes}
@@ -344,7 +352,7 @@ class Engine:
                 rule="an engine frees its memory to sleep, and needs as much free memory to wake",
                 way_out="have the trainer offload first, lower rollout.slots, or use a smaller model.",
             ) from error
-        return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
+        return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
     def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> CommitResponse | None:
         served = self.weights.begin_commit(request)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import GroupSeat
-from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest, PrepareResponse
 from asyncrl.messages.digest import BLOCK_BYTES
+from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, PrepareRequest, PrepareResponse
 from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import GroupBroken, WeightGroup
@@ -67,14 +66,14 @@ class Weights(WeightState):
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
         """Stage weights. A new group replaces the previous group, which failed elsewhere."""
         group = self._group
-        if request.seat is not None and group is not None and group.path != request.seat.path:
+        if request.member is not None and group is not None and group.path != request.member.path:
             group.close()
         return super().prepare(request)
 
     def read(self, request: PrepareRequest) -> dict[str, Tensor]:
         """Return the tensors to stage, with adapters merged."""
-        if request.seat is not None:
-            return self._received(request, request.seat)
+        if request.member is not None:
+            return self._received(request, request.member)
         tensors, arrived = self._copies(request.path, is_whole=request.kind == "weights")
         check_arrived(request.path, arrived, request)
         if request.kind == "weights":
@@ -167,7 +166,7 @@ class Weights(WeightState):
             tensors[name] = piece.view(found.dtype).view(found.shape).copy_(found)
         return tensors, (_digests(tensors, memory), sum(tensor.nbytes for tensor in tensors.values()))
 
-    def _received(self, request: PrepareRequest, seat: GroupSeat) -> dict[str, Tensor]:
+    def _received(self, request: PrepareRequest, member: GroupMember) -> dict[str, Tensor]:
         """Receive a broadcast under the model's names. Raises Refused (409)."""
         tensors, place = self._empty(), f"the broadcast of policy_version {request.version}"
         places = pieces_of(tensors, self._pieces)
@@ -177,7 +176,7 @@ class Weights(WeightState):
             return digest_and_size({name: places[name].copy_(one) for name, one in sent.items()})
 
         try:
-            digests = take_announced(self._seated(seat).receive(), request, place, take)
+            digests = take_announced(self._joined(member).receive(), request, place, take)
             self._check_parameters({name: places[name] for name in digests}, place)
         except BaseException as error:
             self._leave()  # other members may still be in it
@@ -190,13 +189,13 @@ class Weights(WeightState):
             ) from error
         return tensors
 
-    def _seated(self, seat: GroupSeat) -> WeightGroup:
+    def _joined(self, member: GroupMember) -> WeightGroup:
         """Return the group, joining it if new. Raises GroupBroken."""
-        if seat.is_new:
+        if member.is_new:
             self._leave()
-            self._group = WeightGroup(seat, self._loaded.device)
-        if self._group is None or self._group.path != seat.path:
-            raise GroupBroken(f"this engine is not in the group {seat.path}")
+            self._group = WeightGroup(member, self._loaded.device)
+        if self._group is None or self._group.path != member.path:
+            raise GroupBroken(f"this engine is not in the group {member.path}")
         return self._group
 
     def _leave(self) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.messages.frames import Asked, Sampled, spans_of
+from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.token_grammars import TokenMatcher
 from asyncrl_servers.embedded.decoder import to_device, to_host

@@ -17,8 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import TransportName
-from asyncrl.messages.calls import MAX_TOP_LOGPROBS
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, TransportName
 from asyncrl_servers.served_engine import EngineSpec
 
 GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
+from asyncrl.messages.engine_api import LoadChunkRequest, PrepareRequest
 from asyncrl.weights.export import cut
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse

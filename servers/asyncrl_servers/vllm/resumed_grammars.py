@@ -35,7 +35,7 @@ def patch_resumed() -> None:
 
 
 def patch_limits() -> None:
-    """Compile within the limits of asyncrl/messages/token_grammars.py. In vLLM 0.32 a schema may take half a
+    """Compile within the limits of asyncrl/messages/grammar_checks.py. In vLLM 0.32 a schema may take half a
     gigabyte.
     """
 

@@ -19,8 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from asyncrl.base.serving import Refused
-from asyncrl.messages.base import GroupSeat
-from asyncrl.messages.calls import PrepareRequest
+from asyncrl.messages.engine_api import GroupMember, PrepareRequest
 from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_and_size
 from asyncrl_servers.vllm.loader import Loader
@@ -87,11 +86,11 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     ipc backends, which also need CUDA. After a failure the route answers 500.
     """
 
-    init_info_cls = GroupSeat
+    init_info_cls = GroupMember
     update_info_cls = PrepareRequest
     _group: WeightGroup | None = None
 
-    def init_transfer_engine(self, init_info: GroupSeat) -> None:
+    def init_transfer_engine(self, init_info: GroupMember) -> None:
         """Join a new group with all members. `rank`: of this engine's first worker."""
         self.shutdown()
         config = self.parallel_config
@@ -114,7 +113,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     def receive_weights(self, update_info: PrepareRequest) -> None:
         """Load buffer after buffer, then check the digest."""
-        assert self._group is not None, "this worker has no seat: POST /init_weight_transfer_engine first"
+        assert self._group is not None, "this worker has no member: POST /init_weight_transfer_engine first"
 
         def take(sent: dict[str, Tensor]) -> Arrived:
             arrived = digest_and_size(sent)

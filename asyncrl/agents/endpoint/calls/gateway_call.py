@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.answers import Answer, ApiError
-from asyncrl.agents.endpoint.capture import Planned
+from asyncrl.agents.endpoint.capture import PromptPlan
 from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.messages.records import SamplingRequest
 
@@ -64,7 +64,7 @@ class GatewayCall:
     """
 
     def __init__(
-        self, form: Form, digest: bytes, planned: Planned, sampled: Mapping[Answer, SamplingRequest]
+        self, form: Form, digest: bytes, planned: PromptPlan, sampled: Mapping[Answer, SamplingRequest]
     ) -> None:
         """`digest`: of the request; identifies retries."""
         self.form, self.digest, self.created_s = form, digest, int(time.time())
@@ -81,7 +81,7 @@ class GatewayCall:
         self.num_prompt_tokens = planned.num_prompt
         self.name = f"{form.name}-{planned.number}"
         self.error: ApiError | None = None
-        self.undelivered: Planned | None = planned
+        self.undelivered: PromptPlan | None = planned
         self.give_up: Callable[[], None] = lambda: None
         """Called after GRACE_S without a client."""
         self._clients: list[Callable[[], bool]] = []
@@ -151,7 +151,7 @@ class GatewayCall:
 
 
 def call_keys(
-    number_of: Callable[[bytes], int], planned: Planned, asked: AnyRequest, grammar: str
+    number_of: Callable[[bytes], int], planned: PromptPlan, asked: AnyRequest, grammar: str
 ) -> tuple[list[int], tuple[bytes, int] | None]:
     """Return (one seed key for each choice, their source).
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.answers import shown
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 
 
 def wrong(why: str) -> PydanticCustomError:

@@ -14,9 +14,9 @@ from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name, wrong
 from asyncrl.agents.endpoint.forms.anthropic_written import WrittenMessage
 from asyncrl.agents.endpoint.forms.chat import Parameters, Translated, Written
 from asyncrl.agents.endpoint.forms.responses_written import StoredResponse
-from asyncrl.agents.endpoint.forms.thoughts import signature_of
+from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import MAX_STOPS, parse_json
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall

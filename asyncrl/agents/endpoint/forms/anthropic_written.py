@@ -15,7 +15,7 @@ from asyncrl.agents.endpoint.forms.responses_written import (
     StoredResponse,
     message_to_keep,
 )
-from asyncrl.agents.endpoint.forms.thoughts import signature_of
+from asyncrl.agents.endpoint.reasoning import signature_of
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall

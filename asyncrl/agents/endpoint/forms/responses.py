@@ -21,9 +21,9 @@ from asyncrl.agents.endpoint.forms.responses_written import (
     KeptResponses,
     WrittenResponse,
 )
-from asyncrl.agents.endpoint.forms.thoughts import unsealed
+from asyncrl.agents.endpoint.reasoning import unsealed
 from asyncrl.agents.endpoint.requests import parse_json
-from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json, to_json
 
 from asyncrl.agents.endpoint.answers import Answer, ApiError, shown
-from asyncrl.agents.endpoint.forms.thoughts import sealed
+from asyncrl.agents.endpoint.reasoning import sealed
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -21,19 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
-from asyncrl.config import TrainerConfig
-from asyncrl.messages.base import NO_EXPERT
+from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.model.attention import choose_flash
-from asyncrl.trainer.model.dealing import heads_of
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
-from asyncrl.trainer.model.loading import (
-    StoredWeights,
-    fill,
-    load_model,
-    loading,
-    meta_model,
-    stored_weights,
-)
+from asyncrl.trainer.model.loading import check_memory, load_model, loading, meta_model, scatter
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -101,58 +91,23 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
 
 
-def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> torch.optim.AdamW:
-    """Return fused AdamW with weight decay on matrices only, not on norms and biases. The learning rate is
-    set before each step.
-    """
-    matrices, others = list[Tensor](), list[Tensor]()
-    for weight in weights:
-        (matrices if weight.ndim >= 2 else others).append(weight)
-    decayed = {"params": matrices, "weight_decay": config.weight_decay}
-    groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-
-
-def learning_rate_at(config: TrainerConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0 over the whole run.
-
-    Warm-up rises linearly to the peak at step warmup_steps - 1; then the rate stays (constant) or falls to 0
-    one step after the last of num_steps * mini_batches * epochs.
-    """
-    peak, past_warmup = config.learning_rate, step - config.warmup_steps
-    if past_warmup < 0:
-        return peak * (step + 1) / config.warmup_steps
-    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
-    progress = min(past_warmup / length, 1.0)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
-
-
 def sharded_policy(
-    model: Any,
-    plan: ForwardPlan,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    stored: StoredWeights | None,
-    *,
-    is_offloaded: bool,
-    is_compiled: bool = False,
+    policy: Policy, ranks: Ranks, dtype: torch.dtype, whole: nn.Module | None, *, is_offloaded: bool
 ) -> Policy:
-    """Shard `model` in place on this rank's device, layer by layer: a whole model, or one on `meta` filled
-    from `stored`. Parameters become float32 shards for the optimizer; each decoder layer is gathered in the
-    run's dtype, and its gradient is summed over ranks in float32. A mesh of one rank only casts.
+    """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model. Parameters become float32
+    shards for the optimizer; each decoder layer is gathered in the run's dtype, and its gradient is summed
+    over ranks in float32. A mesh of one rank only casts.
     """
     assert ranks.mesh is not None
-    policy = Policy(model, plan, is_compiled=is_compiled)
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
     }
     in_float32 = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    for router in _float32_modules(model):
+    for router in _float32_modules(policy.model):
         fsdp.fully_shard(router, **options | {"mp_policy": in_float32})
-    for layer in layers_of(model):
+    for layer in layers_of(policy.model):
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
     for module in _sharded(policy) if ranks.size > 1 else ():
@@ -163,8 +118,7 @@ def sharded_policy(
     set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
         set_unused(True)
-    if stored is not None:
-        fill(policy, stored, torch.device("cpu" if is_offloaded else ranks.mesh.device_type))
+    scatter(policy, whole, torch.device("cpu" if is_offloaded else ranks.mesh.device_type))
     return policy
 
 
@@ -224,39 +178,37 @@ class TrainedModel:
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
         """Load everything. Raises ConfigError if the model is missing or memory is short."""
-        self.device, self.dtype = device, dtype = resolve_device(spec)
-        limit_memory(device, spec.share)
-        self.adapters: Adapters | None = None
+        self.device, self.dtype = resolve_device(spec)
         self.reference: Policy | None = None
-        stored = None
-        if device.type == "cuda":
+        limit_memory(self.device, spec.share)
+        if self.device.type == "cuda":
             prepare_cuda(os.environ)
-        if ranks.mesh is None:
-            model = load_model(spec, device, dtype, is_sharded=False)
-        else:
-            model = meta_model(spec, device, dtype)
-            if (stored := stored_weights(model, spec)) is None:
-                model = load_model(spec, device, dtype, is_sharded=True)
-        if device.type == "cuda":
-            flash = choose_flash(torch.cuda.get_device_capability(), heads_of(model.config), device)
+        model, whole, self.adapters = _load(spec, ranks, self.device, self.dtype)
+        if self.device.type == "cuda":
+            flash = choose_flash(torch.cuda.get_device_capability())
             log.info("attention on CUDA: %s", flash)
         with loading(spec.model_path):
-            plan = find_plan(probe_model(model.config, device, dtype))
-        if spec.trainer.lora is not None:
-            from asyncrl.trainer.model.lora import Adapters
-
-            self.adapters = Adapters(model, spec.trainer.lora, dtype)
-        compiles = should_compile(spec, model, plan, device, dtype)
-        frozen = _frozen_copy(model, dtype) if needs_reference and self.adapters is None else None
+            plan = find_plan(probe_model(model.config, self.device, self.dtype))
+        compiles = should_compile(spec, model, plan, self.device, self.dtype)
+        frozen = None
+        if needs_reference and self.adapters is None:
+            frozen = copy.deepcopy(model).requires_grad_(False)
+            _cast(frozen, self.dtype)
         if ranks.mesh is None:
             self.reference = None if frozen is None else Policy(frozen, plan, is_compiled=compiles)
-            self.masters = MasterWeights(model, dtype)
+            self.masters = MasterWeights(model, self.dtype)
             self.policy = Policy(model, plan, is_compiled=compiles)
         else:
-            options: dict[str, Any] = {"is_offloaded": spec.trainer.cpu_offload, "is_compiled": compiles}
+            shard = partial(
+                sharded_policy,
+                ranks=ranks,
+                dtype=self.dtype,
+                whole=whole,
+                is_offloaded=spec.trainer.cpu_offload,
+            )
             if frozen is not None:
-                self.reference = sharded_policy(frozen, plan, ranks, dtype, stored, **options)
-            self.policy = sharded_policy(model, plan, ranks, dtype, stored, **options)
+                self.reference = shard(Policy(frozen, plan, is_compiled=compiles))
+            self.policy = shard(Policy(model, plan, is_compiled=compiles))
             self.masters = MasterWeights(model, torch.float32)
         if self.adapters is not None and spec.trainer.keeps_merged and ranks.mesh is None:
             self.masters.then = self.adapters.keep_merged
@@ -265,6 +217,28 @@ class TrainedModel:
             self.policy.replay = RouterReplay(model)
         if spec.trainer.gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
+
+
+def _load(
+    spec: TrainerSpec, ranks: Ranks, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any, Adapters | None]:
+    """Return (the model, on `meta` with shards; rank 0's whole model; the model's adapters)."""
+    whole: Any = None
+    if ranks.mesh is None or ranks.is_first:
+        whole = load_model(spec, dtype)
+    model = whole if ranks.mesh is None else meta_model(spec, dtype)
+    if spec.trainer.lora is None:
+        check_memory(model, device, spec.trainer)
+    if ranks.mesh is None:
+        model.to(device)
+    if spec.trainer.lora is None:
+        return model, whole, None
+    from asyncrl.trainer.model.lora import Adapters
+
+    adapters = Adapters(model, spec.trainer.lora, dtype)
+    if whole is not None and whole is not model:
+        Adapters(whole, spec.trainer.lora, dtype)  # drawn here, then scattered
+    return model, whole, adapters
 
 
 class RouterReplay:
@@ -322,12 +296,6 @@ class _Chosen(TorchFunctionMode):
             return found
         indices_NK = torch.where(chosen_NK == NO_EXPERT, found.indices, chosen_NK.long())
         return torch.return_types.topk((scores.gather(-1, indices_NK), indices_NK))
-
-
-def _frozen_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    _cast(frozen, dtype)
-    return frozen
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

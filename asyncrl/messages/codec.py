@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.message import ErrorBody
-from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span
-from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.records import TopLogprobs, VersionSpan
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int32]
@@ -233,42 +233,41 @@ def _tops(arrays: Arrays, sizes: Sequence[int]) -> list[Sequence[TopLogprobs]]:
     return _parts(_parts(pairs, arrays["top_sizes"].tolist()), counts)
 
 
-def joined(request_id: str, rows: Sequence[Sampled]) -> GenerateResponse:
-    """The whole answer of a request from its rows; neighbouring spans of one version are one."""
-    ids, logprobs, spans = list[int](), list[float](), list[tuple[int, int, int]]()
-    top = [one for row in rows for one in row.top]
+def response(request_id: str, *rows: Sampled) -> GenerateResponse:
+    """Return a request's rows as one answer; adjacent spans of one version are joined."""
+    token_ids = list[int]()
+    logprobs = list[float]()
+    spans = list[VersionSpan]()
     for row in rows:
         for start, end, version in row.spans:
-            joint = spans.pop() if spans and spans[-1][2] == version else (start + len(ids), 0, version)
-            spans.append((joint[0], end + len(ids), version))
-        ids += row.token_ids.tolist()
+            start += len(token_ids)
+            if spans and spans[-1].version == version:
+                start = spans.pop().start
+            spans.append(VersionSpan(start, end + len(token_ids), version))
+        token_ids += row.token_ids.tolist()
         logprobs += row.logprobs.tolist()
+    then = rows[-1].then
     return GenerateResponse(
         request_id=request_id,
-        token_ids=ids,
+        token_ids=token_ids,
         logprobs=logprobs,
-        version_spans=spans_from(spans),
-        finish_reason=cast(Any, rows[-1].then),
-        top_logprobs=top,
+        version_spans=spans,
+        finish_reason=cast(Any, {"more": None, "interrupted": "abort"}.get(then, then)),
+        top_logprobs=[top for row in rows for top in row.top],
         routing=b"".join(row.routing for row in rows),
     )
 
 
 def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
-    """Return version spans over the tokens [start, end) of a request, counted from `start`. A mark is (first
+    """Return the version spans of a request's tokens [start, end), counted from `start`. A mark is (first
     token, policy_version), in order; empty spans are dropped.
     """
     ends = [*(first for first, _ in marks[1:]), end]
-    found = [
+    spans = [
         (max(first, start) - start, min(last, end) - start, version)
         for (first, version), last in zip(marks, ends, strict=False)
     ]
-    return [span for span in found if span[0] < span[1]]
-
-
-def spans_from(rows: Iterable[tuple[int, int, int]]) -> list[Span]:
-    """Return the form used in messages."""
-    return [Span(start=start, end=end, version=version) for start, end, version in rows]
+    return [span for span in spans if span[0] < span[1]]
 
 
 def write_frame(kind: str, arrays: Mapping[str, Any]) -> bytes:

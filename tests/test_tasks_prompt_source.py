@@ -15,47 +15,47 @@ from numbers_task import Numbers
 
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks import Item
-from asyncrl.tasks.epochs import FLOOR, ByDifficulty
-from asyncrl.tasks.feed import Feed, MixedFeed, Rota
+from asyncrl.tasks import Item, PromptSource, TaskPrompts
+from asyncrl.tasks.epochs import FLOOR, Epochs
+from asyncrl.tasks.prompt_source import Rota
 
 
-def make_feed(size: int = 5, *, seed: int = 0, shuffle: bool = True) -> Feed:
-    return Feed(Numbers(size), seed=seed, shuffle=shuffle)
+def make_source(size: int = 5, *, seed: int = 0, shuffle: bool = True) -> PromptSource:
+    return PromptSource(TaskPrompts(Numbers(size), seed=seed, shuffle=shuffle))
 
 
-def ids(feed: Feed, number: int) -> list[str]:
-    return [feed.next_nowait().prompt_id for _ in range(number)]
+def ids(source: PromptSource, number: int) -> list[str]:
+    return [source.next_nowait().prompt_id for _ in range(number)]
 
 
 def test_every_epoch_holds_each_prompt_once() -> None:
-    drawn = ids(make_feed(20), 60)
+    drawn = ids(make_source(20), 60)
     epochs = [drawn[start : start + 20] for start in (0, 20, 40)]
     for number, epoch in enumerate(epochs):
         assert sorted(epoch) == sorted(f"{number}/{index}" for index in range(20))
     orders = {tuple(prompt_id.split("/")[1] for prompt_id in epoch) for epoch in epochs}
     assert len(orders) == 3
-    assert ids(make_feed(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
+    assert ids(make_source(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
 
 
 def test_position_of_another_task_is_refused() -> None:
-    state = make_feed(5).state()
-    for other in (make_feed(6), make_feed(5, seed=1), make_feed(5, shuffle=False)):
+    state = make_source(5).state()
+    for other in (make_source(6), make_source(5, seed=1), make_source(5, shuffle=False)):
         with pytest.raises(TaskError, match=r"the saved position has (.|\n)*Way out"):
             other.load_state(state)
     for prompt_id in ("0/4", "1/0", "0/9", "seven"):
         with pytest.raises(TaskError, match="is not among the first 3 draws"):
-            make_feed(5, shuffle=False).restore_nowait(3, {prompt_id: 1})
+            make_source(5, shuffle=False).restore_nowait(3, {prompt_id: 1})
 
 
 TWO_MESSAGES = Item([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
-AT = r"prompt 0 of .*Numbers.*: making it raised KeyError: 0 .test_tasks_feed.py line \d+"
+AT = r"prompt 0 of .*Numbers.*: making it raised KeyError: 0 .test_tasks_prompt_source.py line \d+"
 
 
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        (lambda _: TWO_MESSAGES, "begins with a system message of its own"),
+        (lambda _: TWO_MESSAGES, "already begins with a system message"),
         (lambda index: {}[index], AT),
         (lambda _: 5, "prompt 0 of .*Numbers.* is no prompt: 5"),
     ],
@@ -64,44 +64,12 @@ def test_task_that_raises_is_named_with_the_index(prompt: Any, said: str) -> Non
     task = Numbers(1)
     task.prompt = prompt  # type: ignore[method-assign]
     with pytest.raises(TaskError, match=said):
-        Feed(task, seed=0, shuffle=False, system_prompt="be short").next_nowait()
+        TaskPrompts(task, seed=0, shuffle=False, system_prompt="be short").make(0)
 
 
 def test_task_without_prompts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Numbers.* has no prompts(.|\n)*Way out"):
-        make_feed(0)
-
-
-@given(st.integers(1, 6), st.booleans(), st.lists(st.integers(-3, 3), max_size=40), st.data())
-def test_restored_feed_continues_as_the_killed(size: int, shuffle: bool, moves: list[int], data: Any) -> None:
-    """Returned prompts come first, with a count and a new seed each time."""
-    feed, out, seen = make_feed(size, shuffle=shuffle), list[Prompt](), list[str]()
-    counts, seed_ids = Counter[str](), list[str]()
-    for move in moves:
-        for _ in range(move):
-            prompt = feed.next_nowait()
-            out.append(prompt)
-            seed_ids.append(prompt.seed_id)
-            assert prompt.num_handed_back == counts[prompt.prompt_id]
-            if prompt.num_handed_back == 0:
-                seen.append(prompt.prompt_id)
-        for _ in range(min(-move, len(out))):
-            prompt = out.pop(data.draw(st.integers(0, len(out) - 1)))
-            feed.hand_back_nowait(replace(prompt, num_handed_back=prompt.num_handed_back + 1))
-            counts[prompt.prompt_id] += 1
-    assert len(set(seed_ids)) == len(seed_ids)
-    back = feed.prompts_back()
-    waiting = set(seen) - {prompt.prompt_id for prompt in out}
-    assert list(back) == [prompt_id for prompt_id in seen if prompt_id in waiting], "in their old order"
-    assert feed.num_drawn == len(seen) == len(set(seen))
-    restored, loaded = make_feed(size, shuffle=shuffle), make_feed(size, shuffle=shuffle)
-    restored.restore_nowait(len(seen), dict(reversed(back.items())))
-    loaded.load_state(json.loads(json.dumps(feed.state())))
-    num = len(back) + 12
-    expected = [feed.next_nowait() for _ in range(num)]
-    assert [prompt.prompt_id for prompt in expected[: len(back)]] == list(back)
-    for other in (restored, loaded):
-        assert [other.next_nowait() for _ in range(num)] == expected
+        make_source(0)
 
 
 # ---- several tasks
@@ -126,16 +94,16 @@ def test_task_stays_within_one_draw_of_its_share(
     assert drawn == {name: 2 * share for name, share in shares.items()}
 
 
-def difficult(size: int, *, told: list[tuple[str, int, str]] | None = None, name: str = "") -> ByDifficulty:
+def difficult(size: int, *, told: list[tuple[str, int, str]] | None = None, name: str = "") -> Epochs:
     tell = (lambda epoch, text: None) if told is None else (lambda *what: told.append((name, *what)))
-    return ByDifficulty(size, seed=3, shuffle=True, on_epoch=tell)
+    return Epochs(size, seed=3, shuffle=True, by_difficulty=True, on_epoch=tell)
 
 
-def make_mixed_feed(
+def make_mixed_source(
     sizes: dict[str, int], by_difficulty: set[str], told: list[tuple[str, int, str]] | None = None
-) -> Feed:
-    feeds = {
-        name: Feed(
+) -> PromptSource:
+    tasks = [
+        TaskPrompts(
             Numbers(size),
             seed=3,
             shuffle=True,
@@ -143,13 +111,12 @@ def make_mixed_feed(
             epochs=difficult(size, told=told, name=name) if name in by_difficulty else None,
         )
         for name, size in sizes.items()
-    }
-    shares = {name: number + 1 for number, name in enumerate(sizes)}
-    return MixedFeed(feeds, shares) if len(feeds) > 1 else feeds[""]
+    ]
+    return PromptSource(*tasks, shares={name: number + 1 for number, name in enumerate(sizes)})
 
 
 CASES = st.one_of(
-    st.tuples(st.just({"": 5}), st.just({""})),
+    st.tuples(st.just({"": 5}), st.sets(st.just(""))),
     st.tuples(
         st.dictionaries(st.sampled_from("abc"), st.integers(1, 6), min_size=2),
         st.sets(st.sampled_from("abc")),
@@ -161,38 +128,41 @@ CASES = st.one_of(
 def test_order_of_all_tasks_is_restored_exactly(
     case: tuple[dict[str, int], set[str]], moves: list[int], data: Any
 ) -> None:
-    """The state of a checkpoint and the journal lead to the same prompts."""
+    """The state of a checkpoint and the journal lead to the same prompts; requeued ones get new seeds."""
     told: list[tuple[str, int, str]] = []
     observed: list[tuple[str, float, int]] = []
-    feed, out, seen = make_mixed_feed(*case, told), list[Prompt](), list[str]()
+    seed_ids: list[str] = []
+    source, out, seen = make_mixed_source(*case, told), list[Prompt](), list[str]()
     for version, move in enumerate(moves):
         for _ in range(move):
-            out.append(feed.next_nowait(version))
-            seen += [out[-1].prompt_id] if out[-1].num_handed_back == 0 else []
+            out.append(source.next_nowait(version))
+            seed_ids.append(out[-1].seed_id)
+            seen += [out[-1].prompt_id] if out[-1].num_requeued == 0 else []
         for _ in range(min(-move, len(out))):
             prompt = out.pop(data.draw(st.integers(0, len(out) - 1)))
             if data.draw(st.booleans()):
-                feed.hand_back_nowait(replace(prompt, num_handed_back=prompt.num_handed_back + 1))
+                source.requeue_nowait(replace(prompt, num_requeued=prompt.num_requeued + 1))
             else:
                 observed.append((prompt.prompt_id, data.draw(st.sampled_from([0.0, 0.3, 1.0])), version))
-                feed.observed_nowait(*observed[-1])
-    assert len(seen) == len(set(seen)) == feed.num_drawn
-    version, back = len(moves), feed.prompts_back()
-    loaded, journaled = make_mixed_feed(*case), make_mixed_feed(*case)
-    loaded.load_state(json.loads(json.dumps(feed.state())))
-    journaled.check_order(json.loads(json.dumps(feed.order)))
+                source.observed_nowait(*observed[-1])
+    assert len(seed_ids) == len(set(seed_ids))
+    assert len(seen) == len(set(seen)) == source.num_drawn
+    version, back = len(moves), source.prompts_back()
+    loaded, journaled = make_mixed_source(*case), make_mixed_source(*case)
+    loaded.load_state(json.loads(json.dumps(source.state())))
+    journaled.check_order(json.loads(json.dumps(source.order)))
     shuffled = data.draw(st.permutations(observed))
     journaled.remember_nowait({}, sorted(told), shuffled)
     journaled.restore_nowait(len(seen), dict(reversed(back.items())))
     again = [journaled.make_again(prompt_id, 0).prompt_id for prompt_id in seen]
     assert again == seen
-    expected = [feed.next_nowait(version) for _ in range(30)]
+    expected = [source.next_nowait(version) for _ in range(30)]
     assert list(back) == [prompt.prompt_id for prompt in expected[: len(back)]]
     for other in (loaded, journaled):
         assert [other.next_nowait(version) for _ in range(30)] == expected
 
 
-def epochs_of(order: ByDifficulty, rewards: Any, num: int) -> list[list[int]]:
+def epochs_of(order: Epochs, rewards: Any, num: int) -> list[list[int]]:
     """Return the prompts of each epoch while each prompt earns its fixed reward."""
     found, draw = [list[int]() for _ in range(num)], 0
     while True:
@@ -217,16 +187,6 @@ def test_useless_prompts_are_in_one_epoch_of_ten() -> None:
     assert min(useless) > 0
 
 
-@pytest.mark.parametrize(
-    ("rewards", "low", "high"), [([-1.0, 1.0, 0.0], -1.0, 1.0), ([2.0, 9.0, 5.5], 2.0, 9.0)]
-)
-def test_reward_range_says_what_is_right(rewards: list[float], low: float, high: float) -> None:
-    order = ByDifficulty(3, seed=0, shuffle=False, reward_range=(low, high))
-    counts = Counter(index for epoch in epochs_of(order, rewards, 200)[1:] for index in epoch)
-    assert counts[2] == 199
-    assert max(counts[0], counts[1]) < 60
-
-
 def test_rewards_of_the_same_version_do_not_count_yet() -> None:
     early, late, none = (difficult(40) for _ in range(3))
     for order in (early, late, none):
@@ -243,17 +203,17 @@ def test_rewards_of_the_same_version_do_not_count_yet() -> None:
 
 def test_mixed_position_of_other_tasks_is_refused() -> None:
     sizes = {"a": 4, "b": 5}
-    state = make_mixed_feed(sizes, {"a"}).state()
+    state = make_mixed_source(sizes, {"a"}).state()
     others = [
-        make_mixed_feed({"b": 5, "a": 4}, {"a"}),
-        make_mixed_feed({"a": 4, "b": 6}, {"a"}),
-        make_mixed_feed(sizes, set()),
+        make_mixed_source({"b": 5, "a": 4}, {"a"}),
+        make_mixed_source({"a": 4, "b": 6}, {"a"}),
+        make_mixed_source(sizes, set()),
     ]
-    for other in (*others, make_mixed_feed({"": 4}, set())):
+    for other in (*others, make_mixed_source({"": 4}, set())):
         with pytest.raises(TaskError, match=r"the saved position has (.|\n)*Way out"):
             other.load_state(state)
     for prompt_id in ("a/7/0", "c/0/0", "0/0", "a/0/9"):
-        with pytest.raises(TaskError, match="is not among the first 3 draws of the tasks"):
-            make_mixed_feed(sizes, {"a"}).restore_nowait(3, {prompt_id: 1})
+        with pytest.raises(TaskError, match="is not among the first 3 draws"):
+            make_mixed_source(sizes, {"a"}).restore_nowait(3, {prompt_id: 1})
     with pytest.raises(TaskError, match="does not fit"):
-        make_mixed_feed(sizes, {"a"}).remember_nowait({}, [("a", 1, "x")], [])
+        make_mixed_source(sizes, {"a"}).remember_nowait({}, [("a", 1, "x")], [])

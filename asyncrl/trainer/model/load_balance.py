@@ -65,25 +65,10 @@ class Costs:
         return 2 * self.num_weights * (linear + attention)
 
 
-Heads = tuple[int, int, int]
-"""(query heads, key heads, head size)."""
-
-
-def heads_of(config: Any) -> Heads | None:
-    """Return the heads of a Hugging Face config, or None."""
-    text = config.get_text_config()
-    num_heads = getattr(text, "num_attention_heads", None)
-    if not num_heads:
-        return None
-    if getattr(text, "qk_rope_head_dim", None):  # multi-head latent attention
-        return num_heads, num_heads, text.qk_nope_head_dim + text.qk_rope_head_dim
-    num_key_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    return num_heads, num_key_heads, getattr(text, "head_dim", None) or text.hidden_size // num_heads
-
-
 def costs_of(model: Any) -> Costs:
     """Return the costs of a Hugging Face model, with only a token's active experts."""
-    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", embedding)
     layers = [
         (_active_part(name, config), weight)
@@ -92,7 +77,11 @@ def costs_of(model: Any) -> Costs:
     ]
     num_weights = max(sum(part * weight.numel() for part, weight in layers), 1)
     num_trained = sum(part * weight.numel() for part, weight in layers if weight.requires_grad)
-    num_heads, _, head_dim = heads_of(config) or (0, 0, 0)
+    num_heads = getattr(config, "num_attention_heads", None) or 0
+    if getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
     # A weight is one multiplication and one addition; a key two of each, for its score and for its value.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
     return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
@@ -161,7 +150,7 @@ class GroupTree:
         ]
 
 
-def deal(
+def assign(
     groups: Sequence[Sequence[TokenRange]],
     token_ids: npt.NDArray[np.int32],
     costs: Costs,

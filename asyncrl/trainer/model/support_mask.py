@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.messages.calls import BatchArrays, BatchHeader
-from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.messages.grammar_checks import GrammarError
+from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.model.kernel_calls import to_device
 
 log = logging.getLogger("asyncrl.trainer")

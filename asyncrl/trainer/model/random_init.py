@@ -1,6 +1,6 @@
 """Make a Hugging Face folder from model.scratch: random weights and a character-level tokenizer.
 
-`python -m asyncrl.trainer.model.scratch --spec FILE`, which keeps torch out of the controller. The same spec
+`python -m asyncrl.trainer.model.random_init --spec FILE` keeps torch out of the controller. The same spec
 gives the same bytes. Importing this module imports no torch. Characters outside the alphabet become <unk>,
 which decodes to nothing without special tokens: the alphabet must cover every prompt.
 """

@@ -1,0 +1,398 @@
+"""Find the recorded completion that a chat continues, and the prompt text after its ids. Pure.
+
+The rule: a prompt whose text begins with recorded text keeps the recorded ids, and only the rest is encoded
+(extended). An edited history starts a branch.
+
+Many templates rewrite history: they strip thoughts or reformat calls. The rule then needs the text that the
+template writes after the last recorded answer (realigned). It is found in a trial render in which a
+placeholder replaces the answer, and it must contain every later message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal
+
+from asyncrl.agents.endpoint.branches import ChatNode
+from asyncrl.agents.endpoint.reasoning import Marks, close_thought, split_thought
+from asyncrl.messages.work import ChatRenderer, new_hash
+
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
+
+How = Literal["new", "extended", "realigned", "edited", "uncut"]
+"""Origin of a call's prompt.
+
+new: the session's first prompt. extended, realigned: recorded ids up to the chat's last answer, then new ids.
+The others start a branch. edited: the last answer was not recorded, or was edited. uncut: it was recorded,
+but the text has no place to cut.
+"""
+
+Prefill = Callable[[str], str]
+"""Returns the beginning of an answer for the end of its prompt."""
+
+
+def no_prefill(prompt: str) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextHash:
+    """Length and running hash of a text, in place of the text."""
+
+    num_chars: int = 0
+    state: blake2b = field(default_factory=new_hash)
+
+    @property
+    def place(self) -> tuple[int, bytes]:
+        return self.num_chars, self.state.digest()
+
+    def then(self, text: str) -> TextHash:
+        """Raises ValueError for invalid Unicode."""
+        state = self.state.copy()
+        state.update(text.encode())
+        return TextHash(self.num_chars + len(text), state)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptMatch:
+    """Prompt of a chat: the ids of `parent`, then `text`, which ends with `prefill`.
+
+    `text_hash`: the text of all prompt ids; None if the template writes another text for this chat.
+    """
+
+    text: str
+    how: How
+    parent: ChatNode | None
+    chain: Chain
+    num_messages: int
+    prefill: str
+    text_hash: TextHash | None
+
+
+# ---- chats as hashes
+
+_to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
+class Chain:
+    """Hash of a chat, message by message.
+
+    Equal if and only if the canonical forms are equal, or contain the same recorded answers in different
+    forms: `settled` maps any form of a recorded chat to the key of its delivered form.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        tools: Messages | None,
+        marks: Marks,
+        settled: Callable[[bytes], bytes | None] = lambda key: None,
+    ) -> None:
+        self._marks = marks
+        self._state = new_hash(_to_json(tools or None).encode())
+        self.answers: list[tuple[int, bytes]] = []
+        """(index of an assistant message, key of the chat through it), in order."""
+        for index, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                self._state.update(_canonical(message, marks))
+                continue
+            key = self.key_with({**message, "name": None})  # no recorded answer has a name
+            recorded = settled(key)
+            if recorded is None and "name" in message:
+                key = self.key_with(message)
+            self.answers.append((index, key))
+            self._state = new_hash(recorded or key)
+
+    def key_with(self, answer: Message) -> bytes:
+        state = self._state.copy()
+        state.update(_canonical(answer, self._marks))
+        return state.digest()
+
+
+def _canonical(message: Message, marks: Marks) -> bytes:
+    """Serialize a message without what harnesses rewrite in their history.
+
+    That is: None fields, key order, JSON spacing of tool arguments, white space around an assistant's content
+    and thought, and the place of the thought.
+    """
+    fields = {name: value for name, value in message.items() if value is not None}
+    if fields.get("role") == "assistant":
+        thought, fields["content"] = split_thought(message, marks)
+        fields.pop("reasoning_content", None)
+        if thought:
+            fields["reasoning_content"] = thought
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = [_tool_call(call) for call in calls]
+    return _to_json(fields).encode()
+
+
+def _tool_call(call: Mapping[str, Any]) -> list[Any]:
+    arguments = call["function"]["arguments"]
+    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [call["id"], call["function"]["name"], parsed]
+
+
+def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:
+    """Yield the forms that a harness may send back: as delivered, with the hidden stop text, and each without
+    its thought.
+    """
+    forms = [message]
+    if not message.get("tool_calls"):
+        forms.append({**message, "content": sampled, "reasoning_content": None})
+    for form in forms:
+        yield form
+        thought, content = split_thought(form, marks)
+        if thought:
+            yield {**form, "content": content, "reasoning_content": None}
+
+
+class Recorded:
+    """A session's completions by chat and by text. The choice among equal ones does not depend on arrival.
+
+    Reads may run in a thread in parallel with add().
+    """
+
+    def __init__(self) -> None:
+        self._by_chat: dict[bytes, ChatNode] = {}
+        self._settled: dict[bytes, bytes] = {}
+        self._by_text: dict[tuple[int, bytes], ChatNode] = {}
+
+    def add(self, node: ChatNode, keys: Iterable[bytes]) -> None:
+        """Index a completion by the keys of its chat's forms; the delivered form precedes the others."""
+        assert node.chat is not None, "it answers a chat"
+        for key in keys:
+            if _rank(node, key) < _rank(self._by_chat.get(key), key):
+                self._by_chat[key] = node
+            self._settled.setdefault(key, node.chat.key)  # kept for the chats that continue it
+        self._settled[node.chat.key] = node.chat.key
+        if node.text is not None and _rank(node) < _rank(self._by_text.get(node.text.place)):
+            self._by_text[node.text.place] = node
+
+    def keep(self, nodes: Collection[ChatNode]) -> None:
+        self._by_chat = {key: node for key, node in self._by_chat.items() if node in nodes}
+        self._settled = {key: settled for key, settled in self._settled.items() if key in self._by_chat}
+        self._by_text = {place: node for place, node in self._by_text.items() if node in nodes}
+
+    def settled(self, key: bytes) -> bytes | None:
+        return self._settled.get(key)
+
+    def last_answer(self, chain: Chain) -> tuple[int, ChatNode | None]:
+        """Return the last recorded answer of a chat with its index, or (-1, None)."""
+        for index, key in reversed(chain.answers):
+            if key in self._by_chat:
+                return index, self._by_chat[key]
+        return -1, None
+
+    def longest(self, text: str) -> ChatNode | None:
+        """Return the completion with the longest recorded text that this text begins with."""
+        hashed = new_hash()
+        found: ChatNode | None = None
+        at = 0
+        for length in sorted({length for length, _ in tuple(self._by_text) if length <= len(text)}):
+            hashed.update(text[at:length].encode())
+            at = length
+            found = self._by_text.get((length, hashed.digest()), found)
+        return found
+
+
+def _rank(node: ChatNode | None, key: bytes | None = None) -> tuple[Any, ...]:
+    """Return the sort key of a completion among those with the same key or text; none comes last."""
+    if node is None or node.chat is None:
+        return (2,)
+    return key is not None and node.chat.key != key, node.order[1], node.content
+
+
+# ---- the match
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatMatcher:
+    """Match of one chat. `prefill`: beginning of the answer; `settings`: template variables."""
+
+    renderer: ChatRenderer
+    recorded: Recorded
+    marks: Marks
+    messages: Messages
+    tools: Messages | None
+    settings: Mapping[str, Any] | None
+    prefill: Prefill
+    chain: Chain
+
+    def match(self) -> PromptMatch:
+        """Continue the last recorded answer in the messages, or a later one in the text. Raises ValueError if
+        the template refuses the chat or omits a message.
+        """
+        at, known = self.recorded.last_answer(self.chain)
+        try:
+            text = self._render(self.messages)
+        except ValueError:
+            found = self._realigned(at, known) if known is not None else None
+            if found is None:
+                raise
+            return found
+        node = self.recorded.longest(text + self._begun(text))
+        found = self._extended(node, text, at) if node is not None else None
+        if known is not None and (found is None or node is None or node.num_messages <= at):
+            found = self._realigned(at, known) or found
+        if found is not None:
+            return found
+        index = left_out(self.messages, text, self.marks)
+        if index is not None:
+            what = f"the chat template leaves out what messages[{index}] says"
+            rule = f"it has no place there for role {self.messages[index]['role']}"
+            way_out = "send no such message, or set model.chat_template to one that writes it"
+            raise ValueError(f"{what}: {rule}; {way_out}")
+        whole = text + self._begun(text)
+        how = self._how("extended", 0, at)
+        return self._match(whole, how, None, self.prefill(text), TextHash().then(whole))
+
+    def _extended(self, node: ChatNode, text: str, at: int) -> PromptMatch | None:
+        assert node.text is not None, "it was found by its text"
+        rest = (text + self._begun(text))[node.text.num_chars :]
+        if not self._has_all(node.num_messages, rest):
+            return None
+        how = self._how("extended", node.num_messages, at)
+        return self._match(rest, how, node, self.prefill(text), node.text.then(rest))
+
+    def _realigned(self, at: int, node: ChatNode) -> PromptMatch | None:
+        for rest in self._cuts(at, node):
+            if self._has_all(at + 1, rest):
+                how = self._how("realigned", at + 1, at)
+                return self._match(rest + self._begun(rest), how, node, self.prefill(rest), None)
+        return None
+
+    def _how(self, how: How, num_covered: int, known_at: int) -> How:
+        """Return `how` if the recorded ids contain the chat's last answer, else the reason. `num_covered`:
+        messages in those ids; `known_at`: index of the last recorded answer.
+        """
+        last = self.chain.answers[-1][0] if self.chain.answers else -1
+        if last < num_covered > 0:
+            return how
+        return "uncut" if known_at >= num_covered else "edited"
+
+    def _match(
+        self, text: str, how: How, parent: ChatNode | None, prefill: str, text_hash: TextHash | None
+    ) -> PromptMatch:
+        return PromptMatch(text, how, parent, self.chain, len(self.messages), prefill, text_hash)
+
+    def _begun(self, prompt: str) -> str:
+        """Return the text that begins the answer, with the end of an open thought."""
+        prefill = self.prefill(prompt)
+        return prefill and close_thought(prompt, self.marks) + prefill
+
+    def _has_all(self, num_covered: int, text: str) -> bool:
+        said = [message for message in self.messages[num_covered:] if message["role"] != "assistant"]
+        return left_out(said, text, self.marks) is None
+
+    def _render(self, messages: Messages) -> str:
+        return self.renderer.render(messages, tools=self.tools, settings=self.settings)
+
+    def _cuts(self, at: int, node: ChatNode) -> Iterator[str]:
+        """Yield candidates for the text after the recorded answer messages[at], best first.
+
+        The answer's calls stay, since a template may use them to write results. The text that closes the last
+        call is found at the end of the sampled text, unless the call was written in another form.
+        """
+        ids = node.sampled_ids.tolist()
+        is_ended = bool(ids) and ids[-1] in self.renderer.end_ids
+        end = self.renderer.decode(ids[-1:], skip_special_tokens=False) if is_ended else ""
+        if calls := self.messages[at].get("tool_calls"):
+            behind = self._after(str(NUMBER), at, stand_in(calls))
+            if end and end in behind:
+                yield behind.partition(end)[2]
+            sampled = self.renderer.decode(ids, skip_special_tokens=False).removesuffix(end)
+            closed = _closing(sampled, behind)
+            if closed:
+                yield behind[closed:]
+        if after := self._after(SENTINEL, at, stand_in()):
+            between, found, rest = after.partition(end) if end else ("", "", "")
+            yield rest if found and not between.strip() else after
+
+    def _after(self, placeholder: str, at: int, answer: Message) -> str:
+        """Render the chat with another answer at messages[at], if needed with one call per answer, and return
+        the text after the placeholder; empty if the template refuses.
+        """
+        shown = [*self.messages[:at], answer, *self.messages[at + 1 :]]
+        single = [
+            {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
+            for each in shown
+        ]
+        for chat in (shown, single):
+            with contextlib.suppress(ValueError):
+                _, found, after = self._render(chat).rpartition(placeholder)
+                return after if found else ""
+        return ""
+
+
+SENTINEL = f"asyncrl{secrets.token_hex(16)}"
+"""Replaces an answer in a trial render. Random, so that no template treats it specially and no harness can
+guess it.
+"""
+NUMBER = 10**17 + secrets.randbelow(9 * 10**17)
+"""Replaces arguments in a trial render; the text after the last one closes the call."""
+
+
+def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
+    """Return the placeholder for an answer, or for one with these calls. With calls it has no content, which
+    a template may write after them, or even after their results.
+    """
+    if not calls:
+        return {"role": "assistant", "content": SENTINEL}
+    arguments = {SENTINEL[:12]: NUMBER}
+    swapped = [
+        {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": swapped}
+
+
+MAX_CLOSING = 200
+
+
+def _closing(sampled: str, behind: str) -> int:
+    """Return the length of the longest prefix of `behind` that `sampled` ends with, up to white space."""
+    squeezed = "".join(sampled[-2 * MAX_CLOSING :].split())
+    for length in range(min(len(behind), MAX_CLOSING), 0, -1):
+        head = behind[:length]
+        if not head[-1].isspace() and squeezed.endswith("".join(head.split())):
+            return length
+    return 0
+
+
+# ---- messages that a template omits
+
+
+def left_out(messages: Messages, text: str, marks: Marks) -> int | None:
+    """Return the index of the first message missing from the text, or None.
+
+    Of answers, only the last line or the calls' names must be present: templates omit thoughts, and content
+    next to a call. White space, case and JSON escapes do not count.
+    """
+    squeezed = _squeezed(text) if messages else ""
+    at = 0
+    for index, message in enumerate(messages):
+        for said in _sayings(message, marks):
+            ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
+            places = (squeezed.find(_squeezed(way), start) for start in (at, 0) for way in ways)
+            found = next((place for place in places if place >= 0), None)
+            if found is None:
+                return index
+            at = max(at, found)
+    return None
+
+
+def _sayings(message: Message, marks: Marks) -> Sequence[str]:
+    if message["role"] != "assistant":
+        return [str(message.get("content") or "")]
+    if calls := message.get("tool_calls"):
+        return [call["function"]["name"] for call in calls]
+    return str(message.get("content") or "").rpartition(marks[1])[2].strip().splitlines()[-1:]
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).casefold()

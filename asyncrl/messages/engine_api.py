@@ -1,0 +1,307 @@
+"""HTTP messages of the engine servers. Imports no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import ConfigDict, Field
+
+from asyncrl.base.message import Message
+from asyncrl.messages.records import TopLogprobs, VersionSpan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
+"""Effect of a weight swap on running requests (`weight_sync.interrupt`)."""
+
+TransportName = Literal["shm", "disk", "stream", "lora", "nccl", "ipc"]
+"""The way of the weights (see `weight_sync.transport`)."""
+
+WeightKind = Literal["weights", "lora"]
+"""Content of a push: all weights, or adapters for the weights of the engines' start."""
+
+NO_EXPERT = 65535
+"""In the record of a token's routing, uint16: which expert read it is not known. Others count from 0."""
+
+
+class LatencyModel(Message):
+    """The latency model of rollout.engine=simulated. With n running sequences a decode step takes
+    decode_step_s + n * per_row_s, and each of them gets one token, drawn at random from the model's
+    vocabulary.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)  # they are what `asyncrl keys` says
+
+    decode_step_s: float = Field(default=0.002, gt=0)
+    """Seconds of a decode step, however many sequences run."""
+    per_row_s: float = Field(default=0.0001, ge=0)
+    """Seconds that each running sequence adds to a decode step."""
+    mean_tokens: float = Field(default=64.0, ge=1)
+    """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
+    sigma: float = Field(default=1.0, ge=0)
+    """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
+
+
+EnginePart = Literal["weights", "kv"]
+
+
+class TransferStats(Message):
+    """Answer of /sleep, /wake, /offload and /onload: bytes freed, taken or moved, and the seconds it took."""
+
+    num_bytes: int
+    seconds: float
+
+
+class MemoryHandle(Message):
+    """Handle that opens a block of memory in another process.
+
+    `kind` file: `name` is the path of a file in shared memory, to be mapped. cuda: `name` is the
+    CUipcMemHandle of an allocation on the shared device, 64 bytes in base64. A handle stays valid across
+    writes to its memory. `device`: the UUID of a CUDA device, equal in every process; "" for a file.
+    """
+
+    kind: Literal["file", "cuda"]
+    name: str
+    device: str = ""
+    num_bytes: int = Field(ge=1)
+
+
+class PlacedTensor(Message):
+    """A contiguous tensor at bytes [start, start + its size). `dtype` as torch calls it: float32,
+    bfloat16.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int = Field(ge=0)
+
+
+class ChunkMemory(Message):
+    """The tensors of a chunk, in memory that the next chunk overwrites. There is one handle per device, and
+    all handles have the same layout.
+    """
+
+    handles: list[MemoryHandle] = Field(min_length=1)
+    tensors: list[PlacedTensor]
+
+
+class GroupMember(Message):
+    """The place of one participant in the group that weights are sent through: the trainer has rank 0, an
+    engine's workers the ranks from `rank` on.
+
+    `path` is the file in which they find each other, one a group; with `store`, which is ADDRESS:PORT on the
+    trainer's node, the group's name there. `is_new`: the group is to be formed first. `timeout_s` bounds
+    forming it, and each buffer that is sent.
+    """
+
+    path: str
+    store: str = ""
+    size: int = Field(ge=2)
+    rank: int = Field(ge=0)
+    is_new: bool
+    timeout_s: float = Field(gt=0)
+
+
+class SentChunk(Message):
+    """A buffer and its tensors."""
+
+    num_bytes: int = Field(ge=1)
+    tensors: list[PlacedTensor]
+
+
+class SentWeights(Message):
+    """Contents of the following broadcast, sent through the group before the first buffer."""
+
+    version: int
+    chunks: list[SentChunk]
+
+
+class FileRequest(Message):
+    """Fetch a file of weights from `url` to a node. `key` names its content, `purpose` who reads it."""
+
+    url: str
+    secret: str
+    key: str
+    purpose: Literal["rollout", "evaluation"] = "rollout"
+
+
+class ScoreRequest(Message):
+    """POST /score: the logprob of each of these token ids, from number `start` on, given all ids before it.
+
+    `temperature`: the sampling temperature; logprobs are of logits / temperature.
+    """
+
+    token_ids: list[int] = Field(min_length=2)
+    start: int = Field(ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+
+
+class ScoreResponse(Message):
+    """`logprobs`: float32 values in nats, of token_ids[start:]."""
+
+    logprobs: list[float]
+
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Sample up to `max_tokens` after `prompt_ids`, int [P].
+
+    The last `num_resumed` ids of the prompt were sampled by an earlier segment of the same logical request:
+    they count only for stop strings that span the joint. The draw of each token depends only on (`seed`, its
+    absolute position, counted from the first prompt id). `max_tokens` >= 1; `temperature` >= 0; 0 < `top_p`
+    <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS. `grammar` (see token_grammars.py)
+    covers the sampled text, including the resumed ids.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int] | npt.NDArray[np.int32]
+    max_tokens: int
+    num_resumed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    grammar: str | None = None
+    top_logprobs: int = 0
+
+
+class GenerateResponse(Message):
+    """Sampled tokens of a request: its answer, or without `finish_reason` a chunk of a streamed answer.
+
+    `finish_reason` abort: a push, a sleep or an abort ended the request early. `logprobs`: float32 in nats,
+    of the distribution that was sampled from: after temperature (0 is greedy, with the logprobs of
+    temperature 1), top_p and grammar. `version_spans` cover every token once, in order. `top_logprobs`: one
+    entry per token if requested.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    version_spans: list[VersionSpan]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    top_logprobs: list[TopLogprobs] = []
+    routing: bytes = Field(default=b"", exclude=True)
+    """Input of RoutedTokens (engines/segment_check.py). Only sent over a link."""
+
+
+class WeightsBody(Message):
+    """A set of tensors, pushed as `version`; `digest` is their `asyncrl.messages.digest.weights_digest`."""
+
+    version: int = Field(ge=0)
+    digest: str
+    num_tensors: int
+    num_bytes: int
+
+
+class ChunkBody(WeightsBody):
+    """Chunk `index` of the weights: in the safetensors file `path`, or in `memory`, open on each device."""
+
+    index: int = Field(ge=0)
+    path: str = ""
+    memory: ChunkMemory | None = None
+    is_last: bool
+
+
+class PrepareRequest(WeightsBody):
+    """Read the safetensors file `path` into staging during serving; with a `member`, and no path, receive a
+    whole set of weights from the trainer there.
+
+    `kind` weights: a whole set of them. lora: adapters for the weights that the server started with, as
+    `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each adapted layer, and
+    the scalar `scale`; staged is base + scale * B A, computed in float32. `digest` covers the tensors in the
+    file, in either case.
+    """
+
+    path: str
+    kind: WeightKind = "weights"
+    member: GroupMember | None = None
+
+
+class PrepareResponse(Message):
+    """`digest` of the tensors read into staging, computed by the server, not copied from the request."""
+
+    version: int
+    digest: str
+
+
+class CommitRequest(Message):
+    """Swap to the staged weights, whose digest must be `digest`, and serve on as `version`."""
+
+    version: int = Field(ge=0)
+    digest: str
+    interrupt: Interrupt = "abort"
+
+
+class CommitResponse(Message):
+    """`digest` is that of the weights now serving; `pause_s` the time in which no token could be decoded."""
+
+    version: int
+    digest: str
+    pause_s: float
+    num_interrupted: int
+
+
+class SleepRequest(Message):
+    """Free the memory of these parts. Interrupts what runs; requests that come now wait until all parts are
+    awake. Idempotent.
+    """
+
+    parts: list[EnginePart] = ["kv", "weights"]
+
+
+class WakeRequest(Message):
+    """Take memory for these parts again. Weights that slept have no content until a push is committed.
+    Idempotent.
+    """
+
+    parts: list[EnginePart]
+
+
+class LoadChunkRequest(ChunkBody):
+    """Load this chunk of a push into the awake weights. `is_last`: the next request of the push is /commit,
+    with the digest of all tensors.
+    """
+
+    @property
+    def place(self) -> str:
+        """Return the place of the tensors for error messages."""
+        memory = self.memory
+        return self.path if memory is None else f"chunk {self.index} in {memory.handles[0].kind} memory"
+
+
+class LoadChunkResponse(Message):
+    """`digest` of the loaded tensors, computed by the server."""
+
+    version: int
+    index: int
+    digest: str
+
+
+class EngineHealth(Message):
+    """Answer of GET /health of an engine server. `max_length` bounds prompt plus completion, in tokens."""
+
+    name: str
+    kind: str
+    policy_version: int
+    slots: int
+    max_length: int
+    num_running: int
+    num_queued: int
+    tokens_generated: int
+    device: str
+    decode_s: float = 0.0
+    """Seconds spent in prefill and decode so far."""
+    tokens_prefilled: int = 0
+    """Prompt tokens that were computed, not copied from the KV cache, so far."""
+    asleep: list[EnginePart] = []
+    graphs: str = ""
+    """Use of CUDA graphs for decode steps: on, or off and why; empty if the engine has none."""

@@ -1,0 +1,202 @@
+"""HTTP messages of the trainer, and the batch that it trains on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.numpy import load as load_safetensors
+from safetensors.numpy import save as save_safetensors
+
+from asyncrl.base.message import Message
+from asyncrl.messages.engine_api import ChunkBody, GroupMember, WeightKind, WeightsBody
+from asyncrl.messages.records import Credit
+
+TrainerPart = Literal["weights", "gradients", "optimizer"]
+
+
+class BroadcastRequest(Message):
+    """Send the weights of `version` to every member of the group."""
+
+    version: int = Field(ge=0)
+    member: GroupMember
+
+
+class BroadcastResponse(Message):
+    """The weights were sent; `digest` is of the trainer's copy. Each receiver says whether they arrived
+    whole.
+    """
+
+    version: int
+    digest: str
+    num_bytes: int
+
+
+class OffloadRequest(Message):
+    """Move these parts of the trainer's state off its device (/offload), or back onto it (/onload).
+    Idempotent.
+    """
+
+    parts: list[TrainerPart]
+
+
+class Canary(Message):
+    """Logprobs of a fixed short text, computed by the trainer with the weights that it exports. An engine
+    with these weights must compute the same.
+
+    `logprobs`: of token_ids[1:], each given all ids before it. `next_logprob`: of the most likely id after
+    the last one. float32 values in nats at temperature 1.
+    """
+
+    token_ids: list[int] = Field(min_length=2)
+    logprobs: list[float] = Field(min_length=1)
+    next_logprob: float
+
+
+class ExportChunkRequest(Message):
+    """Write chunk `index` of the current weights, weight_sync.chunk_bytes at most (or one tensor), into the
+    one staging file or memory.
+
+    Chunks are asked for in order, from 0; each replaces the one before.
+    """
+
+    version: int = Field(ge=0)
+    index: int = Field(ge=0)
+
+
+class ExportChunkResponse(ChunkBody):
+    """A chunk is ready. With `is_last`, `whole_digest` is the digest of the tensors of all chunks, and
+    `canary` theirs.
+    """
+
+    whole_digest: str = ""
+    canary: Canary | None = None
+
+
+class TrainerHealth(Message):
+    """Answer of GET /health of the trainer worker."""
+
+    policy_version: int
+    device: str
+    is_busy: bool
+    offloaded: list[TrainerPart] = []
+
+
+class TrainResponse(Message):
+    """Result of an optimizer step: the new version and its metrics by full name (`policy/loss`, ...).
+
+    `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`: (group_id,
+    sample_index, mean of |engine - trainer| in nats over its fresh tokens) of each rollout that has some.
+    """
+
+    policy_version: int
+    metrics: dict[str, float]
+    not_finite: list[str] = []
+    rollout_gaps: list[tuple[int, int, float]] = []
+
+
+class ExportResponse(WeightsBody):
+    """A set of weights in staging: all of them, or only the adapters (see PrepareRequest).
+
+    `path` is a safetensors file that every engine server of this machine can read. `canary`: the trainer's
+    logprobs of a short text with these weights, if requested. `is_held`: the trainer holds them to send them
+    itself (/broadcast); `path` may be '' then.
+    """
+
+    path: str
+    kind: WeightKind = "weights"
+    canary: Canary | None = None
+    is_held: bool = False
+
+
+class SaveRequest(Message):
+    """Write the current weights and tokenizer as a Hugging Face folder; not `merged`: only the adapters, as a
+    peft folder.
+    """
+
+    path: str
+    merged: bool = True
+
+
+class StateRequest(Message):
+    """Save the training state into the new folder `path` (/begin_save_state answers once training may
+    continue, /wait_save_state once the folder is written), or load it (/load_state). Before a load the client
+    has compared every file with the checkpoint's manifest.
+    """
+
+    path: str
+
+
+class TrajectoryHeader(Message):
+    """A trajectory of a batch: branch `branch` of a rollout. Its tokens are [start, end) of the packed
+    arrays.
+
+    `reward` is the rollout's. If its branches have `credits`, they replace it in the advantage.
+    """
+
+    group_index: int
+    group_id: int
+    sample_index: int
+    prompt_id: str
+    start: int
+    end: int
+    reward: float
+    branch: int = 0
+    credits: list[Credit] = []
+    grammars: list[tuple[int, int, int]] = []
+    """(start, end, number among those of the batch) of its GrammarSpans."""
+
+
+class BatchHeader(Message):
+    """Fields of /train other than the arrays. Tokens older than `min_version` get no loss, or the batch is
+    refused. `grammars`: different ones.
+    """
+
+    version: int
+    min_version: int
+    mask_older: bool
+    trajectories: list[TrajectoryHeader]
+    grammars: list[str] = []
+
+
+class BatchArrays(BaseModel):
+    """Arrays of a batch, trajectories one after the other: N tokens in all, one entry each.
+
+    token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
+    for a token that was not sampled; engines int16 [N], the number of the engine server that sampled the
+    token, -1 if unknown; teacher_logprobs float32 [N] in nats, None without a teacher; routing uint16 [N, E],
+    None without router replay: see Trajectory.
+    """
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    behaviour_logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    engines: npt.NDArray[np.int16] = Field(
+        default_factory=lambda given: np.full(len(given["token_ids"]), -1, np.int16)
+    )
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
+    routing: npt.NDArray[np.uint16] | None = None
+
+
+def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
+    """Body of POST /train: one safetensors blob, the header as JSON in its first array."""
+    blob = np.frombuffer(header.model_dump_json().encode(), dtype=np.uint8)
+    given = {name: array for name, array in arrays if array is not None}
+    body: bytes = save_safetensors({"header": blob, **given})
+    return body
+
+
+def unpack_batch(body: bytes) -> tuple[BatchHeader, BatchArrays]:
+    """The inverse of pack_batch. Raises ValueError if the body is not such a blob."""
+    try:
+        tensors: dict[str, Any] = load_safetensors(body)
+        header = BatchHeader.model_validate(json.loads(tensors.pop("header").tobytes()))
+        return header, BatchArrays(**tensors)
+    except Exception as error:
+        raise ValueError(f"not a batch: {error}") from error
