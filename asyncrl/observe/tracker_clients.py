@@ -113,7 +113,7 @@ class Wandb(Tracker):
         settings = wandb.setup().settings
         mode: Any = self._mode or settings.mode
         if mode == "online" and (why := _why_offline(str(settings.base_url))):
-            run.warn(f"wandb is offline: {why}; upload later: wandb sync {run.run_dir}/wandb/offline-run-*")
+            run.warn(f"wandb is offline: {why}; upload later: `wandb sync {run.run_dir}/wandb/offline-run-*`")
             mode = "offline"
         self._run = wandb.init(
             project=self._project,
