@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
-from asyncrl.job.life import SIGNALS, Interrupts, new_run_dir
+from asyncrl.job.lifecycle import SIGNALS, Interrupts, new_run_dir
 from asyncrl.job.resume import as_resume_mode
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_record import RunRecord, read_run

@@ -51,7 +51,7 @@ from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.life import rare_collections
+from asyncrl.job.lifecycle import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.digest import weights_digest

@@ -23,11 +23,12 @@ from pathlib import Path
 from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.job.engine_kinds import engine_kind
+from asyncrl.job.engine_kinds import EnginePlace
 from asyncrl.job.harnessing import special_tokens
-from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.servers import Servers
 from asyncrl.launch.devices import place
 from asyncrl.launch.fit import settle
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
@@ -59,10 +60,10 @@ class SyncRun:
         model_path = asyncio.run(make_model_folder(config, run_dir))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
         placement = place(config, len(find_cuda_devices()))
-        maker = ServerMaker(config, placement, model_path, run_dir)
-        self.trainer = TrainStep(maker.trainer_spec(0, Path(self._staging.name)))
+        servers = Servers(config, placement, model_path, run_dir, LocalLauncher())
+        self.trainer = TrainStep(servers.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
-            EmbeddedSpec.model_validate(engine_kind(config).spec(model_path, "engine-0"))
+            EmbeddedSpec.model_validate(servers.kind.spec(model_path, "engine-0", EnginePlace()))
         )
         self.engine.start()
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asyncrl.job.exporting.hub_push import HubRepo
 from huggingface_hub import constants
 
 from asyncrl.base.errors import AsyncrlError, ConfigError, HubError
-from asyncrl.job.exporting.hub_push import HubRepo
 
 TOKEN = "hf_for_tests"
 

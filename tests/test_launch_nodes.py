@@ -17,7 +17,7 @@ from launch_cases import EVAL, OWN, TAUGHT, TURNS, VLLM, load, machine
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.config.operation import NodesConfig
-from asyncrl.job.engine_kinds import engine_kind
+from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.launch.choice import NO_DEVICE, NodeDevice
 from asyncrl.launch.devices import Placement, chunk_devices, place
 from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share
@@ -333,7 +333,7 @@ def test_an_engine_has_a_quarter_of_the_cores_of_its_own_node() -> None:
         kind = engine_kind(
             load("rollout.threads=auto", f"rollout.engine={name}", "weight_sync.transport=shm")
         )
-        assert kind.spec(Path("model"), "engine-0", "cpu", cores=20)["threads"] == 5
+        assert kind.spec(Path("model"), "engine-0", EnginePlace("cpu", cores=20))["threads"] == 5
 
 
 # ---- nodes that are described

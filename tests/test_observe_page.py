@@ -25,7 +25,7 @@ from conftest import NUM_STEPS
 from job_runs import read_lines
 
 import asyncrl
-from asyncrl.agents.endpoint.calls.connections import AppServer
+from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock
 from asyncrl.base.spans import TimedSpan
@@ -450,7 +450,7 @@ def test_the_timeline_of_a_real_run_agrees_with_its_files(whole: Path) -> None:
 def watched(live: LivePage, key: str | None, story: Callable[[ClientSession, str], Awaitable[None]]) -> None:
     async def play() -> None:
         listening, url = bind("127.0.0.1", 0, "a port")
-        server = AppServer(make_watch_app(live, key), most=9, idle_s=60.0)
+        server = AppServer(make_watch_app(live, key), max_connections=9, idle_s=60.0)
         await server.listen(listening)
         async with ClientSession() as client:
             await story(client, url)

@@ -17,7 +17,7 @@ from job_runs import environment, write_config
 
 import asyncrl
 from asyncrl.base.errors import ConfigError
-from asyncrl.job.life import Interrupts
+from asyncrl.job.lifecycle import Interrupts
 from asyncrl.observe.run_record import table_of
 
 ROOT = Path(__file__).parents[1]

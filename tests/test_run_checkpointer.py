@@ -20,7 +20,7 @@ from test_run_restore import Life, lives, save_checkpoint
 
 from asyncrl.base.errors import CheckpointError, TrainerLost
 from asyncrl.config import CheckpointConfig
-from asyncrl.job.supervision.supervise_trainer import Checkpointer, recover_trainer
+from asyncrl.job.checkpointer import Checkpointer, recover_trainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.messages.records import Batch
 
@@ -65,13 +65,14 @@ class House:
             self.tasks.append(tasks.create_task(coro, name=name))
             return self.tasks[-1]
 
-        self.controller_state = lambda: ControllerState(
-            feed={"cursor": 10 * self.trainer.version}, out={}, next_group_id=0
-        )
+        def controller_state() -> ControllerState:
+            return ControllerState(feed={"cursor": 10 * self.trainer.version}, out={}, next_group_id=0)
+
         config_of_run = SimpleNamespace(journal=SimpleNamespace(keep="checkpoint"))
-        voice = SimpleNamespace(flush=lambda: None)
-        job: Any = SimpleNamespace(spawn=spawn, warn=self.told.append, config=config_of_run, voice=voice)
-        self.checkpointer = Checkpointer(self, job)  # type: ignore[arg-type]
+        log = SimpleNamespace(warn=self.told.append)
+        life: Any = SimpleNamespace(spawn=spawn, log=log, config=config_of_run)
+        trainer: Any = self.trainer
+        self.checkpointer = Checkpointer(self.checkpoints, trainer, self.journal, controller_state, life)
 
     async def step(self, *, is_written: bool = True) -> None:
         """One optimizer step and what follows it; with `is_written`, until the disk is quiet."""
@@ -102,7 +103,7 @@ def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_
         house.trainer.go.clear()
         for _ in range(5):
             await house.step(is_written=False)
-        assert house.told == ["the checkpoint at version 4 is skipped: the last one is still being written"]
+        assert house.told == ["checkpoint of version 4 skipped: the previous one is still being written"]
         assert (house.whole, house.journal.events) == ([], [])
         house.trainer.go.set()
         await asyncio.wait(house.tasks)

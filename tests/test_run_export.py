@@ -12,6 +12,8 @@ import peft
 import pytest
 import torch
 import yaml
+from asyncrl.job.exporting import run_export
+from asyncrl.job.exporting.run_export import MARK, export_run, find_source
 from job_runs import ended, read_lines, run, start, wait_until, write_config
 from safetensors.torch import load_file
 from test_trainer_state import train
@@ -21,8 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.errors import AsyncrlError, CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.job.exporting import run_export
-from asyncrl.job.exporting.run_export import MARK, export_run, find_source
 from asyncrl.journal.checkpoints import write_manifest
 from asyncrl.trainer.model_folder import ModelPin
 from asyncrl.trainer.step import TrainStep

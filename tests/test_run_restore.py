@@ -17,12 +17,12 @@ from test_trainer_supervision import batch_at, weights_of
 
 from asyncrl.base.errors import CheckpointError, JournalError, TaskError, TrainerError
 from asyncrl.config import CheckpointConfig, SupervisionConfig
-from asyncrl.job.build import Parts
+from asyncrl.job.checkpointer import recover_trainer
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.supervision.supervise import Supervision
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer, recover_trainer
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
@@ -48,8 +48,6 @@ class Life:
     """One life of a run: its rooms, reporter and journal. `restored` counts calls of the reporter after a
     resume.
     """
-
-    put_back = Parts.put_back
 
     def __init__(self, path: Path) -> None:
         self.journal, self.buffer, self.feed = open_journal(path), make_buffer(num_batches=20), make_feed()
@@ -300,7 +298,7 @@ def test_checkpoint_without_its_place_is_refused(tmp_path: Path, out: Any) -> No
     whole = Whole(3, tmp_path / "step_3", {"feed": make_feed().state(), "out": out, "next_group_id": 0})
 
     async def resumed(life: Life) -> None:
-        with pytest.raises(CheckpointError, match="does not say where the run stood") as caught:
+        with pytest.raises(CheckpointError, match="no valid controller state") as caught:
             await life.restore(whole)
         assert "journal.sqlite" in caught.value.way_out
 

@@ -24,8 +24,9 @@ from trackers_for_test import Elsewhere, Hanging, Noting, Raising
 from asyncrl.base.errors import OF_TRAIN, ConfigError
 from asyncrl.config import ObserveConfig, load_config
 from asyncrl.config.operation import TRACKERS
-from asyncrl.job.life import Life
+from asyncrl.job.lifecycle import Lifecycle, RunLog
 from asyncrl.job.loop import run_job
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.tracker_clients import sample_table
 from asyncrl.observe.trackers import (
@@ -170,10 +171,9 @@ def test_trackers_that_never_started_are_not_awaited() -> None:
     asyncio.run(Background({"mine": partial(Noting, "log")}, print).wait_closed(30.0, print))
 
 
-def test_a_signal_ends_only_the_wait_for_trackers(tmp_path: Path) -> None:
-    class Short(Life):
-        async def live(self) -> int:
-            return 0
+def test_signal_ends_the_wait_for_trackers(tmp_path: Path) -> None:
+    async def live() -> int:
+        return 0
 
     async def waits() -> None:
         main = asyncio.current_task()
@@ -181,13 +181,9 @@ def test_a_signal_ends_only_the_wait_for_trackers(tmp_path: Path) -> None:
         life._on_signal(2, main)
         await asyncio.Event().wait()
 
-    voice: Any = SimpleNamespace(
-        **dict.fromkeys(("say", "say_secret", "tell", "warn", "finish"), lambda *_: None)
-    )
-    voice.aclose = waits
     config: Any = SimpleNamespace(launcher="local")
-    life = Short(config, tmp_path, voice)
-    assert asyncio.run(life.run()) == 0
+    life = Lifecycle(config, tmp_path, RunLog(lambda _: None), LocalLauncher(), on_exit=waits)
+    assert asyncio.run(life.run(live)) == 0
 
 
 SAMPLE: Any = {

@@ -27,10 +27,11 @@ from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.life import Life
-from asyncrl.job.start import Server, start_all
-from asyncrl.job.supervision.supervise import Supervision, WorkerSupervisor
+from asyncrl.job.lifecycle import Lifecycle
+from asyncrl.job.supervise import WorkerSupervisor
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
+from asyncrl.launch.server import Server, start_all
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import outliving
@@ -85,7 +86,7 @@ def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
 
 
 def make_gateway(
-    life: Life,
+    life: Lifecycle,
     engines: EnginePool,
     tokenizer: HFChatTokenizer,
     worker_key: str,
@@ -145,7 +146,7 @@ class Harnessing:
     """
 
     def __init__(
-        self, job: Life, engines: EnginePool, tokenizer: HFChatTokenizer, supervision: Supervision
+        self, job: Lifecycle, engines: EnginePool, tokenizer: HFChatTokenizer, supervision: Supervision
     ) -> None:
         path, is_remote = job.run_dir / "gateway.json", job.config.generator.remote
         written = json.loads(path.read_text(encoding="utf-8")) if path.exists() and is_remote else {}
@@ -158,7 +159,15 @@ class Harnessing:
         where = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
         write_whole(path, json.dumps(where) + "\n", is_private=True)
         self.workers = () if is_remote else self._own_workers(job.config, job.run_dir)
-        self.supervisors = tuple(WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers)
+        self.supervisors = tuple(
+            WorkerSupervisor(
+                worker,
+                supervision,
+                lease_timeout_s=job.config.gateway.lease_timeout_s,
+                on_down=self.queue.worker_gone_nowait,
+            )
+            for worker in self.workers
+        )
 
     def _own_workers(self, config: RunConfig, run_dir: Path) -> tuple[Server, ...]:
         """Create workers, each with its own secret: the run's secret opens engines and trainer and must
@@ -177,15 +186,15 @@ class Harnessing:
             workers.append(Server(child, Caller(name, "", secret), WorkerHealth, start_s))
         return tuple(workers)
 
-    async def open(self, job: Life) -> None:
+    async def open(self, job: Lifecycle) -> None:
         """Open the gateway, start the workers and wait until they answer; `job` closes both. Raises
         ConfigError or RoomError.
 
         Users start remote workers with the printed command.
         """
-        from asyncrl.agents.endpoint.calls.connections import collect_less
+        from asyncrl.agents.endpoint.listener import collect_less
 
-        job.tell("starting the gateway and its workers")
+        job.log.activity("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
@@ -193,10 +202,12 @@ class Harnessing:
         generator = job.config.generator
         if generator.command and generator.outcomes == "returned":
             why = "every process that the command starts can print it. Set it to none or posted to avoid that"
-            job.say(f"generator.outcomes=returned: the last line of standard output is the reward; {why}.")
+            job.log.info(
+                f"generator.outcomes=returned: the last line of standard output is the reward; {why}."
+            )
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
-            job.say_secret(f"gateway at {self.url}; start workers with: {command}")
+            job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
         """Return a warning if rollouts wait and no worker was seen for NO_WORKER_S."""
@@ -252,7 +263,9 @@ class UserKey:
         none.
     """
 
-    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
+    def __init__(
+        self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Lifecycle
+    ) -> None:
         self.key, self.outcome_key = secrets.token_hex(24), secrets.token_hex(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
         # random, so that a restart draws other tokens
@@ -292,7 +305,7 @@ class UserKey:
         self._session = self._open(session.sample_index + 1)
         if rollout is None:
             why = "its calls have set temperature or top_p (gateway.on_sampling_override)"
-            self._life.say(f"rollout {session.sample_index}: not recorded, {why}")
+            self._life.log.info(f"rollout {session.sample_index}: not recorded, {why}")
             return
         try:
             self._keep(session, reward, rollout)
@@ -309,7 +322,7 @@ class UserKey:
         numbered = tuple(replace(branch, sample_index=index) for branch in rollout)
         self._recorder.record(prompt, reward, numbered)
         told = "none" if reward is None else f"{reward:.4g}"
-        self._life.say(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
+        self._life.log.info(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
 
 
 def num_sampled(rollout: Rollout) -> int:
@@ -349,7 +362,7 @@ def said_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
 
 
 async def try_rollouts(
-    life: Life,
+    life: Lifecycle,
     generator: Generator,
     prompts: Sequence[Prompt],
     num_tried: int,
@@ -377,9 +390,9 @@ async def try_rollouts(
         else:
             held[place] = result
             text = f"reward {result[0].reward:.4g}, {shape_text(result)}"
-        life.say(f"[{len(ended)}/{len(places)}] {prompt.prompt_id} sample {index}: {text}")
+        life.log.info(f"[{len(ended)}/{len(places)}] {prompt.prompt_id} sample {index}: {text}")
         if not isinstance(result, FailedRollout):
-            life.say(f"    {said_text(result, tokenizer)!r}")
+            life.log.info(f"    {said_text(result, tokenizer)!r}")
 
     def record(place: int) -> None:
         if (done := held.pop(place, None)) is not None:
@@ -397,7 +410,7 @@ async def try_rollouts(
     failures = [result.failure for result in ended.values() if isinstance(result, FailedRollout)]
     rewards = [result[0].reward for result in ended.values() if not isinstance(result, FailedRollout)]
     if rewards:
-        life.say(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
+        life.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
     if failures:
-        life.say(f"{len(failures)} of {len(ended)} rollouts failed, the last one: {failures[-1]}")
+        life.log.info(f"{len(failures)} of {len(ended)} rollouts failed, the last one: {failures[-1]}")
     return bool(rewards)

@@ -168,7 +168,7 @@ class RolloutSession(Protocol):
         """Refuse all further and pending calls (410 with `reason`). Idempotent: the first reason stays."""
         ...
 
-    def while_open(self) -> AbstractAsyncContextManager[None]:
+    def while_open(self) -> AbstractAsyncContextManager[object]:
         """A block that raises RolloutFailure if the session is ended by another part than its owner: the work
         of its harness would be lost.
         """

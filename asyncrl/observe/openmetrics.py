@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from asyncrl import __version__
-from asyncrl.agents.endpoint.calls.connections import AppServer
+from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.base.files import write_whole
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
@@ -112,7 +112,7 @@ class StatusServer:
         """Start to answer."""
         assert self._socket is not None, "bind() comes first"
         app = make_app({"/metrics": self._metrics, "/status": self._status}, self._key())
-        self._listener = AppServer(app, most=MAX_CONNECTIONS, idle_s=IDLE_S)
+        self._listener = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
         await self._listener.listen(self._socket)
 
     async def aclose(self) -> None:

@@ -70,8 +70,9 @@ class TrainerState:
     """Saves and loads weights and optimizer, on all ranks together.
 
     Life: begin_save -> `copying` ends, after which the sources may change -> `pending` ends -> begin_save
-    ...: one at a time, since the copy's memory is reused. Offloaded parts are not copied, but written from
-    their host memory, which wait_lent() waits for. Invariant: a refused load changes nothing.
+        ...: one at a time, since the copy's memory is reused. Offloaded parts are not copied, but written
+        from their host memory, which wait_lent() waits for.
+    Invariant: a refused load changes nothing.
     """
 
     def __init__(

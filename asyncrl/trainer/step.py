@@ -34,6 +34,7 @@ from asyncrl.messages.trainer_api import (
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.build_model import reshard
 from asyncrl.trainer.model.loading import load_tokenizer
+from asyncrl.trainer.model.lora import save_adapter
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.offload import Offload
@@ -74,10 +75,17 @@ class TrainStep(Learner):
         folder = spec.failed_dir.parent / "offload"
         self._offload = Offload(ranks, self.device, folder, self._tensors_of)
         self._pieces: Pieces | None = None
-        on_all = spec.chunks == "memories"
-        self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)
-        how = (spec.chunk_bytes, ranks.is_first, spec.is_file_wanted, spec.weights_store)
-        end = TrainerEnd(self.device, self.dtype, *how)
+        self._chunks = Chunks(
+            self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=spec.chunks == "memories"
+        )
+        end = TrainerEnd(
+            self.device,
+            self.dtype,
+            spec.chunk_bytes,
+            is_first=ranks.is_first,
+            is_file_wanted=spec.is_file_wanted,
+            store=spec.weights_store,
+        )
         self.transport = make_transport(spec.transport, end)
         self._exporting: Future[ExportResponse] | None = None
 
@@ -113,18 +121,16 @@ class TrainStep(Learner):
         """Wait for exports and state copies, which read weights and optimizer; their callers get any
         errors.
         """
-        reading: list[Future[Any]] = [
-            one for one in (self._exporting, self._state.copying) if one is not None
-        ]
-        wait(reading)
+        readers: list[Future[Any] | None] = [self._exporting, self._state.copying]
+        wait([reader for reader in readers if reader is not None])
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move these parts off the device. Raises Refused and moves nothing."""
         self.before_change()
         self._state.wait_lent()
-        parts, adapters = frozenset(parts), self._adapters
-        if adapters is not None and "weights" in parts:
-            adapters.forget_merged()  # the freed memory is used after the move
+        parts = frozenset(parts)
+        if self._adapters is not None and "weights" in parts:
+            self._adapters.forget_merged()  # the freed memory is used after the move
         try:
             return self._offload.offload(parts)
         finally:
@@ -155,8 +161,6 @@ class TrainStep(Learner):
             tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
             save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
         else:
-            from asyncrl.trainer.model.lora import save_adapter
-
             assert self.spec.trainer.lora is not None, "there are adapters"
             base, commit = hub_source(Path(self.spec.model_path)) or (self.spec.model_path, None)
             save_adapter(path, gathered, self.spec.trainer.lora, base, commit)
@@ -189,10 +193,9 @@ class TrainStep(Learner):
         self._offload.need("export a chunk", "weights")
         assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora in turns"
         if version != self.policy_version:
-            newest = f"the trainer is at policy_version {self.policy_version}"
-            what = f"version {version} was asked for while {newest}"
-            rule, way_out = "a set of chunks is of the newest version", "begin again with chunk 0 of that."
-            raise Refused(409, what, rule=rule, way_out=way_out)
+            what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
+            rule = "chunks are of the newest version"
+            raise Refused(409, what, rule=rule, way_out="begin again with chunk 0 of that.")
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
@@ -214,21 +217,20 @@ class TrainStep(Learner):
             return None
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         ids = np.random.default_rng(0).integers(0, vocab_size, self.spec.canary_tokens)
-        text = np.append(ids, 0)
-        scores = self.policy(pack_texts([[text]], self.device))
+        scores = self.policy(pack_texts([[np.append(ids, 0)]], self.device))
         reshard(self.policy)
         logprobs = scores.logprob_M[:-1].tolist()
         return Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
 
     def _chunk_place(self) -> ChunkPlace:
-        spec, ranks = self.spec, self.ranks
-        is_writing = ranks.is_first or spec.chunks == "memories"
-        if spec.chunks == "file" or not is_writing:
+        spec = self.spec
+        if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
             return ChunkFile(spec.staging_dir / CHUNK_FILE)
         chunks = chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
         entries = [entries_of(chunk, self.dtype) for chunk in chunks]
         try:
             if spec.chunks == "memories":
+                ranks = self.ranks
                 return SharedChunk(spec.staging_dir, entries, self.device, ranks.rank, ranks.gather)
             return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
@@ -237,9 +239,8 @@ class TrainStep(Learner):
             raise ConfigError(what, way_out=way_out) from error
 
     def _merge_again(self) -> None:
-        adapters = self._adapters
-        if adapters is not None and adapters.is_forgotten and "weights" not in self.offloaded:
-            adapters.keep_merged()
+        if self._adapters is not None and self._adapters.is_forgotten and "weights" not in self.offloaded:
+            self._adapters.keep_merged()
 
     def _lazy_weights(self) -> LazyWeights:
         """Return all weights under the checkpoint's names, in export order; adapters are merged on access."""
@@ -272,8 +273,8 @@ def _checked(canary: Canary | None) -> Canary | None:
     """Return the canary if it is finite. Raises Refused."""
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
-    num_bad = sum(not math.isfinite(logprob) for logprob in canary.logprobs)
+    num_bad = sum(not math.isfinite(one) for one in canary.logprobs)
     what = f"the weights give logprobs that are not finite, {num_bad} of {len(canary.logprobs)} tokens"
-    rule = "every engine must find the logprobs of a fixed text again"
-    way_out = "go on from a checkpoint with a lower trainer.learning_rate, or weight_sync.canary_limit=none."
+    rule = "every engine must reproduce the logprobs of a fixed text"
+    way_out = "resume from a checkpoint with a lower trainer.learning_rate, or weight_sync.canary_limit=none."
     raise Refused(422, what, rule=rule, way_out=way_out)

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from asyncrl.agents.endpoint.calls.connections import AppServer
+from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.base.errors import AsyncrlError
 from asyncrl.observe.page.render import make_page, render
 from asyncrl.observe.page.view import view_run
@@ -94,7 +94,8 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     key = None if is_local(host) else secrets.token_hex(24)
     listening, url = bind(host, port, f"--host {host} --port {port}")
-    server = AppServer(make_watch_app(LivePage(run_dirs), key), most=MAX_CONNECTIONS, idle_s=IDLE_S)
+    app = make_watch_app(LivePage(run_dirs), key)
+    server = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
     url += f"/?key={key}" if key else "/"
     try:
         await server.listen(listening)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,13 @@ from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.model.attention import choose_flash
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
 from asyncrl.trainer.model.loading import check_memory, load_model, loading, meta_model, scatter
+from asyncrl.trainer.model.lora import Adapters
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.model.lora import Adapters
-
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -233,8 +230,6 @@ def _load(
         model.to(device)
     if spec.trainer.lora is None:
         return model, whole, None
-    from asyncrl.trainer.model.lora import Adapters
-
     adapters = Adapters(model, spec.trainer.lora, dtype)
     if whole is not None and whole is not model:
         Adapters(whole, spec.trainer.lora, dtype)  # drawn here, then scattered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -12,18 +11,23 @@ from typing_extensions import TypedDict
 from asyncrl.agents.endpoint.answers import shown
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 
+STRICT = ConfigDict(strict=True, extra="forbid")
+
 
 def wrong(why: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{why}", {"why": why})
 
 
-def _joined(content: Any) -> Any:
+def joined(content: Any) -> Any:
+    """Join the text parts of a content list."""
     if not isinstance(content, list):
         return content
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise wrong(f"a part is {shown(kind)}; this model reads text parts alone")
+        match part:
+            case {"type": "text" | "input_text" | "output_text", "text": str()}:
+                continue
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise wrong(f"a part of type {shown(kind)} is not supported; this model reads text parts")
     return "".join(part["text"] for part in content)
 
 
@@ -35,28 +39,30 @@ def _parsed(arguments: Any) -> Any:
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
-Content = Annotated[str, BeforeValidator(_joined)]
-OPEN = ConfigDict(strict=True, extra="ignore")
-STRICT = ConfigDict(strict=True, extra="forbid")
 
 
-class _CalledFunction(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Open(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[misc]
+
+
+class _Strict(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+
+class _CalledFunction(_Open):
     name: Name
     arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]
 
 
-class _SentCall(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-    id: str
+class _SentCall(_Open):
+    id: Annotated[str, Field(min_length=1)]
     type: NotRequired[Literal["function"]]
     function: _CalledFunction
 
 
-class _Message(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Message(_Open):
     name: NotRequired[str]
-    content: Content
+    content: Annotated[str, BeforeValidator(joined)]
 
 
 class _Plain(_Message):
@@ -89,29 +95,29 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
     """
     if not isinstance(message, dict):
         return message
-    said = {key: value for key, value in message.items() if value or not (value is None or key in _EMPTY)}
-    is_answer = said.get("role") == "assistant"
+    kept = {key: value for key, value in message.items() if value or not (value is None or key in _EMPTY)}
+    is_answer = kept.get("role") == "assistant"
     for key, why in _NOT_READ.items():
-        if key in said:
+        if key in kept:
             raise wrong(f"{key} of a message is refused: {why}")
-    if "tool_calls" in said and not is_answer:
-        raise wrong(f"tool_calls belong to a message of the assistant, not of {shown(said.get('role'))}")
-    if info.context is not None and (ignored := said.keys() - _READ):
+    if "tool_calls" in kept and not is_answer:
+        raise wrong(f"tool_calls need the role assistant, not {shown(kept.get('role'))}")
+    if info.context is not None and (ignored := kept.keys() - _READ):
         info.context(ignored)
     if not is_answer:
-        return said
-    thought = said.get("reasoning_content") or _reasoning(said)
-    return {"content": "", **said} | ({"reasoning_content": thought} if thought else {})
+        return kept
+    thought = kept.get("reasoning_content") or _reasoning(kept)
+    return {"content": "", **kept} | ({"reasoning_content": thought} if thought else {})
 
 
-def _reasoning(message: Mapping[str, Any]) -> str:
-    if isinstance(thought := message.get("reasoning"), str):
-        return thought
-    details = message.get("reasoning_details")
-    parts = (
-        [part.get("text") for part in details if isinstance(part, dict)] if isinstance(details, list) else []
-    )
-    return "".join(part for part in parts if isinstance(part, str))
+def _reasoning(message: dict[str, Any]) -> str:
+    match message:
+        case {"reasoning": str(thought)}:
+            return thought
+        case {"reasoning_details": list(details)}:
+            texts = (part.get("text") for part in details if isinstance(part, dict))
+            return "".join(text for text in texts if isinstance(text, str))
+    return ""
 
 
 ChatMessage = Annotated[
@@ -119,38 +125,30 @@ ChatMessage = Annotated[
 ]
 
 
-class _Described(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Function(_Open):
     name: Name
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any]]
     strict: NotRequired[bool | None]
 
 
-class GivenTool(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class GivenTool(_Open):
     type: Literal["function"]
-    function: _Described
+    function: _Function
 
 
-# ---- response format
-
-
-class _JsonSchema(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class _JsonSchema(_Strict):
     name: Name
     description: NotRequired[str | None]
     schema: NotRequired[dict[str, Any]]
     strict: NotRequired[bool | None]
 
 
-class _JsonObjectFormat(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class _JsonObjectFormat(_Strict):
     type: Literal["json_object"]
 
 
-class _JsonSchemaFormat(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+class _JsonSchemaFormat(_Strict):
     type: Literal["json_schema"]
     json_schema: _JsonSchema
 

@@ -1,4 +1,4 @@
-"""Client connections to an app that uvicorn serves, and garbage collection."""
+"""HTTP listener: uvicorn's protocol on our own socket, with limits; and garbage collection."""
 
 from __future__ import annotations
 
@@ -13,67 +13,50 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from asyncrl.agents.endpoint.answers import ApiError
-
 BACKLOG = 1024
 CLOSE_S = 2.0
 """Seconds for open requests to finish when a server closes."""
 MAX_HEAD = 2**16
 """Most bytes of a request's head, plus one read of the socket."""
-_END = b"Connection: close\r\nContent-Length: "
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\n" + _END + b"0\r\n\r\n"
-_BAD_HEAD = ApiError(400, "The head of this request is malformed or too long.").body()
-_REFUSED = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\n" + _END
-_REFUSED += str(len(_BAD_HEAD)).encode() + b"\r\n\r\n" + _BAD_HEAD
+
+
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connection(HttpToolsProtocol):
     """A client connection, closed if no whole head arrives within timeout_keep_alive seconds.
 
-    At `most` connections, a new one replaces the longest idle one; if none is idle, it gets 503. Handlers
-    read it from request.scope["connection"].
+    Above `max_connections`, a new connection gets 503. Handlers read it from request.scope["connection"].
     """
 
-    def __init__(self, most: int, idle: dict[Connection, None], **settings: Any) -> None:
-        """`idle`: shared by all connections, longest idle first."""
+    def __init__(self, max_connections: int, **settings: Any) -> None:
         super().__init__(**settings)
-        self._most, self._idle = most, idle
+        self._max_connections = max_connections
         self._num_head: int | None = None
-        self.on_lost: list[Callable[[], None]] = []
+        self.on_lost: Callable[[], None] = lambda: None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self._most:
-            oldest = next(iter(self._idle), None)
-            if oldest is None:
-                transport.set_protocol(asyncio.Protocol())
-                transport.write(_FULL)
-                transport.close()
-                return
-            oldest.transport.close()
-            oldest.forget()
+        if len(self.connections) >= self._max_connections:
+            transport.set_protocol(asyncio.Protocol())
+            transport.write(_FULL)
+            transport.close()
+            return
         super().connection_made(transport)
-        self._idle[self] = None
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
-    def forget(self) -> None:
-        self._idle.pop(self, None)
-        self.connections.discard(self)
-
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.forget()
         super()._unset_keepalive_if_required()
-        for left in list(self.on_lost):
-            left()
+        self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._num_head is not None:
             self._num_head += len(data)
             if self._num_head > MAX_HEAD:
-                self.send_400_response("")
+                self.send_400_response("The request head is too long.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -82,30 +65,18 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_head = None
-        self._idle.pop(self, None)
         super()._unset_keepalive_if_required()
         super().on_headers_complete()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.timeout_keep_alive_task is not None:  # no request is queued behind this one
-            self._idle[self] = None
-
     def _unset_keepalive_if_required(self) -> None:
         """Keep the timer, which uvicorn would stop at the first byte of a head."""
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP, without an echo: they may contain a key."""
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.write(_REFUSED)
-        self.transport.close()
 
 
 class AppServer:
     """An app on a socket. Life: listen() -> aclose()."""
 
-    def __init__(self, app: ASGIApp, *, most: int, idle_s: float) -> None:
-        """`most`: concurrent connections. `idle_s`: see Connection."""
+    def __init__(self, app: ASGIApp, *, max_connections: int, idle_s: float) -> None:
+        """`idle_s`: see Connection."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -118,9 +89,9 @@ class AppServer:
         )
         config.load()
         config.timeout_keep_alive = idle_s  # type: ignore[assignment]
-        self._state, idle = ServerState(), dict[Connection, None]()
+        self._state = ServerState()
         settings = {"config": config, "server_state": self._state, "app_state": {}}
-        self._make = lambda: Connection(most, idle, **settings)
+        self._make = lambda: Connection(max_connections, **settings)
         self._server: asyncio.Server | None = None
 
     @property
@@ -154,8 +125,7 @@ YOUNG = 10_000
 def collect_less() -> None:
     """Collect garbage less often, and exclude all present objects.
 
-    Call it after setup: a full collection of a run's 110,000 imported objects blocks all calls for some 80
-    ms.
+    Call it after setup: a full collection of a run's 110,000 imported objects blocks all calls for 80 ms.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Lifetime of a command that starts processes: its directory, log, signals, tasks and shutdown."""
+"""Lifecycle of a command that starts processes: run directory, log, signals, tasks and shutdown."""
 
 from __future__ import annotations
 
@@ -16,34 +16,29 @@ import stat
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
 from asyncrl.base.files import write_whole
-from asyncrl.base.http import OUT_OF_FILES
 from asyncrl.base.staging import clear_own_staging
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
-from asyncrl.job.start import Server, first_death
 from asyncrl.journal.read import reading
-from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.nodes import Launcher
+from asyncrl.launch.server import Server, first_death
 from asyncrl.observe.console import outliving
 
-if TYPE_CHECKING:
-    from asyncrl.messages.records import GroupId, Prompt
-    from asyncrl.rollouts.rollout import FailedRollout
-    from asyncrl.rollouts.tokenizer import HFChatTokenizer
-
-logger = logging.getLogger("asyncrl.job.life")
+logger = logging.getLogger("asyncrl.job.lifecycle")
 
 CLOSE_TIMEOUT_S = 15.0
+MAX_WARNINGS = 100
+FEW_FILES = 256
+"""Open files of a run without rollouts: logs, sockets, libraries."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -73,105 +68,115 @@ class Interrupts:
                 receive(self._kept.pop(0))
 
 
-class Voice:
-    """Messages to the user. A closed console is no error."""
+class RunLog:
+    """Messages to the user, which also go to logs/controller.log.
 
-    def say(self, text: str) -> None:
-        logger.info("%s", text)
-        self.say_secret(text)
+    `write` prints a line; a closed console is no error. `show_activity` shows the current phase.
+    """
 
-    def say_secret(self, text: str) -> None:
+    def __init__(
+        self,
+        write: Callable[[str], None] = lambda text: print(text, file=outliving()),
+        show_activity: Callable[[str], None] | None = None,
+    ) -> None:
+        self.print_secret = write
         """Print a line that contains a key; do not log it."""
-        outliving().write(f"{text}\n")
+        self._show_activity = show_activity or (lambda text: self.info(f"{text} ..."))
+        self.current_activity = ""
+        self.warnings: list[str] = []
+        """At most MAX_WARNINGS; the log file has all."""
+        self._warned = set[str]()
 
-    def tell(self, text: str) -> None:
-        self.say(f"{text} ...")
+    def info(self, text: str) -> None:
+        logger.info("%s", text)
+        self.print_secret(text)
+
+    def activity(self, text: str) -> None:
+        self.current_activity = text
+        self._show_activity(text)
 
     def warn(self, text: str) -> None:
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(text)
         logger.warning("%s", text)
-        self.say_secret(f"WARNING: {text}")
+        self.print_secret(f"WARNING: {text}")
 
-    def published(self, version: int, digest: str) -> None:
-        """Every engine serves new weights."""
-
-    def rollout_failed(
-        self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
-    ) -> None:
-        """Report a rollout that failed for good."""
-
-    def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """Report the end: done, interrupted or failed. Without `can_go_on` a rerun would fail again."""
-
-    async def aclose(self) -> None:
-        """Wait briefly for trackers after finish(). A signal ends the wait."""
+    def warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warn(text)
 
 
-class Life(ABC):
-    """Lifetime of a command's processes. Owns the only TaskGroup.
+class Lifecycle:
+    """Signals, tasks and shutdown of a command that starts processes. Owns the only TaskGroup.
 
-    Life: run() calls live(), which starts everything; shutdown happens in reverse order.
+    Life: run(live) awaits live(), which starts everything; shutdown happens in reverse order.
     Waits: run() waits for live(). A task that raises, or on_broken, ends it.
     Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop` while `can_stop`, so
         that live() ends by itself, and otherwise cancels it; the second kills all processes and exits at
         once.
-    """
 
-    ending = "ending"
-    main_task = "main"
+    `on_end` gets the final state (done, interrupted or failed), the reason, and whether a rerun may succeed.
+    `on_exit` is awaited last; a signal cuts it short.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         run_dir: Path,
-        voice: Voice | None = None,
-        launcher: Launcher | None = None,
+        log: RunLog,
+        launcher: Launcher,
+        *,
+        ending: str = "ending",
+        on_end: Callable[[str, str, bool], None] = lambda *_: None,
+        on_exit: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         # processes on other nodes have another working directory
         self.run_dir = run_dir if config.launcher == "local" else run_dir.absolute()
-        self.config, self.voice = config, voice or Voice()
-        self.launcher: Launcher = launcher or LocalLauncher()
-        self.say, self.say_secret = self.voice.say, self.voice.say_secret
-        self.tell, self.warn = self.voice.tell, self.voice.warn
+        self.config = config
+        self.log = log
+        self.launcher = launcher
         self.servers: Sequence[Server] = ()
-        """Servers that the command needs. Their deaths are reported in place of the resulting failed
-        calls.
-        """
+        """Servers that the command needs. Their deaths replace the failed calls that they cause."""
         self.stack = AsyncExitStack()
-        self.stop, self.can_stop = asyncio.Event(), False
+        self.stop = asyncio.Event()
+        self.can_stop = False
+        self.signal: int | None = None
         self.interrupts: Interrupts | None = None
         """Signals from a caller that runs this outside the main thread."""
-        self._signal: int | None = None
+        self._ending = ending
+        self._on_end = on_end
+        self._on_exit = on_exit
         self._group: asyncio.TaskGroup | None = None
         self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # weak: the group holds running tasks
         self._broken: Future[None] = Future()
 
-    @abstractmethod
-    async def live(self) -> int:
-        """Do the command's work inside the TaskGroup; return the exit code."""
-
-    async def run(self) -> int:
+    async def run(self, live: Callable[[], Awaitable[int]]) -> int:
         """Return the exit code of live(), or 128 + the interrupting signal. Raises the AsyncrlError that
         ended it.
         """
         main = asyncio.current_task()
         assert main is not None
-        main.set_name(self.main_task)
         self._listen(main)
         try:
-            return self._finish(await self._live())
+            code = await self._live(live)
+            self._on_end(*_end_of(code))
+            return code
         except asyncio.CancelledError:
-            if self._signal is None:
+            if self.signal is None:
                 raise
             main.uncancel()
-            return self._finish(128 + self._signal)
+            self._on_end(*_end_of(128 + self.signal))
+            return 128 + self.signal
         except BaseExceptionGroup as errors:
             raise self._fail(first_cause(errors)) from errors
         except Exception as error:  # outermost frame: foreign exceptions become AsyncrlError
             raise self._fail(error) from error
         finally:
             self.can_stop = False  # a signal now cuts this wait and nothing else
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.voice.aclose()
+            if self._on_exit is not None:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._on_exit()
             self._stop_listening()
 
     def _listen(self, main: asyncio.Task[Any]) -> None:
@@ -193,20 +198,13 @@ class Life(ABC):
             for number in SIGNALS:
                 asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _finish(self, code: int) -> int:
-        if code > 128:
-            self.voice.finish("interrupted", f"interrupted by {signal.Signals(code - 128).name}")
-        else:
-            self.voice.finish("done")
-        return code
-
-    async def _live(self) -> int:
+    async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
         async with self.stack:
             self.closes("launcher", self.launcher.aclose)
             try:
                 async with asyncio.TaskGroup() as self._group:
-                    code = await self.live()
-                    self.end_tasks()
+                    code = await live()
+                    self.cancel_tasks()
             except BaseExceptionGroup as errors:
                 # a broken call may mean that its process just died: give the kernel a moment to report it
                 timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
@@ -222,7 +220,7 @@ class Life(ABC):
         self._tasks.add(task)
         return task
 
-    def end_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
+    def cancel_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
         """Cancel tasks, except names with a prefix in `all_but`."""
         for task in self._tasks:
             if not task.get_name().startswith(all_but):
@@ -242,31 +240,37 @@ class Life(ABC):
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         if isinstance(error, OSError):
-            error = refused_by_system(error, self.run_dir)
+            error = system_error(error, self.run_dir)
         elif not isinstance(error, AsyncrlError):
             log_path = self.run_dir / "logs" / "controller.log"
             what = f"internal error {type(error).__name__}: {error}"
-            error = RoomError("controller", what, way_out=f"report it, with the traceback in {log_path}.")
+            error = RoomError("controller", what, way_out=f"report it with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
         with contextlib.suppress(RoomError, CallbackError):  # keep the first error
-            self.voice.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
+            self._on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
-        if self._signal is not None and self.interrupts is not None:
+        if self.signal is not None and self.interrupts is not None:
             main.cancel()
             return
-        if self._signal is not None:
+        if self.signal is not None:
             for server in self.servers:  # all other processes end with our pipe
                 server.child.kill_nowait()
             clear_own_staging()
             os._exit(128 + number)
-        self._signal = number
-        self.tell(f"{self.ending} (once more to end at once)")
+        self.signal = number
+        self.log.activity(f"{self._ending} (press Ctrl-C again to end at once)")
         if self.can_stop:
             self.stop.set()
         else:
             main.cancel()
+
+
+def _end_of(code: int) -> tuple[str, str, bool]:
+    if code > 128:
+        return "interrupted", f"interrupted by {signal.Signals(code - 128).name}", True
+    return "done", "", True
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
@@ -372,11 +376,7 @@ def rare_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
-    """Log to logs/controller.log only, and raise the open-file limit to its maximum: every request in
-    flight is a connection, and the usual limit is 1024 files.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
+    """Log to logs/controller.log only."""
     handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
     # a log that cannot be written (a full disk) must not hide the error being reported
     handler.handleError = lambda record: None  # type: ignore[method-assign]
@@ -393,11 +393,25 @@ def logging_to(folder: Path) -> Iterator[None]:
             handler.close()
 
 
-def refused_by_system(error: OSError, run_dir: Path) -> RoomError:
-    if error.errno in OUT_OF_FILES:
-        way_out = (
-            "raise the limit (ulimit -n) or lower rollout.slots and gateway.max_connections, then resume."
-        )
-        return RoomError("controller", f"out of file descriptors: {error}", way_out=way_out)
+def system_error(error: OSError, run_dir: Path) -> RoomError:
     what = f"cannot use the run directory {run_dir}: {error}"
     return RoomError("controller", what, way_out="free space on its disk, then start again.")
+
+
+def refuse_few_files(config: RunConfig) -> None:
+    """Raise the limit of open files, which children inherit, to its maximum. Raises ConfigError if it is
+    below what the connections of this run need.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    rollout = config.rollout
+    num_rollouts = rollout.slots * rollout.max_engines
+    if config.generator.concurrency != "auto":
+        num_rollouts = config.generator.concurrency
+    needed = FEW_FILES + num_rollouts * (2 if config.generator.is_harness else 1)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"this process may open {hard} files, and {num_rollouts} concurrent rollouts need about {needed}",
+            rule="every request in flight is a connection, and the hard limit of RLIMIT_NOFILE holds",
+            way_out=f"raise it (ulimit -Hn {needed}), or lower rollout.slots or generator.concurrency.",
+        )
