@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from inspect import Parameter, signature
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from asyncrl import __version__
-from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
+from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.config.load import find_key, name_of_config
+from asyncrl.config.load import name_of_config
 
 Option = functools.partial(typer.Option, show_default=False)
 Argument = functools.partial(typer.Argument, show_default=False)
@@ -27,26 +25,12 @@ Argument = functools.partial(typer.Argument, show_default=False)
 Text: TypeAlias = str | None
 Texts: TypeAlias = list[str] | None
 File: TypeAlias = Path | None
-Number: TypeAlias = float | None
-
-
-def complete_key(incomplete: str) -> list[str]:
-    """Return keys of settings, for shell completion."""
-    from asyncrl.config.load import all_keys
-
-    return [key for key in all_keys() if key.startswith(incomplete)]
-
-
-def _complete_override(incomplete: str) -> list[str]:
-    return [f"{key}=" for key in complete_key(incomplete)]
-
 
 Overrides = Annotated[
     Texts,
     Argument(
         metavar="[KEY=VALUE]...",
         help="Settings that replace the file's: buffer.max_staleness=4.",
-        autocompletion=_complete_override,
     ),
 ]
 NamedRun = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
@@ -57,8 +41,7 @@ RunDirs = Annotated[
     list[Path] | None,
     Argument(metavar="[RUN_DIR]...", help="Directories of runs (default: the newest in runs/)."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
-
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = typer.Typer(
     name="asyncrl",
@@ -69,11 +52,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 serve_app = typer.Typer(
-    help="One part alone: a gateway, to try an agent before it is trained, or an engine.",
+    help="A single component: a gateway, to try an agent before it is trained, or an engine.",
     no_args_is_help=True,
 )
 app.add_typer(serve_app, name="serve")
-SETTING_AS_OPTION = re.compile(r"--(?P<name>[a-z_-]+(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 
@@ -195,7 +177,6 @@ def keys(
         Argument(
             metavar="[WHAT]",
             help="Only this section (buffer), this key (buffer.max_staleness), or what has this word.",
-            autocompletion=complete_key,
         ),
     ] = None,
     list_all: Annotated[bool, Option("--all", help="Every setting, not only the basic ones.")] = False,
@@ -470,36 +451,9 @@ def _exit_at_once(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def _key_of(option: str, arguments: Sequence[str]) -> str | None:
-    """Return the key that an option means: a dotted key, or a key's name if the command takes settings and
-    lacks the option.
-    """
-    if "." in option:
-        return option
-    name = option.replace("-", "_")
-    if (key := find_key(name)) is None:
-        return None
-    command = typer.main.get_command(app)
-    for argument in arguments:
-        command = getattr(command, "commands", {}).get(argument, command)
-    own = {one.name for one in command.params}
-    return key if "overrides" in own and name not in own else None
-
-
-def _refuse_settings_as_options(arguments: Sequence[str]) -> None:
-    """Refuse `--trainer.num_steps 3` and `--num_steps 3`, the forms of other programs."""
-    for argument, after in zip_longest(arguments, arguments[1:], fillvalue=""):
-        found = SETTING_AS_OPTION.fullmatch(argument)
-        if found is not None and (name := _key_of(found["name"], arguments)) is not None:
-            value = found["value"] or after
-            way_out = f"write {name}={value if value and not value.startswith('--') else 'VALUE'}."
-            raise ConfigError(f"{argument} is no option", rule="a setting is key=value", way_out=way_out)
-
-
 def main() -> None:
     """Run the CLI: an AsyncrlError prints two or three lines on stderr, never a traceback."""
     try:
-        _refuse_settings_as_options(sys.argv[1:])
         try:
             app()
         except ModuleNotFoundError as absent:
