@@ -39,7 +39,7 @@ from asyncrl.launch.fork_server import NEVER_INHERITED
 from asyncrl.launch.nodes import Node, single_node
 from asyncrl.launch.plan import plan_text
 from asyncrl.messages.records import Prompt
-from asyncrl.observe.trackers.tracker_names import check_trackers
+from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.tasks.from_config import (
     EvalTask,

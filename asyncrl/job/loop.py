@@ -48,8 +48,7 @@ from asyncrl.launch.nodes import Launcher
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.observe.trackers.tracker import Tracker
-from asyncrl.observe.trackers.tracker_names import check_trackers
+from asyncrl.observe.trackers import Tracker, check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.pinned_data import DATA_PIN
