@@ -331,7 +331,7 @@ def _make_scheduler(life: Lifecycle, fleet: Fleet, publisher: Publisher, journal
         timeout_s=config.weight_sync.timeout_s,
         on_event=handed_over,
         on_lost=fleet.on_lost,
-        stays=fleet.placement.stays,
+        stays=fleet.placement.resident,
     )
 
 
