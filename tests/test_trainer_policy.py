@@ -170,14 +170,6 @@ def test_micro_batch_longer_than_the_window_runs_alone() -> None:
         assert_same(run(policy, groups), result, 1e-5)
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_gradient_checkpointing_gives_the_same_gradient(is_packed: bool) -> None:
-    policy = Policy(make_model(), ForwardPlan(is_packed, True, reason="asked for"))
-    expected = run(policy, GROUPS)
-    policy.enable_gradient_checkpointing()
-    assert_same(run(policy, GROUPS), expected, 1e-7)
-
-
 def test_plan_check_sees_that_sequences_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake: an attention that reads packed tokens as one long sequence."""
     real = policy_module.packed_inputs
