@@ -70,6 +70,8 @@ def run(
 ) -> Found:
     """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ..."""
     header, arrays = batch_of(groups)
+    if not policy.plan.packs(max(entry.end - entry.start for entry in header.trajectories)):
+        max_tokens = 0
     policy.zero_grad()
     places = np.cumsum(arrays.loss_mask)
     found_N = torch.zeros(len(places), dtype=torch.float64)
