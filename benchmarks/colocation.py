@@ -53,7 +53,7 @@ from asyncrl.job.servers import Servers
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import find_cuda_devices
+from asyncrl.launch.nodes import single_node
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
@@ -205,7 +205,7 @@ class House:
 async def house(config: RunConfig, model: Path, folder: Path, device: str) -> AsyncIterator[House]:
     """Started as a run starts them, wired as a run wires them; ended at the end."""
     staging, tasks = new_staging_dir(), list[asyncio.Task[None]]()
-    placement = place(config, len(find_cuda_devices()))
+    placement = place(config, single_node())
     is_shared = placement.mode == "colocated"
     launcher = LocalLauncher()
     servers = Servers(config, placement, model, folder, launcher)

@@ -58,7 +58,7 @@ from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.engine_api import EngineHealth, GenerateRequest, GenerateResponse
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.producers import Producers

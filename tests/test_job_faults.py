@@ -31,7 +31,7 @@ from job_runs import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.launch.processes import catches
-from asyncrl.observe.status import render_status
+from asyncrl.observe.show import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "trainer.num_steps=100000"
