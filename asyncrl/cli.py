@@ -192,7 +192,7 @@ def _or_newest(run_dir: Path | None) -> Path:
     """Return the named run, or the newest one, which stderr names."""
     if run_dir is not None:
         return run_dir
-    from asyncrl.observe.run_list import newest_run
+    from asyncrl.observe.show import newest_run
 
     newest = newest_run()
     typer.echo(f"the newest run: {newest}", err=True)
@@ -207,7 +207,7 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder, newest first: state, steps, reward, and time of the last write."""
-    from asyncrl.observe.run_list import render_runs
+    from asyncrl.observe.show import render_runs
 
     typer.echo(render_runs(folder, as_json=as_json))
 
@@ -221,7 +221,7 @@ def status(
     ] = False,
 ) -> None:
     """Describe a run, live or ended: whether it learns, its health, its speed."""
-    from asyncrl.observe.status import render_status
+    from asyncrl.observe.show import render_status
 
     typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
 
@@ -242,7 +242,7 @@ def inspect(
     failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
 ) -> None:
     """Show the trained groups, from the trainer's record, and all others, from the journal."""
-    from asyncrl.observe.inspect import render_inspect
+    from asyncrl.observe.show import render_inspect
 
     kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
     run = _or_newest(run_dir)
@@ -432,7 +432,7 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 def _leave_trackers(exit_code: int) -> None:
     """Exit at once if a tracker is stuck: at Python's exit its client would wait for its server."""
-    trackers = sys.modules.get("asyncrl.observe.trackers.background")
+    trackers = sys.modules.get("asyncrl.observe.trackers")
     if trackers is not None and trackers.LEFT:
         _exit_at_once(exit_code)
 

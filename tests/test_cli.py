@@ -46,9 +46,9 @@ check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots
 check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: there is no module no_such ... Way out:
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:
-report docs -> 2: is no run directory ... Way out:
-scale docs engines=2 -> 2: is no run directory ... Way out:
-export docs out -> 2: is no run directory ... Way out:
+report docs -> 2: is not a run directory ... Way out:
+scale docs engines=2 -> 2: is not a run directory ... Way out:
+export docs out -> 2: is not a run directory ... Way out:
 export docs out more -> 2: not 3 paths
 runs docs/none -> 2: there is no folder docs/none ... Way out:
 init --help -> 0: quickstart ... gsm8k ... agent ... tutorial

@@ -21,7 +21,7 @@ from asyncrl.config import load_config
 from asyncrl.job.check import validate
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
-from asyncrl.launch import fit, machine, plan
+from asyncrl.launch import capacity, machine, nodes, plan
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
@@ -145,8 +145,9 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
     for owner, name in (
         *((machine, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "ask_nvidia_smi")),
         *((machine, name) for name in ("num_cores", "available_memory")),
-        *((plan, name) for name in ("num_cores", "this_machine")),
-        (fit, "find_python"),
+        (plan, "num_cores"),
+        (nodes, "this_machine"),
+        (capacity, "find_python"),
         (psutil, "virtual_memory"),
     ):
         monkeypatch.setattr(owner, name, asked)

@@ -38,7 +38,7 @@ from asyncrl.job.scale import (
 )
 from asyncrl.job.supervise import EngineSupervisor
 from asyncrl.launch.supervise import Supervision
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_dir import Recorder
 
 
 def make_config(folder: Path, num_engines: Any, **rollout: Any) -> Any:
@@ -322,7 +322,7 @@ def test_scale_command_refuses_invalid_requests(
         saved = ran.folder / "config.yaml"
         changed = changed_keys(load_config(saved), load_config(saved, [override]))
         assert list(changed) == [allowed], "what it says to write would be accepted"
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         scale_run(tmp_path / "nowhere", "engines=2")
 
 

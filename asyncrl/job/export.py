@@ -21,10 +21,9 @@ from asyncrl.base.files import whole_folder
 from asyncrl.base.serving import Refused
 from asyncrl.config import RunConfig
 from asyncrl.journal.checkpoints import MANIFEST, TRAINER, Checkpoints, read_whole
-from asyncrl.observe.run_dir import read_evaluations, read_metrics
+from asyncrl.observe.run_dir import read_config, read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.status import read_config
-from asyncrl.observe.verdict.verdict import PLOT_FILE, write_reward_plot
+from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model, hub_source
 
 MARK = "asyncrl.json"

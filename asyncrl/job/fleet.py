@@ -169,7 +169,7 @@ class Fleet:
         before their turn. So no device holds more than one side, and the engines' first turn begins with a
         push. Resident engines also start first, because vLLM measures free memory at its start.
         """
-        if not self.placement.moves and self.placement.share is None:
+        if not self.placement.moves and self.placement.memory_fraction is None:
             await start_all([*self.ranks, *engines, *self.side_servers])
             return
         await start_all([*engines, *self.side_servers])
@@ -199,13 +199,14 @@ def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFile
     has_eval = placement.evaluation is not None
     if placement.num_nodes == 1 or not fetches_files(life.config, has_eval_engine=has_eval):
         return None
-    node_of = {f"engine-{number}": placement.engine_node(number) for number in range(len(placement.engines))}
-    node_of[EVAL_ENGINE] = placement.beside_node
+    node_of = {f"engine-{number}": devices[0].node for number, devices in enumerate(placement.engines)}
+    if placement.evaluation is not None:
+        node_of[EVAL_ENGINE] = placement.evaluation.node
     return NodeFiles(
         life.launcher.fetch,
         rank.caller,
         node_of,
-        trainer_node=placement.rank_node(0),
+        trainer_node=placement.trainer[0].node,
         timeout_s=life.config.weight_sync.timeout_s,
     )
 

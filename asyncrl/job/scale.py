@@ -24,7 +24,7 @@ from asyncrl.job.lifecycle import RunLog, run_again
 from asyncrl.job.supervise import EngineSupervisor
 from asyncrl.launch.server import Server, cancel_all
 from asyncrl.launch.supervise import NO_LOSS, Supervision, summary_of
-from asyncrl.observe.status import judge_state, read_config, read_status
+from asyncrl.observe.run_dir import judge_state, read_config, read_status
 
 logger = logging.getLogger("asyncrl.job.scale")
 

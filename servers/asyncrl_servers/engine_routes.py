@@ -59,8 +59,7 @@ class ServedLink(Generic[Of]):
 
     Life: open -> exchanging frames -> closed by the client or with its process, which aborts open requests.
     Waits: the reader sleeps until a frame comes. The sampling thread sends without blocking; the event loop
-        sends what the socket does not accept at once, since waking it per decode step costs more than the
-        frame.
+        sends what the socket does not accept, since waking it per step costs more than the frame.
     Invariant: frames leave whole, in sampling order.
     """
 

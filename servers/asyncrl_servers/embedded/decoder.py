@@ -246,9 +246,8 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 class PlainDecoder:
     """Forward pass of Llama-like models over their own modules, so it follows weight swaps.
 
-    Half of a small model's decode step is Python in transformers. Llama, Mistral, Qwen2 and Qwen3 share the
-    shape implemented here (RMSNorm, rotary attention, gated MLP). build_engine.check_same_model compares it
-    with the model's own attention at start.
+    Half of a small model's decode step is Python in transformers. check_same_model compares this pass with
+    the model's own attention at start.
     """
 
     def __init__(self, model: Any, max_length: int) -> None:

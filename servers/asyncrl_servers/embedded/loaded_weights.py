@@ -1,8 +1,6 @@
-"""Weights of an embedded engine: staged from a file or a broadcast, or loaded in place by chunks.
-
-A set of weights is weights_of(model), tied weights once, under checkpoint names. Tensors that transformers
-stacks are copied into views of the stack. Adapters (asyncrl/weights/adapters.py) change the initial weights,
-which are kept.
+"""Weights of an embedded engine: staged from a file or a broadcast, or loaded in place by chunks, under
+checkpoint names. Tensors that transformers stacks are copied into views of the stack. Adapters change the
+initial weights, which are kept.
 """
 
 from __future__ import annotations
