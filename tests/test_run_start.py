@@ -33,7 +33,7 @@ from asyncrl.launch.nodes import Node, NodeRequirements, single_node
 from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import PushLoop
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -305,7 +305,7 @@ async def test_unknown_weights_are_replaced_before_sampling(
 ) -> None:
     fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
     targets = [EngineServer(fake)]
-    publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
+    publisher = PushLoop(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
     async with asyncio.TaskGroup() as tasks:
         values: Any = {"spawn": tasks.create_task, "are_ours": are_ours}
         await Disaggregated(publisher, num_steps=3, **values).start(0)
