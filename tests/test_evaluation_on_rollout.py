@@ -19,7 +19,7 @@ from turn_cases import EngineRooms, House, play, play_to_its_error
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import SideBySide
 from asyncrl.messages.records import Batch, Prompt
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut
 
 PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
 ONCE_S = 3 * 10 * 0.1
@@ -38,7 +38,7 @@ class Evaluated:
         evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
         self.evaluation = Evaluation(
             [
-                HeldOut(name, evaluator, Schedule(every=every, last=self.last, at_start=True), self.timeout_s)
+                HeldOut(name, evaluator, every=every, last=self.last, at_start=True, timeout_s=self.timeout_s)
                 for name, every in self.every.items()
             ],
             None,

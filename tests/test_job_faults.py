@@ -73,7 +73,7 @@ def test_run_survives_losses_until_restarts_are_used_up(
     second.kill()
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, stderr
-    assert stdout.count("WARNING: the run goes on without evaluation: engine-eval") == 1
+    assert stdout.count("WARNING: the run continues without evaluation: engine-eval") == 1
     assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
     assert "starting the trainer again, 1 of 1" in stdout
     assert f"engine-1: process {frozen.pid} does not answer" in stdout

@@ -17,9 +17,9 @@ from asyncrl.config.weight_sync import fetches_files
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
+from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
 from asyncrl.job.check import Found, look, read_tasks
 from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
-from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, special_tokens
 from asyncrl.job.life import Life, run_id
 from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers.evaluating import make_evaluation
@@ -36,7 +36,7 @@ from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
-from asyncrl.rollouts.generators import Taught
+from asyncrl.rollouts.generators import DistillingGenerator
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.sync.node_files import NodeFiles
@@ -72,7 +72,7 @@ class Parts:
         self.teaching: Teaching | None = None
         self.broadcast_group: BroadcastGroup | None = None
         self.files: NodeFiles | None = None
-        self.harnessing: Harnessing | None = None
+        self.harnessing: AgentRuntime | None = None
         self.evaluation: Evaluation | None = None
         # with scaling, cut calls of a leaving engine must not end the run
         is_heard = job.config.supervision.max_restarts or job.config.rollout.is_scaled
@@ -225,10 +225,10 @@ class Parts:
             on_requeued=lambda *group: self.producers.requeued(*group),
         )
         if config.generator.is_harness:
-            self.harnessing = Harnessing(job, self.engines, self.tokenizer, self.supervision)
+            self.harnessing = AgentRuntime(job, self.engines, self.tokenizer, self.supervision)
         generator = make_generator(config, self.engines, self.tokenizer, self.scorer, self.harnessing)
         if self.teaching is not None:
-            generator = Taught(generator, self.teaching.teacher)
+            generator = DistillingGenerator(generator, self.teaching.teacher)
         self.producers = Producers(
             self.buffer,
             self.feed,

@@ -24,9 +24,16 @@ from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
+from asyncrl.job.agent_runtime import (
+    AgentRuntime,
+    UserKey,
+    make_gateway,
+    make_generator,
+    model_name,
+    try_rollouts,
+)
 from asyncrl.job.build import find_tasks
 from asyncrl.job.engine_kinds import engine_kind
-from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
 from asyncrl.job.life import Life, Voice, logging_to, make_run_dir, new_run_dir, removed_if_refused
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server, start_all
@@ -230,7 +237,7 @@ class GatewayServing(Serving):
         if config.generator.is_harness:
             heartbeat_s = config.observe.heartbeat_s
             supervision = Supervision(config.supervision, heartbeat_s, self.warn, lambda *_: None)
-            harnessing = Harnessing(self, self._pool, self._tokenizer, supervision)
+            harnessing = AgentRuntime(self, self._pool, self._tokenizer, supervision)
             await harnessing.open(self)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")

@@ -11,11 +11,11 @@ from asyncrl.base.errors import RoomError
 from asyncrl.config import EvalConfig
 from asyncrl.config.generation import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.harnessing import make_generator
+from asyncrl.job.agent_runtime import make_generator
 from asyncrl.job.life import Life
 from asyncrl.observe.run_dir import read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut
 from asyncrl.rollouts.generators import HarnessGenerator
 from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.tasks.from_config import EvalTask
@@ -52,13 +52,17 @@ def make_evaluation(
             timeout_s=config.rollout.timeout_s,
             broken=broken,
         )
-        schedule = Schedule(
-            every=settings.every,
-            last=config.trainer.num_steps,
-            at_start=settings.at_start,
-            evaluated=max(versions, default=None),
+        made.append(
+            HeldOut(
+                name,
+                evaluator,
+                every=settings.every,
+                last=config.trainer.num_steps,
+                at_start=settings.at_start,
+                timeout_s=settings.timeout_s,
+                evaluated=max(versions, default=None),
+            )
         )
-        made.append(HeldOut(name, evaluator, schedule, settings.timeout_s))
 
     def evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
