@@ -11,7 +11,7 @@ from asyncrl.launch.devices import Placement, place
 from asyncrl.launch.machine import CudaDevice, Machine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, slots: 10, num_prompts: 5}"
+EVAL = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 10, num_prompts: 5}"
 OWN = "eval.engine=own"
 TAUGHT = ["teacher.path=m", "algorithm.distill_weight=1"]
 TURNS = ["placement.rollout=trainer", "buffer.max_staleness=0"]

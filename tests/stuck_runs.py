@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 from buffer_groups import make_buffer
@@ -25,7 +25,7 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.sync.publisher import Publisher
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.scorer import Scorers
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -78,7 +78,7 @@ class House:
         pool = EnginePool(targets, slots=4)
         buffer = make_buffer(num_batches=num_steps)
         task = TaskConfig(python="a:B", reward_pool="inline", reward_timeout_s=1e9)
-        scorer = TaskScorer(SimpleNamespace(score=self._score), task, seed=0)
+        scorer = Scorers({"": cast("Any", SimpleNamespace(score=self._score))}, {"": task}, seed=0)
         generator = single_turn(pool, scorer, max_tokens=8)
         producers = make_producers(buffer, tasks.create_task, generator, timeout_s=None)
         self.trainer_process = FakeProcess(self.worker)

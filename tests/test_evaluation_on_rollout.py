@@ -136,18 +136,6 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
     assert rooms.pool.gauges()["tokens/generated"] == 0, "its tokens are not trained on"
 
 
-def test_stopped_run_gets_its_engines_back_at_once() -> None:
-    async def story(rooms: Apart) -> None:
-        await rooms.steps(1)
-        rooms.evaluation.stop_nowait()
-        await rooms.publisher.wait_announced(1)
-        assert asyncio.get_running_loop().time() < ONCE_S / 2
-        await rooms.whole()
-
-    rooms = live(story)
-    assert (rooms.results, rooms.evaluated.troubles) == ([], [])
-
-
 def test_another_version_than_the_served_one_ends_the_run() -> None:
     async def story(rooms: Apart) -> None:
         await asyncio.sleep(2 * ONCE_S)

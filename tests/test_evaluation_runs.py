@@ -126,18 +126,6 @@ async def test_long_evaluation_skips_versions_but_the_last() -> None:
 
 
 @virtual
-async def test_dead_eval_engine_is_reported_once() -> None:
-    house = House(decode_s=0.15)
-    await house.live(before_step=lambda version: house.eval_engine.die() if version == 3 else None)
-    assert house.versions == []
-    (trouble,) = house.troubles
-    assert "the run continues without evaluation: engine-eval" in trouble
-    stats = house.evaluation.stats()
-    assert (stats.state, stats.abandoned) == ("off", 1)
-    assert house.kept == []
-
-
-@virtual
 async def test_weights_that_arrive_changed_are_not_evaluated() -> None:
     house = House(at_start=False)
     house.eval_engine.corrupt_digest = True

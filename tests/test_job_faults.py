@@ -46,7 +46,7 @@ def test_run_survives_losses_until_restarts_are_used_up(
     """
     config = write_config(
         tmp_path,
-        eval={"task": {"python": "asyncrl.tasks.letters:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},
+        eval={"task": {"python": "asyncrl.tasks.toy:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},
         rollout={"num_engines": 2},
         buffer={"max_staleness": 2, "on_overdue": "drop"},
         observe={"heartbeat_s": 12},

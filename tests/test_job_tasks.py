@@ -18,7 +18,7 @@ from asyncrl.observe.status import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 10
-LETTERS = {"python": "asyncrl.tasks.letters:Letters"}
+LETTERS = {"python": "asyncrl.tasks.toy:Letters"}
 WORDS = [{"prompt": f"{letter} 2", "answer": letter} for letter in "abcdef"]
 
 

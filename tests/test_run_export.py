@@ -309,7 +309,7 @@ def test_export_works_live_killed_and_done(
 ) -> None:
     run_dir = tmp_path / "run"
     evaluation = {
-        "task": {"python": "asyncrl.tasks.letters:Letters", "size": 8},
+        "task": {"python": "asyncrl.tasks.toy:Letters", "size": 8},
         "every": 2,
         "num_prompts": 2,
     }
