@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from inspect import Parameter, signature
-from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
 from asyncrl import __version__
-from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
-from asyncrl.cli_of_runs import (
-    COMMANDS,
-    Argument,
-    File,
-    Option,
-    Overrides,
-    Text,
-    Texts,
-    complete_key,
-)
+from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.config.load import find_key, name_of_config
+from asyncrl.config.load import name_of_config
+
+Option = functools.partial(typer.Option, show_default=False)
+Argument = functools.partial(typer.Argument, show_default=False)
+
+Text: TypeAlias = str | None
+Texts: TypeAlias = list[str] | None
+File: TypeAlias = Path | None
+
+Overrides = Annotated[
+    Texts,
+    Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings that replace the file's: buffer.max_staleness=4.",
+    ),
+]
+NamedRun = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
+RunDir = Annotated[
+    File, Argument(metavar="[RUN_DIR]", help="Directory of a run (default: the newest in runs/).")
+]
+RunDirs = Annotated[
+    list[Path] | None,
+    Argument(metavar="[RUN_DIR]...", help="Directories of runs (default: the newest in runs/)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = typer.Typer(
     name="asyncrl",
@@ -39,11 +52,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 serve_app = typer.Typer(
-    help="One part alone: a gateway, to try an agent before it is trained, or an engine.",
+    help="A single component: a gateway, to try an agent before it is trained, or an engine.",
     no_args_is_help=True,
 )
 app.add_typer(serve_app, name="serve")
-SETTING_AS_OPTION = re.compile(r"--(?P<name>[a-z_-]+(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 
@@ -165,7 +177,6 @@ def keys(
         Argument(
             metavar="[WHAT]",
             help="Only this section (buffer), this key (buffer.max_staleness), or what has this word.",
-            autocompletion=complete_key,
         ),
     ] = None,
     list_all: Annotated[bool, Option("--all", help="Every setting, not only the basic ones.")] = False,
@@ -177,8 +188,147 @@ def keys(
     typer.echo(schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all))
 
 
-for _command in COMMANDS:
-    app.command()(_command)
+def _or_newest(run_dir: Path | None) -> Path:
+    """Return the named run, or the newest one, which stderr names."""
+    if run_dir is not None:
+        return run_dir
+    from asyncrl.observe.show import newest_run
+
+    newest = newest_run()
+    typer.echo(f"the newest run: {newest}", err=True)
+    return newest
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")] = Path(
+        "runs"
+    ),
+    as_json: Json = False,
+) -> None:
+    """List the runs in a folder, newest first: state, steps, reward, and time of the last write."""
+    from asyncrl.observe.show import render_runs
+
+    typer.echo(render_runs(folder, as_json=as_json))
+
+
+@app.command()
+def status(
+    run_dir: RunDir = None,
+    as_json: Json = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With waits, queues, engines and where the time went.")
+    ] = False,
+) -> None:
+    """Describe a run, live or ended: whether it learns, its health, its speed."""
+    from asyncrl.observe.show import render_status
+
+    typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
+
+
+@app.command()
+def inspect(
+    run_dir: RunDir = None,
+    as_json: Json = False,
+    step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
+    group: Annotated[int | None, Option(help="This group's whole story, with its conversation.")] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Rollouts as text: the newest, or of --step.")
+    ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Samples with the best reward of their batch.")
+    ] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
+) -> None:
+    """Show the trained groups, from the trainer's record, and all others, from the journal."""
+    from asyncrl.observe.show import render_inspect
+
+    kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
+    run = _or_newest(run_dir)
+    typer.echo(render_inspect(run, as_json=as_json, step=step, group=group, samples=samples, kinds=kinds))
+
+
+@app.command()
+def report(
+    run_dirs: RunDirs = None,
+    out: Annotated[
+        File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
+    ] = None,
+) -> None:
+    """Write an HTML page about a run, live or ended: verdict, curves, timeline, samples.
+
+    Several runs are compared. Each RUN_DIR gets a trace.json for https://ui.perfetto.dev.
+    """
+    from asyncrl.observe.page.render import write_report
+
+    for line in write_report(run_dirs or [_or_newest(None)], out):
+        typer.echo(line)
+
+
+@app.command()
+def watch(
+    run_dirs: RunDirs = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. On one that others reach, the page asks for a key.")
+    ] = "127.0.0.1",
+    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """Show a run's page in a browser, live: curves, timeline, samples. Several runs are compared.
+
+    Read-only. Runs until Ctrl-C, across the run's end and its resumes.
+    """
+    from asyncrl.observe.page.watch import watch as serve_page
+
+    raise typer.Exit(serve_page(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
+
+
+@app.command()
+def export(
+    paths: Annotated[
+        list[Path],
+        Argument(
+            metavar="[RUN_DIR] OUT",
+            help="Directory of a run (default: the newest in runs/), and the folder to make.",
+        ),
+    ],
+    step: Annotated[
+        str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
+    ] = "last",
+    adapter: Annotated[bool, Option("--adapter", help="LoRA: the adapters alone, not merged.")] = False,
+    base: Annotated[Text, Option(metavar="NAME", help="Base model as others load it: a hub id.")] = None,
+    dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an export in OUT.")] = False,
+    push: Annotated[Text, Option(metavar="REPO", help="Upload it to OWNER/NAME of the hub, private.")] = None,
+    public: Annotated[bool, Option("--public", help="For everyone to see.")] = False,
+) -> None:
+    """Export a run's weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
+
+    The run may be done, stopped, killed, failed or still running; nothing in RUN_DIR changes. The default
+    without --step is final/ of a finished run, else the newest checkpoint. Needs no GPU.
+    """
+    from asyncrl.job.export import export_run
+
+    if len(paths) > 2:
+        raise typer.BadParameter(f"export takes RUN_DIR and OUT, not {len(paths)} paths")
+    run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
+    asked = {"adapter": adapter, "overwrite": overwrite, "public": public}
+    export_run(run_dir, out, step=step, base=base, dtype=dtype, push=push, tell=typer.echo, **asked)
+
+
+@app.command()
+def scale(
+    run_dir: NamedRun,
+    engines: Annotated[str, Argument(metavar="engines=N", help="Number of engines from now on.")],
+) -> None:
+    """Change the number of engines of a running job, within rollout.num_engines={min: 1, max: 8}.
+
+    `asyncrl status` shows the progress. The number survives a resume.
+    """
+    from asyncrl.job.scale import scale_run
+
+    typer.echo(scale_run(run_dir, engines))
 
 
 @app.command()
@@ -282,7 +432,7 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 def _leave_trackers(exit_code: int) -> None:
     """Exit at once if a tracker is stuck: at Python's exit its client would wait for its server."""
-    trackers = sys.modules.get("asyncrl.observe.trackers.background")
+    trackers = sys.modules.get("asyncrl.observe.trackers")
     if trackers is not None and trackers.LEFT:
         _exit_at_once(exit_code)
 
@@ -301,36 +451,9 @@ def _exit_at_once(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def _key_of(option: str, arguments: Sequence[str]) -> str | None:
-    """Return the key that an option means: a dotted key, or a key's name if the command takes settings and
-    lacks the option.
-    """
-    if "." in option:
-        return option
-    name = option.replace("-", "_")
-    if (key := find_key(name)) is None:
-        return None
-    command = typer.main.get_command(app)
-    for argument in arguments:
-        command = getattr(command, "commands", {}).get(argument, command)
-    own = {one.name for one in command.params}
-    return key if "overrides" in own and name not in own else None
-
-
-def _refuse_settings_as_options(arguments: Sequence[str]) -> None:
-    """Refuse `--trainer.num_steps 3` and `--num_steps 3`, the forms of other programs."""
-    for argument, after in zip_longest(arguments, arguments[1:], fillvalue=""):
-        found = SETTING_AS_OPTION.fullmatch(argument)
-        if found is not None and (name := _key_of(found["name"], arguments)) is not None:
-            value = found["value"] or after
-            way_out = f"write {name}={value if value and not value.startswith('--') else 'VALUE'}."
-            raise ConfigError(f"{argument} is no option", rule="a setting is key=value", way_out=way_out)
-
-
 def main() -> None:
     """Run the CLI: an AsyncrlError prints two or three lines on stderr, never a traceback."""
     try:
-        _refuse_settings_as_options(sys.argv[1:])
         try:
             app()
         except ModuleNotFoundError as absent:

@@ -47,13 +47,15 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.config import RunConfig, SupervisionConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job import start as startup
-from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
-from asyncrl.job.servers.server_maker import ServerMaker
-from asyncrl.job.supervision.supervise import Supervision
+from asyncrl.job.build import load_tokenizer
+from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
+from asyncrl.job.servers import Servers
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.launch.devices import place
-from asyncrl.launch.machine import find_cuda_devices
+from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.launch.nodes import single_node
+from asyncrl.launch.server import Server, start_all
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.sync.publisher import Publisher
 from asyncrl.sync.push import PushReport
@@ -72,7 +74,7 @@ class Memory:
     on.
     """
 
-    servers: Sequence[startup.Server]
+    servers: Sequence[Server]
     device: str
     samples: list[tuple[float, int, int]] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
@@ -193,7 +195,7 @@ class House:
     trainer: SupervisedTrainer
     pool: EnginePool
     publisher: Publisher
-    turns: Turns
+    turns: WeightScheduler
     memory: Memory
     phases: dict[str, Mapping[str, Any]]
     """The last event of each phase of a handover, by the phase's name."""
@@ -203,11 +205,14 @@ class House:
 async def house(config: RunConfig, model: Path, folder: Path, device: str) -> AsyncIterator[House]:
     """Started as a run starts them, wired as a run wires them; ended at the end."""
     staging, tasks = new_staging_dir(), list[asyncio.Task[None]]()
-    placement = place(config, len(find_cuda_devices()))
+    placement = place(config, single_node())
     is_shared = placement.mode == "colocated"
-    maker = ServerMaker(config, placement, model, folder)
-    trainers, engines = maker.trainers(staging), maker.engines()
-    targets = [maker.client(server) for server in engines]
+    launcher = LocalLauncher()
+    servers = Servers(config, placement, model, folder, launcher)
+    trainers = servers.trainers(staging)
+    engines = servers.engines()
+    tokenizer = load_tokenizer(config, model)
+    targets = [servers.client(server, tokenizer, print) for server in engines]
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:
@@ -217,7 +222,10 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
 
     try:
         with memory.sampled():
-            await startup.bring_up(trainers, engines, (), is_shared=is_shared)
+            await start_all(engines)
+            if is_shared:
+                await asyncio.gather(*(target.sleep(["kv", "weights"]) for target in targets))
+            await start_all(trainers)
             trainer = SupervisedTrainer(
                 trainers,
                 Supervision(SupervisionConfig(max_restarts=0), 600.0, print, lambda *_: None),
@@ -226,10 +234,10 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             )
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
             publisher: Publisher
-            turns: Turns
+            turns: WeightScheduler
             if is_shared:
                 publisher = Publisher(trainer, targets, **common)
-                turns = TakingTurns(
+                turns = Colocated(
                     targets,
                     trainer,
                     publisher,
@@ -244,7 +252,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
                 def spawn(coro: Any, *, name: str) -> None:
                     tasks.append(asyncio.create_task(coro, name=name))
 
-                turns = SideBySide(publisher, num_steps=config.trainer.num_steps, spawn=spawn)
+                turns = Disaggregated(publisher, num_steps=config.trainer.num_steps, spawn=spawn)
             await turns.start(0)
             yield House(trainer, EnginePool(targets, slots=SLOTS), publisher, turns, memory, phases)
     finally:
@@ -320,9 +328,9 @@ async def measure(
             version, before = report.policy_version, rooms.memory.cpu_s()
             await rooms.turns.to_engines(version)
             cpu_s += rooms.memory.cpu_s() - before
-            if isinstance(rooms.turns, TakingTurns) and version == 1:
+            if isinstance(rooms.turns, Colocated) and version == 1:
                 case.first_s = rooms.turns.gauges()["perf/handover_s"]
-            elif isinstance(rooms.turns, TakingTurns):
+            elif isinstance(rooms.turns, Colocated):
                 case.cpu_s.append(cpu_s)
                 note(case, rooms.turns, rooms.phases, rooms.publisher.report)
             else:
@@ -332,7 +340,7 @@ async def measure(
     return case
 
 
-def note(case: Case, turns: TakingTurns, phases: Mapping[str, Mapping[str, Any]], push: PushReport) -> None:
+def note(case: Case, turns: Colocated, phases: Mapping[str, Mapping[str, Any]], push: PushReport) -> None:
     """One turn: its seconds, and the bytes that were copied: by the trainer's moves of weights and optimizer,
     and by the push.
     """

@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from asyncrl.agents.endpoint.calls.connections import collect_less
 from asyncrl.agents.endpoint.gateway import Gateway
+from asyncrl.agents.endpoint.listener import collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_families import find_tool_format

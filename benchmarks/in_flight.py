@@ -51,14 +51,14 @@ from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.life import rare_collections
+from asyncrl.job.lifecycle import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.engine_api import EngineHealth, GenerateRequest, GenerateResponse
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.producers import Producers

@@ -42,7 +42,8 @@ from long_run import COMMAND, PARSE, Cost, cost_of, make_run
 from report import options, reported
 
 from asyncrl.base.spans import TimedSpan
-from asyncrl.observe.run_dir import EVAL_FILE, SAMPLES_FILE, TIMELINE_FILE
+from asyncrl.observe.run_dir import EVAL_FILE, TIMELINE_FILE
+from asyncrl.observe.samples import SAMPLES_FILE
 from asyncrl.observe.timeline import TimelineWriter
 
 STEP_S, NUM_ENGINES, SAMPLE_TOKENS, EVERY = 1.5, 4, 60, 100
@@ -52,7 +53,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 HAVE_POINTS = (
     "return asyncrlPage.charts().length && asyncrlPage.charts().every(c => c.points.every(n => n > 0))"
 )
-VIEW = "from asyncrl.observe.page.run_view import view_run\nview_run(sys.argv[1])"
+VIEW = "from asyncrl.observe.page.view import view_run\nview_run(sys.argv[1])"
 
 
 def make_shown_run(folder: Path, num_steps: int) -> None:

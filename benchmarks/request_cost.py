@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.life import rare_collections
+from asyncrl.job.lifecycle import rare_collections
 from asyncrl.journal.tokens import encode_partial
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.digest import weights_digest

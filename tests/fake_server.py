@@ -148,7 +148,7 @@ class FakeProcess:
             self.num_cancelled += 1
             raise
         if fails:
-            raise RoomError(self.name, "did not come up: no memory")
+            raise RoomError(self.name, "did not start: no memory")
         self.server.restart()
 
     def _refuse_gone(self) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
-from asyncrl.messages.records import Completion, VersionSpan
+from asyncrl.messages.records import Completion, Rollout, VersionSpan
 
 START, END = "\ue000", "\ue001"
 """The special tokens: every token is one character, its id the code point."""
@@ -114,3 +116,18 @@ class Play:
         planned = plan(self.capture, messages)
         self.answer(planned, raw, **kwargs)
         return planned
+
+
+def check_trained(branches: Rollout, sampled: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Each completion, number n of (prompt, sampled ids), is trained once, after the prompt it was sampled
+    with. Its logprobs are -n and fall by 1/1024 from token to token.
+    """
+    trained = []
+    for branch in branches:
+        edges = np.flatnonzero(np.diff([False, *branch.loss_mask, False]))
+        for start, end in edges.reshape(-1, 2).tolist():
+            logprobs = branch.behaviour_logprobs[start:end].tolist()
+            assert logprobs == [logprobs[0] - place / 1024 for place in range(end - start)]
+            ids = branch.token_ids
+            trained.append((-logprobs[0], ids[:start].tolist(), ids[start:end].tolist()))
+    assert sorted(trained) == [(n, list(prompt), list(ids)) for n, (prompt, ids) in enumerate(sampled, 1)]

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from asyncrl.agents.command import MARK_ENV
 from asyncrl.agents.endpoint.answers import ApiError
-from asyncrl.agents.endpoint.calls.connections import AppServer
+from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.base.http import Caller
 from asyncrl.base.serving import Refused
@@ -82,7 +82,10 @@ async def open_gateway(
         return JSONResponse(head | {"choices": [choice]})
 
     app.router.routes += queue.routes()
-    listener, listening = AppServer(app, most=1024, idle_s=30.0), socket.create_server(("127.0.0.1", port))
+    listener, listening = (
+        AppServer(app, max_connections=1024, idle_s=30.0),
+        socket.create_server(("127.0.0.1", port)),
+    )
     await listener.listen(listening)
     gateway.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:

@@ -63,7 +63,7 @@ def _write(config: Mapping[str, Any], folder: Path, sections: Mapping[str, Mappi
 
 def environment(**more: str) -> dict[str, str]:
     """The environment of a run: the test modules can be imported, one thread."""
-    return os.environ | {"PYTHONPATH": f"{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1"} | more
+    return os.environ | {"PYTHONPATH": f"{TESTS}:{ROOT}:{ROOT}/servers", "OMP_NUM_THREADS": "1"} | more
 
 
 def popen(*arguments: str | Path, command: list[str] = RUN) -> subprocess.Popen[str]:

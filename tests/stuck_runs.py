@@ -19,9 +19,9 @@ from asyncrl.base.http import Answer
 from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.parts_read import reported
-from asyncrl.job.supervision.supervise import Supervision
+from asyncrl.job.status import reported
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.sync.publisher import Publisher
@@ -91,22 +91,22 @@ class House:
         publisher = Publisher(
             trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait
         )
-        absent = dict.fromkeys(["eval_server", "evaluation", "harnessing", "teaching"])
+        no_gauges = SimpleNamespace(gauges=dict)
+        fleet = SimpleNamespace(servers=(), side_servers=(), engine_servers=(), teacher=None, supervisors={})
         self.rooms: Any = SimpleNamespace(
-            servers=(),
-            beside=(),
-            supervisors=(),
-            supervisors_beside=(),
+            fleet=fleet,
+            engine_supervisors=(),
             buffer=buffer,
             producers=producers,
             engines=pool,
             trainer=trainer,
             publisher=publisher,
-            turns=SimpleNamespace(gauges=dict),
-            scorer=scorer,
-            checkpointer=SimpleNamespace(gauges=dict),
-            scale=SimpleNamespace(gauges=dict),
-            **absent,
+            scheduler=no_gauges,
+            scorer=no_gauges,
+            checkpointer=no_gauges,
+            scale=no_gauges,
+            evaluation=None,
+            harnessing=None,
         )
         self.watchdog = Watchdog(
             SupervisionConfig.model_validate({"watchdog_s": WATCHDOG_S, "on_stuck": on_stuck}),

@@ -23,7 +23,7 @@ from asyncrl.base.http import Caller
 from asyncrl.base.serving import Refused
 from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
-from asyncrl.job.servers.teaching import look_at_teacher
+from asyncrl.job.supervise import check_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
@@ -130,12 +130,10 @@ def test_teacher_of_other_tokens_is_refused(tiny_model_dir: Path, tmp_path: Path
     config = {"model": {"path": str(tiny_model_dir)}, "task": {"files": ["x"], "reward": "math"}}
     config |= {"algorithm": {"distill_weight": 1}, "teacher": {"path": str(other)}}
     ours = HFChatTokenizer(tiny_model_dir)
-    with pytest.raises(ConfigError, match=r"teacher.path=.*: id \d+ is 'b' there and 'a' here"):
-        look_at_teacher(RunConfig.model_validate(config), ours)
+    with pytest.raises(ConfigError, match=r"teacher.path=.*: id \d+ is 'b' in the teacher, 'a' in"):
+        check_teacher(RunConfig.model_validate(config), ours)
     config["teacher"] = {"path": str(tiny_model_dir)}
-    assert look_at_teacher(RunConfig.model_validate(config), ours)[0].endswith(
-        "its vocabulary is the model's"
-    )
+    assert check_teacher(RunConfig.model_validate(config), ours)[0].endswith("has the model's vocabulary")
 
 
 # ---- runs

@@ -17,7 +17,7 @@ from rollout_cases import single_turn
 from turn_cases import EngineRooms, House, play, play_to_its_error
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.job.colocate import SideBySide
+from asyncrl.job.colocate import Disaggregated
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut
 
@@ -86,7 +86,7 @@ class Apart(EngineRooms):
             ],
             FakeTrainer(train_s=1.0, export_s=0.1),
             SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1),
-            lambda: SideBySide(self.publisher, num_steps=last, spawn=self.spawn),
+            lambda: Disaggregated(self.publisher, num_steps=last, spawn=self.spawn),
             **self.evaluated.hooks,
         )
         self.evaluated.attach(self)

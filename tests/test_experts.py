@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from vllm_process import vllm_process
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.engines.segment_check import RoutedTokens
-from asyncrl.engines.vllm_process import VllmRequirements, check_settings
-from asyncrl.engines.vllm_routes import ServerInfo
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
 from asyncrl.messages.codec import Asked, Sampled
@@ -345,17 +342,6 @@ def test_replay_is_refused_without_routers(tiny_model_dir: Path, tmp_path: Path)
         build_engine(engine_spec(tiny_model_dir, returns_routing=True))
 
 
-def test_vllm_server_that_tells_no_experts_is_refused() -> None:
-    facts = VllmRequirements("/model", "float32", 4, 1000, (), "cpu", returns_routing=True)
-    model = {"model": "/model", "dtype": "torch.float32", "max_model_len": 1000}
-    model["logprobs_mode"] = "processed_logprobs"
-    config: dict[str, Any] = {"model_config": model, "scheduler_config": {"max_num_seqs": 4}}
-    tells = {"aux_output_config": {"enable_return_routed_experts": True}}
-    check_settings("engine-0", ServerInfo(vllm_config=config | tells), facts)
-    with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts"):
-        check_settings("engine-0", ServerInfo(vllm_config=config), facts)
-
-
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
 WIDE |= {"moe_intermediate_size": 32}
 """vLLM's kernels for the CPU know no smaller heads and experts."""
@@ -369,10 +355,9 @@ def on_cpu(folder: Path) -> dict[str, Any]:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_vllm_tells_the_experts_of_each_token(tmp_path: Path) -> None:
-    """One layer has no experts, two prompts hit the prefix cache, and two pushes interrupt completions."""
+    """One layer has no experts, and two prompts hit the prefix cache."""
     shape = WIDE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 300}
     folder = make_tiny_moe(tmp_path / "model", **MOE | shape)
-    other = make_tiny_moe(tmp_path / "other", seed=1, **MOE | shape)
     step, long = make_step(folder, tmp_path, algorithm={"router_replay": True}), tuple(range(6, 46)) * 4
     facts = {"max_length": 512, "slots": 4, "returns_routing": True}
     given = on_cpu(folder) | facts
@@ -394,47 +379,10 @@ def test_vllm_tells_the_experts_of_each_token(tmp_path: Path) -> None:
             assert expected.max() > 255
             assert torch.equal(sets(told(answer.routing)), sets(expected))
 
-    async def push_amid(server: VllmServer, version: int, interrupt: Interrupt, source: Path) -> None:
-        """Each token keeps the experts of the weights that sampled the next."""
-        manifest = await server.prepare(export_of(source, version, tmp_path))
-        prompt, token_ids = [1, 2, 3], list[int]()
-        routed, spans = RoutedTokens(3), list[int]()
-        num_sampled = (await server.health()).tokens_generated
-        for segment in range(3):
-            request = GenerateRequest(
-                request_id=f"{interrupt}-{segment}",
-                prompt_ids=[*prompt, *token_ids],
-                num_resumed=len(token_ids),
-                max_tokens=400 - len(token_ids),
-                seed=5,
-            )
-            asked = asyncio.create_task(server.generate_segment(request))
-            if not segment:
-                while (await server.health()).tokens_generated < num_sampled + 20:  # noqa: ASYNC110  nothing tells
-                    await asyncio.sleep(0.01)
-                await server.commit(version, manifest, interrupt)
-            answer = await asked
-            routed.add(answer.routing, len(token_ids), len(token_ids) + len(answer.token_ids))
-            token_ids += answer.token_ids
-            spans += [one.version for one in answer.version_spans for _ in range(one.start, one.end)]
-            if answer.finish_reason == "length":
-                break
-        num_old = 3 + sum(one < version for one in spans) - 1
-        assert 3 < num_old < 3 + 400 - 1, "the push came in the middle"
-        before, after = (folder, other) if source == other else (other, folder)
-        old, new = (chosen_by(one, [*prompt, *token_ids])[:-1] for one in (before, after))
-        assert torch.equal(sets(told(routed.known)), sets(torch.cat([old[:num_old], new[num_old:]])))
-        assert not torch.equal(sets(old[num_old:]), sets(new[num_old:]))
-
-    async def story(server: VllmServer) -> None:
-        await ask_all(server)
-        await push_amid(server, 1, "keep", other)
-        await push_amid(server, 2, "abort", folder)
-
     with vllm_process(given, tmp_path / "server") as process:
         process.wait_ready(800)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        House(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(story, CANARY_LIMIT, facts)
+        House(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(ask_all, CANARY_LIMIT, facts)
     header, arrays = batch_from(answers)
     exact = step.train(header, arrays)["policy/logprob_gap_max"]
     gaps = []

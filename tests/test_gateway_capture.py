@@ -106,7 +106,7 @@ def test_a_chat_that_the_template_refuses_or_that_is_no_unicode_is_a_value_error
 
 def test_the_last_text_is_that_of_the_call_planned_last_and_nothing_sampled_is_a_failure() -> None:
     play = Play()
-    with pytest.raises(RolloutFailure, match="without one completion"):
+    with pytest.raises(RolloutFailure, match="without a completion"):
         play.capture.last_text(shows_special=True)
     with pytest.raises(RolloutFailure, match="ended with 0 completions and not one sampled token"):
         play.capture.rollout(0, Outcome(), 1.0)
@@ -168,9 +168,9 @@ def test_rewards_by_turn_make_each_completion_a_unit_and_rewards_by_branch_each_
 def test_rewards_that_do_not_fit_fail_the_rollout_with_the_way_out() -> None:
     for kind, rewards, why in (
         ("turn", {9: 1}, "turn_rewards names chatcmpl-9; this rollout has chatcmpl-0"),
-        ("turn", {0: 1, 1: 1}, "names 2 of 4 completions; not chatcmpl-3"),
-        ("branch", {1: 1}, "names 1 of 3 branches; not those that end with chatcmpl-3"),
-        ("branch", {0: 1}, "names chatcmpl-0, which lies in 2 branches"),
+        ("turn", {0: 1, 1: 1}, "turn_rewards does not name chatcmpl-3"),
+        ("branch", {1: 1}, "names no completion of the branches to chatcmpl-3"),
+        ("branch", {0: 1}, "names chatcmpl-0, which is in 2 of the branches that end with"),
         ("branch", {1: 0.5, 4: 0.6}, r"gives one branch 0.5 and 0.6 \(at chatcmpl-4\)"),
     ):
         play = forked_play()

@@ -28,8 +28,8 @@ class Obedient(ScriptedEngine):
         super().__init__(self._answer)
 
     def _answer(self, request: SamplingRequest) -> str:
-        if self.tokenizer.decode(request.prompt_ids.tolist()).endswith('{"name":'):
-            return ' "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+        if self.tokenizer.decode(request.prompt_ids.tolist()).endswith('{"name": "'):
+            return 'weather", "arguments": {"city": "Rome"}}\n</tool_call>'
         return '{"city": "Rome"}' if request.grammar else "Hello there."
 
     async def generate(self, request: SamplingRequest, **more: Any) -> Completion:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,9 +10,8 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, until
+from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop
 
-from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
 
 ADD = {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {"a": {}}}}
@@ -47,7 +45,7 @@ async def talking(engine: Any = None, **config: Any) -> AsyncIterator[Talk]:
 
 
 @in_loop
-async def test_a_conversation_is_one_branch_whose_every_answer_is_trained_once() -> None:
+async def test_conversation_is_one_branch_trained_once() -> None:
     async with talking() as talk:
         messages = list(HI)
         for _ in range(3):
@@ -60,7 +58,7 @@ async def test_a_conversation_is_one_branch_whose_every_answer_is_trained_once()
 
 
 @in_loop
-async def test_a_stream_is_the_same_text_across_a_publish_and_a_stop_string_over_the_joints() -> None:
+async def test_stream_is_whole_across_a_push_and_stops() -> None:
     async with talking(ScriptedEngine(lambda _: "Grüße 🙂🙂 an alle <stop> nie gezeigt")) as talk:
         usage = {"include_usage": True}
         stream = await talk.ask(stream=True, stop=["<stop>"], stream_options=usage)
@@ -75,7 +73,7 @@ async def test_a_stream_is_the_same_text_across_a_publish_and_a_stop_string_over
 
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
-async def test_a_tool_call_is_parsed_and_its_result_goes_on_from_the_recorded_ids(streamed: bool) -> None:
+async def test_tool_result_continues_the_recorded_ids(streamed: bool) -> None:
     answers = iter([CALL, "It is three."])
     async with talking(ScriptedEngine(lambda _: next(answers))) as talk:
         if streamed:
@@ -94,7 +92,7 @@ async def test_a_tool_call_is_parsed_and_its_result_goes_on_from_the_recorded_id
 
 
 @in_loop
-async def test_a_forced_tool_is_begun_for_the_model_and_none_leaves_the_tools_out() -> None:
+async def test_tool_choice_forces_or_hides_tools() -> None:
     rest, named = ' {"a": 1}}\n</tool_call>', {"type": "function", "function": {"name": "add"}}
     async with talking(ScriptedEngine(lambda _: rest)) as talk:
         answer = await talk.ask(tools=TOOLS, tool_choice=named)
@@ -112,7 +110,7 @@ async def test_a_forced_tool_is_begun_for_the_model_and_none_leaves_the_tools_ou
 
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
-async def test_n_choices_are_sampled_with_seeds_of_their_own_and_are_branches(streamed: bool) -> None:
+async def test_choices_have_own_seeds_and_branches(streamed: bool) -> None:
     engine = ScriptedEngine(lambda request: f"answer {request.seed % 1000}")
     async with talking(engine) as talk:
         if streamed:
@@ -129,22 +127,7 @@ async def test_n_choices_are_sampled_with_seeds_of_their_own_and_are_branches(st
 
 
 @in_loop
-async def test_seeds_are_of_what_is_asked_and_not_of_when() -> None:
-    a, b, seeded = {"text": "a"}, {"text": "b"}, {"text": "a", "seed": 5}
-    calls: list[dict[str, Any]] = [a, b, a, seeded, seeded]
-    found = []
-    for order in (calls, calls[::-1]):
-        async with gateway_world() as world:
-            for call in order:
-                assert (await world.ask(**call))[0] == 200
-            seeds = zip(map(str, order), [request.seed for request in world.engine.requests], strict=True)
-            found.append(sorted(seeds, key=lambda each: each[0]))
-    assert found[0] == found[1], "equal calls without a seed come in order either way"
-    assert len(set(found[0])) == 4, "those with one are the same call"
-
-
-@in_loop
-async def test_completions_take_text_or_ids_and_go_on_from_what_they_recorded() -> None:
+async def test_completions_continue_recorded_ids() -> None:
     async with talking() as talk:
         completions, engine = talk.client.completions, talk.world.engine
         answer = await completions.create(model="m", prompt="Once", logprobs=0)
@@ -157,45 +140,22 @@ async def test_completions_take_text_or_ids_and_go_on_from_what_they_recorded() 
         assert talk.world.gateway.stats().extended == 1
 
 
+@pytest.mark.parametrize("tool_format", ["hermes", "toolcall"])
 @in_loop
-async def test_a_stream_that_its_client_leaves_is_answered_whole_when_it_is_asked_for_again() -> None:
-    gate = asyncio.Event()
-    async with talking(ScriptedEngine(gate=gate)) as talk:
-        stream = await talk.ask(stream=True)
-        await anext(aiter(stream))
-        await stream.close()
-        await until(lambda: is_deserted(talk.world))
-        again = asyncio.ensure_future(talk.told())
-        gate.set()
-        assert await again == ["Hello there."]
-        assert len(talk.world.engine.requests) == 1
-        assert talk.world.session.rollout(0, Outcome(), 1.0)[0].num_sampled == 13
-
-
-@in_loop
-async def test_errors_are_the_clients_own_exceptions() -> None:
-    async with talking() as talk:
-        with pytest.raises(openai.BadRequestError, match="logit_bias") as bad:
-            await talk.ask(logit_bias={"5": 1})
-        assert (bad.value.param, bad.value.type) == ("logit_bias", "invalid_request_error")
-        with pytest.raises(openai.AuthenticationError, match="session key"):
-            await talk.client.with_options(api_key="wrong").models.list()
-        for error, raised, said in (
-            (RequestRefused("engine-0 refused it", why="too long"), openai.BadRequestError, "call: too long"),
-            (EngineError("engine-0", "answered nonsense"), openai.InternalServerError, "The run is ending"),
-        ):
-            talk.world.engine.error = error
-            with pytest.raises(raised, match=said):
-                await talk.ask()
-        assert [error.room for error in talk.world.broken] == ["engine-0"]
-
-
-@in_loop
-async def test_a_session_that_ends_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None:
-    async with talking(ScriptedEngine(gate=asyncio.Event())) as talk:
-        stream = await talk.ask(stream=True)
-        await anext(aiter(stream))
-        talk.world.session.end_nowait("the harness is done")
-        with pytest.raises(openai.APIError, match="the harness is done"):
-            _ = [chunk async for chunk in stream]
-        assert talk.world.engine.cancelled == ["g0/r0/a0/c0"]
+async def test_one_call_at_a_time_gives_the_first_call(tool_format: str) -> None:
+    has_end = tool_format == "hermes"  # the other one has no mark after each call
+    mark = "tool_call" if has_end else "TOOLCALL"
+    calls = [f'<{mark}>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</{mark}>' for a in (1, 2)]
+    two = "\n".join(calls)
+    async with talking(ScriptedEngine(lambda _: two), tool_format=tool_format) as talk:
+        answer = await talk.ask(tools=TOOLS, parallel_tool_calls=False)
+        message = answer.choices[0].message
+        (call,) = message.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+        await talk.ask([*HI, message, result], tools=TOOLS, parallel_tool_calls=False)
+        (branch,) = talk.world.session.rollout(0, Outcome(), 0.0)
+        decode = talk.world.engine.tokenizer.decode
+        text = decode(branch.token_ids.tolist(), skip_special_tokens=False).partition("assistant\n")[2]
+        assert text.startswith(calls[0] if has_end else two + "<|end|>")
+        both = await talk.ask(tools=TOOLS, parallel_tool_calls=True)
+        assert len(both.choices[0].message.tool_calls) == 2

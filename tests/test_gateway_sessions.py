@@ -11,10 +11,10 @@ from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.branches import ChatNode
-from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
-from asyncrl.agents.endpoint.forms.responses_written import StoredResponse
+from asyncrl.agents.endpoint.dialects.dialect import KeptAnswer
+from asyncrl.agents.endpoint.gateway_call import GatewayCall
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
-from asyncrl.agents.endpoint.sessions import BEGUN_SHARE, GatewaySession
+from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewaySession
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
@@ -31,7 +31,7 @@ from asyncrl.rollouts.rollout import RolloutAttempt
 
 
 @in_loop
-async def test_a_key_opens_its_session_until_it_ends_and_its_reason_is_told_until_it_is_forgotten(
+async def test_key_opens_its_session_until_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.agents.endpoint.sessions.MAX_EXPIRED", 3)
@@ -44,19 +44,14 @@ async def test_a_key_opens_its_session_until_it_ends_and_its_reason_is_told_unti
     assert opened[4].ended == world.open("late").ended, "all end with the gateway"
 
 
-def num_held(world: World) -> int:
-    room = world.session.room
-    return room.most - room._free._value
-
-
 def num_objects_of_sessions() -> int:
-    kinds = (GatewaySession, GatewayCall, Answer, ChatNode, PromptMatch, StoredResponse, SamplingRequest)
+    kinds = (GatewaySession, GatewayCall, Answer, ChatNode, PromptMatch, KeptAnswer, SamplingRequest)
     # isinstance() would read attributes of the objects, some of which warn
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
 
 @in_loop
-async def test_sessions_that_have_ended_leave_no_object_behind() -> None:
+async def test_ended_sessions_leave_no_objects() -> None:
     async with gateway_world() as world:
         world.session.end_nowait("done")
         gc.collect()
@@ -87,7 +82,7 @@ async def test_sessions_that_have_ended_leave_no_object_behind() -> None:
 
 
 @in_loop
-async def test_a_call_says_which_engine_has_the_conversation_so_far_in_its_cache() -> None:
+async def test_call_names_the_engine_with_its_cache() -> None:
     async with gateway_world() as world:
         for ask in (world.ask, world.ask, world.ask_other):
             assert (await ask())[0] == 200
@@ -97,7 +92,7 @@ async def test_a_call_says_which_engine_has_the_conversation_so_far_in_its_cache
 
 
 @in_loop
-async def test_a_call_after_the_end_and_one_in_hand_at_the_end_get_410_with_the_first_reason() -> None:
+async def test_calls_after_the_end_get_its_first_reason() -> None:
     gate = asyncio.Event()
     async with gateway_world(ScriptedEngine(gate=gate)) as world:
         in_hand = asyncio.ensure_future(world.ask())
@@ -124,168 +119,113 @@ async def cut_call(world: World, body: dict[str, Any]) -> None:
 RETRY = {"x-stainless-retry-count": "1"}
 
 
-@in_loop
-async def test_a_call_that_no_client_got_is_answered_to_the_next_equal_one_and_else_is_not_recorded() -> None:
-    gate, body = asyncio.Event(), {"messages": HI}
-    engine = ScriptedEngine(lambda request: f"seed {request.seed % 1000}", gate=gate)
-    async with gateway_world(engine) as world:
-        await cut_call(world, body)
-        await cut_call(world, body | {"max_tokens": 5})
-        gate.set()
-        await until(lambda: not world.gateway.stats().in_flight)
-        with pytest.raises(RolloutFailure):
-            world.session.rollout(0, Outcome(), 1.0)
-        status, answer = await world.post(body)
-        assert (status, answer["id"], len(engine.requests)) == (200, "chatcmpl-0", 2)
-        (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
-        assert trajectory.num_sampled == answer["usage"]["completion_tokens"]
-        _, another = await world.post(body)
-        assert another["id"] == "chatcmpl-2", "its answer was got: the next one like it is a call of its own"
-        _, again = await world.post(body, headers=RETRY)
-        assert again["id"] == "chatcmpl-2", "unless its client says that it asks again"
-
-
-@in_loop
-async def test_a_call_in_flight_is_joined_by_its_retry_and_so_is_one_that_waits_its_turn() -> None:
-    gate, body = asyncio.Event(), {"messages": HI}
-    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
-        await cut_call(world, body)
-        waiting = asyncio.ensure_future(world.post(body | {"max_tokens": 5}))
-        await until(lambda: world.session.room.num_waiting == 1)
-        waiting.cancel()
-        await until(lambda: is_deserted(world))
-        retries = [asyncio.ensure_future(world.post(each)) for each in (body, body | {"max_tokens": 5})]
-        await until(lambda: len(open_clients(world)) == 2)
-        gate.set()
-        names = [answer["id"] for _, answer in await asyncio.gather(*retries)]
-        assert names == ["chatcmpl-0", "chatcmpl-1"]
-        assert len(world.engine.requests) == 2
-
-
-@in_loop
-async def test_a_client_that_asks_again_and_again_waits_once() -> None:
-    gate, body = asyncio.Event(), {"messages": HI}
-    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
-        await cut_call(world, body)
-        free = BEGUN_SHARE - 1
-        for _ in range(2 * BEGUN_SHARE):
-            retry = asyncio.ensure_future(world.post(body, headers=RETRY))
-            await until(lambda: len(open_clients(world)) == 1)
-            retry.cancel()
-            await until(lambda: is_deserted(world))
-            await until(lambda: world.session.begun._value == free)
-        last = asyncio.ensure_future(world.post(body, headers=RETRY))
-        await until(lambda: len(open_clients(world)) == 1)
-        gate.set()
-        status, answer = await last
-        assert (status, answer["id"], len(world.engine.requests)) == (200, "chatcmpl-0", 1)
-        assert world.session.begun._value == BEGUN_SHARE
-
-
-def open_clients(world: World) -> list[Any]:
-    """Clients that are there, of calls in hand."""
-    calls = [call for same in world.session.calls.values() for call in same]
-    return [call for call in calls if not call.is_abandoned]
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 @in_loop
-async def test_a_call_that_is_left_is_given_up_after_a_moment_and_asked_again_later_is_the_same_call(
-    monkeypatch: pytest.MonkeyPatch, is_streamed: bool
-) -> None:
-    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
-    gate, body = asyncio.Event(), {"messages": HI, "stream": is_streamed}
-    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
+async def test_call_without_client_is_cancelled_and_keeps_its_seed(is_streamed: bool) -> None:
+    gate = asyncio.Event()
+    body = {"messages": HI, "stream": is_streamed}
+    async with gateway_world(ScriptedEngine(gate=gate)) as world:
         await cut_call(world, body)
         await until(lambda: not world.gateway.stats().in_flight)
         assert world.engine.cancelled == ["g0/r0/a0/c0"]
-        assert (num_held(world), world.session.calls, open_clients(world)) == (0, {}, [])
-        gate.set()
-        async with world.http.post(
-            world.url + "/v1/chat/completions", json=body, headers=world.headers
-        ) as response:
-            assert (response.status, b"chatcmpl-1" in await response.read()) == (200, True)
-        first, second = world.engine.requests
-        assert first.request_id != second.request_id
-        assert first.seed == second.seed, "an abandoned call does not count"
-        assert world.session.capture.num_completions == 1, "what was sampled of it is no part of the rollout"
-        assert sum(world.gateway.stats().refused.values()) == 0
-        assert world.gateway.stats().edited == 0, "the second one begins the session"
-
-
-@in_loop
-async def test_calls_like_one_that_was_given_up_have_seeds_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
-    gate = asyncio.Event()
-    async with gateway_world(ScriptedEngine(gate=gate)) as world:
-        await cut_call(world, {"messages": HI})
-        await until(lambda: not world.gateway.stats().in_flight)
         gate.set()
         for _ in range(3):
+            url = world.url + "/v1/chat/completions"
+            async with world.http.post(url, json=body, headers=world.headers | RETRY) as response:
+                assert (response.status, b"chatcmpl-1" in await response.read()) == (200, True)
+        cut, answered = world.engine.requests
+        assert cut.seed == answered.seed
+        assert world.session.capture.num_completions == 1
+        assert sum(world.gateway.stats().refused.values()) == 0
+        assert world.gateway.stats().edited == 0, "the second call starts the session"
+        for _ in range(2):
             assert (await world.post({"messages": HI}))[0] == 200
-        given_up, *answered = (each.seed for each in world.engine.requests)
-        assert len(set(answered)) == 3
-        assert answered[0] == given_up
+        assert len({each.seed for each in world.engine.requests[1:]}) == 3
 
 
 @in_loop
-async def test_one_that_waits_is_given_up_where_it_waits_and_those_behind_it_move_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
-    gate = asyncio.Event()
-    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=2) as world:
-        first = asyncio.ensure_future(world.ask("first"))
-        await world.engine.started.wait()
-        wide = asyncio.ensure_future(world.ask("wide", n=2))
-        await until(lambda: world.session.room.num_waiting == 1)
-        narrow = asyncio.ensure_future(world.ask("narrow"))
-        await until(lambda: world.session.room.num_waiting == 2)
-        assert len(world.engine.requests) == 1, "the wide one was first"
-        wide.cancel()
-        await until(lambda: len(world.engine.requests) == 2)
-        gate.set()
-        assert [(await each)[0] for each in (first, narrow)] == [200, 200]
-        assert num_held(world) == 0
-
-
-@in_loop
-async def test_calls_that_wait_end_with_their_session() -> None:
-    async with gateway_world(ScriptedEngine(gate=asyncio.Event()), max_concurrent_calls=1) as world:
-        asking = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(9)]
-        await until(lambda: world.session.room.num_waiting == 3)  # the others wait unread
-        world.session.end_nowait("done")
-        assert [(await each)[0] for each in asking] == [410] * 9
-        assert (world.session.room.num_waiting, num_held(world)) == (0, 0)
-
-
-@pytest.mark.parametrize("shapes", [({"max_tokens": 5}, {"max_tokens": 50}), ({"stop": "a"}, {"stop": "b"})])
-@in_loop
-async def test_seeds_do_not_depend_on_the_order_of_arrival(shapes: tuple[dict[str, Any], ...]) -> None:
-    found = []
-    for order in (shapes, shapes[::-1]):
-        async with gateway_world() as world:
-            for shape in (*order, {}):
-                assert (await world.ask("same", **shape))[0] == 200
-            found.append({(each.max_tokens, each.stop): each.seed for each in world.engine.requests})
-    assert found[0] == found[1]
-    assert len(set(found[0].values())) == 3
-
-
-@in_loop
-async def test_an_idempotency_key_names_one_call_and_one_body() -> None:
+async def test_retry_of_a_delivered_call_gets_its_answer() -> None:
     async with gateway_world() as world:
-        found = []
+        ids = []
         for key, more in (("k1", {}), ("k1", {}), ("k2", {}), ("k1", {"max_tokens": 5})):
             _, answer = await world.post({"messages": HI, **more}, headers={"Idempotency-Key": key})
-            found.append(answer["id"])
-        assert found == ["chatcmpl-0", "chatcmpl-0", "chatcmpl-1", "chatcmpl-2"]
+            ids.append(answer["id"])
+        assert ids == ["chatcmpl-0", "chatcmpl-0", "chatcmpl-1", "chatcmpl-2"]
+        for path, body in (("responses", {"input": "Hi"}), ("messages", {"messages": HI, "stream": True})):
+            answers = []
+            for headers in ({}, RETRY):
+                url = f"{world.url}/v1/{path}"
+                async with world.http.post(url, json=body, headers=world.headers | headers) as response:
+                    answers.append((await response.read()).splitlines()[-2:])
+            assert answers[0] == answers[1]
+        assert len(world.engine.requests) == 5
+
+
+class CountingEngine(ScriptedEngine):
+    """Counts the answers sampled at once."""
+
+    num_now = num_most = 0
+
+    async def generate(self, request: Any, **more: Any) -> Any:
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        try:
+            return await super().generate(request, **more)
+        finally:
+            self.num_now -= 1
 
 
 @in_loop
-async def test_the_port_is_taken_before_the_start_and_a_taken_one_is_a_config_error() -> None:
+async def test_flooding_harness_waits_until_its_calls_are_used_up() -> None:
+    gate = asyncio.Event()
+    engine = CountingEngine(gate=gate)
+    async with gateway_world(engine, max_concurrent_calls=4, max_calls=6) as world:
+        first = asyncio.ensure_future(world.ask("first", n=9))
+        await world.engine.started.wait()
+        flood = [asyncio.ensure_future(world.ask(f"call {number}", n=2)) for number in range(40)]
+        await until(lambda: world.gateway.stats().refused.get(429, 0) == 35)
+        flood[0].cancel()
+        gate.set()
+        assert (await first)[0] == 200
+        done, _ = await asyncio.wait(flood)
+        statuses = [each.result()[0] for each in done if not each.cancelled()]
+        assert (set(statuses), statuses.count(200)) == ({200, 429}, 4)
+        assert engine.num_most == 4
+        url = world.url + "/v1/chat/completions"
+        async with world.http.post(url, json={"messages": HI}, headers=world.headers) as response:
+            assert (response.status, response.headers["x-should-retry"]) == (429, "false")
+        assert (await world.ask_other())[0] == 200
+
+
+@in_loop
+async def test_waiting_calls_end_with_their_session() -> None:
+    async with gateway_world(ScriptedEngine(gate=asyncio.Event()), max_concurrent_calls=1) as world:
+        asking = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(9)]
+        await until(lambda: world.session.num_calls == OPEN_SHARE)  # the others wait unread
+        world.session.end_nowait("done")
+        assert [(await each)[0] for each in asking] == [410] * 9
+
+
+A, B, SEEDED = {"text": "a"}, {"text": "b"}, {"text": "a", "seed": 5}
+SHAPED = [{"text": "a", "max_tokens": 5}, {"text": "a", "max_tokens": 50}, {"text": "a", "stop": "x"}]
+
+
+@in_loop
+async def test_seeds_do_not_depend_on_the_order_of_arrival() -> None:
+    calls: list[dict[str, Any]] = [A, B, A, SEEDED, SEEDED, *SHAPED]
+    seeds = []
+    for order in (calls, calls[::-1]):
+        async with gateway_world() as world:
+            for call in order:
+                assert (await world.ask(**call))[0] == 200
+            pairs = zip(map(str, order), [request.seed for request in world.engine.requests], strict=True)
+            seeds.append(sorted(pairs))
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 7, "equal calls with a seed are the same"
+
+
+@in_loop
+async def test_port_is_bound_before_start_or_refused() -> None:
     async with gateway_world() as world:
         port = int(world.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match=rf"gateway\.port={port}"):
@@ -300,7 +240,7 @@ async def test_the_port_is_taken_before_the_start_and_a_taken_one_is_a_config_er
 
 
 @in_loop
-async def test_an_answer_that_comes_as_the_session_ends_is_no_part_of_the_rollout() -> None:
+async def test_answer_after_the_end_is_not_recorded() -> None:
     told: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     class Told(ScriptedEngine):
@@ -315,6 +255,84 @@ async def test_an_answer_that_comes_as_the_session_ends_is_no_part_of_the_rollou
         world.session.end_nowait("its harness has finished")
         assert (await asking)[0] == 410
         assert world.session.capture.num_completions == 0
+
+
+@in_loop
+async def test_flood_of_refused_calls_fails_the_rollout() -> None:
+    async with gateway_world(max_calls=2) as world:
+        refused = [await world.post(b"no JSON") for _ in range(21)]
+        assert {status for status, _ in refused} == {400}
+        assert (await world.ask())[0] == 410
+        with pytest.raises(RolloutFailure, match=r"21 of its calls.*10 times gateway.max_calls=2"):
+            async with world.session.while_open():
+                pass
+
+
+LIMITS: dict[str, tuple[dict[str, int], int]] = {
+    "context": ({"max_prompt_tokens": 60}, 400),
+    "calls": ({"max_calls": 2}, 429),
+    "tokens": ({"max_rollout_tokens": 60}, 429),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@in_loop
+async def test_rollout_at_a_limit_is_truncated(
+    limit: str,
+) -> None:
+    config, expected = LIMITS[limit]
+    async with gateway_world(**config) as world:
+        assert (await world.ask("aside"))[0] == 200
+        messages = [*HI]
+        for _ in range(9):
+            status, answer = await world.post({"messages": messages})
+            if status != 200:
+                break
+            assert world.session.overflow is None
+            messages += [answer["choices"][0]["message"], *HI]
+        assert status == expected
+        assert answer["error"]["message"] == world.session.overflow
+        aside, talk = sorted(
+            world.session.rollout(0, Outcome(), 0.0), key=lambda branch: len(branch.token_ids)
+        )
+        assert (aside.is_truncated, talk.is_truncated) == (limit != "context", True)
+        assert talk.num_sampled
+
+
+@in_loop
+async def test_shortened_conversation_is_not_truncated() -> None:
+    async with gateway_world(max_prompt_tokens=40) as world:
+        assert (await world.ask("Hi"))[0] == 200
+        assert (await world.ask("Hi" * 40))[0] == 400
+        assert world.session.overflow is not None
+        assert (await world.ask("Ho"))[0] == 200
+        assert world.session.overflow is None
+        assert not any(branch.is_truncated for branch in world.session.rollout(0, Outcome(), 0.0))
+
+
+@in_loop
+async def test_forgotten_conversations_of_a_user_stay_truncated() -> None:
+    async with gateway_world(max_calls=1, max_prompt_tokens=60) as world:
+        session = world.gateway.open_nowait(
+            "p0/r0", prompt_id="p0", sample_index=0, attempt=0, route_key="p0", user_key="someone"
+        )
+        forgotten: list[Rollout] = []
+        session.on_forgotten = forgotten.append
+        key = {"Authorization": f"Bearer {session.key}"}
+        for number in range(40):
+            first = {"role": "user", "content": f"talk {number:02}"}
+            more = [
+                first,
+                {"role": "assistant", "content": "Hello there."},
+                {"role": "user", "content": "Hm" * 20},
+            ]
+            assert (await world.post({"messages": [first]}, headers=key))[0] == 200
+            for _ in range(3):
+                assert (await world.post({"messages": more}, headers=key))[0] == 400
+        assert session.num_completions <= 16
+        assert 0 < len(session._cut) <= session.num_completions
+        assert forgotten
+        assert all(branch.is_truncated for rollout in forgotten for branch in rollout)
 
 
 class TalkingWorker:
@@ -347,7 +365,7 @@ class TalkingWorker:
 @pytest.mark.parametrize("is_stubborn", [False, True])
 @pytest.mark.parametrize("limit", [{"max_prompt_tokens": 80}, {"max_calls": 2}, {"max_rollout_tokens": 80}])
 @in_loop
-async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that_the_task_scores(
+async def test_harness_at_a_limit_leaves_a_scored_rollout(
     limit: dict[str, int], is_stubborn: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = {"max_calls": 3} | limit
@@ -363,7 +381,7 @@ async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that
         rollout: Rollout = await attempt("truncate")
         assert [(branch.reward, branch.is_truncated) for branch in rollout] == [(0.25, True)]
         assert rollout[0].num_sampled >= 2 * 13
-        assert ("and called on" if is_stubborn else "exit code 1") in caplog.text
+        assert ("kept calling after a limit" if is_stubborn else "exit code 1") in caplog.text
         with pytest.raises(RolloutFailure, match=r"limit|exit code 1"):
             await attempt("fail")
 
@@ -372,9 +390,7 @@ async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that
     ("shows_special", "content"), [(True, "He<|start|>llo"), (False, "Hello")], ids=["visible", "stripped"]
 )
 @in_loop
-async def test_an_agent_gets_the_special_tokens_that_the_task_shows(
-    shows_special: bool, content: str
-) -> None:
+async def test_agent_gets_the_special_tokens_of_its_task(shows_special: bool, content: str) -> None:
     async with gateway_world(ScriptedEngine(lambda _: "He<|start|>llo")) as world:
         about: Any = {"prompt_id": "p0", "sample_index": 0, "attempt": 0, "route_key": "r"}
         session = world.gateway.open_nowait("g1/r0", shows_special=shows_special, **about)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from gateway_capture_cases import Message, assistant, user
+from gateway_capture_cases import Message, assistant, check_trained, completion, user
 from gateway_cases import World, gateway_world, in_loop, num_forked
 from test_gateway_capture_matrix import (
     ADD,
@@ -33,7 +32,7 @@ from asyncrl.agents.endpoint.reasoning import close_thought
 from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.messages.grammar_checks import GrammarError
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -54,19 +53,17 @@ class Told:
 
     tokenizer: HFChatTokenizer
     answers: list[str] = field(default_factory=list)
-    requests: list[SamplingRequest] = field(default_factory=list)
-    sampled: list[tuple[int, ...]] = field(default_factory=list)
+    grammar: str | None = None
+    sampled: list[tuple[list[int], tuple[int, ...]]] = field(default_factory=list)
 
-    async def generate(self, request: SamplingRequest, *, on_tokens: Any = None, **_: Any) -> Completion:
-        self.requests.append(request)
+    async def generate(self, request: SamplingRequest, **_: Any) -> Completion:
         ids = self.tokenizer.encode(self.answers.pop(0))
-        self.sampled.append(ids)
-        logprobs = tuple(-len(self.sampled) - place / 1024 for place in range(len(ids)))
-        return Completion(ids, logprobs, (VersionSpan(0, len(ids), 0),), "stop", 0)
+        self.grammar = request.grammar
+        self.sampled.append((request.prompt_ids.tolist(), ids))
+        return completion(ids, -len(self.sampled))
 
     def prompt(self) -> str:
-        """Text of the last one."""
-        return self.tokenizer.decode(self.requests[-1].prompt_ids.tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode(self.sampled[-1][0], skip_special_tokens=False)
 
 
 def world_of(engine: Told, template: str) -> Any:
@@ -122,23 +119,16 @@ CALLS = ("tool_use", "function_call")
 
 
 def check_one_branch(world: World, engine: Told) -> None:
-    """Each answer is trained once, behind the prompt that it was sampled with."""
     assert num_forked(world) == 0
-    (branch,) = world.session.rollout(0, Outcome(), 1.0)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], branch.loss_mask.astype(int), [0]])))
-    spans = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    ids = branch.token_ids
-    trained = [(ids[:start].tolist(), tuple(ids[start:end].tolist())) for start, end in spans]
-    asked = [request.prompt_ids.tolist() for request in engine.requests]
-    assert trained == list(zip(asked, engine.sampled, strict=True))
-    for number, (start, _) in enumerate(spans, 1):
-        assert branch.behaviour_logprobs[start] == -number
+    rollout = world.session.rollout(0, Outcome(), 1.0)
+    assert len(rollout) == 1
+    check_trained(rollout, engine.sampled)
 
 
 @pytest.mark.parametrize("form", ["messages", "responses"])
 @pytest.mark.parametrize("name", KNOWING)
 @in_loop
-async def test_a_tool_loop_with_thoughts_is_one_branch(
+async def test_tool_loop_with_thoughts_is_one_branch(
     name: str, form: str, renderer_for: Callable[[str], HFChatTokenizer]
 ) -> None:
     renderer, tool_format = renderer_for(name), find_tool_format("auto", TEMPLATES[name])
@@ -169,7 +159,7 @@ FORCED = {"tools": TOOLS, "tool_choice": NAMED}
 
 @pytest.mark.parametrize("name", KNOWING)
 @in_loop
-async def test_a_forced_call_is_not_begun_inside_a_thought(
+async def test_forced_call_is_not_begun_inside_a_thought(
     name: str, renderer_for: Callable[[str], HFChatTokenizer]
 ) -> None:
     """It is called, its result is in the next prompt, and both are one branch."""
@@ -202,7 +192,7 @@ async def test_a_forced_call_is_not_begun_inside_a_thought(
 @pytest.mark.parametrize("has_token", [False, True], ids=["text", "token"])
 @pytest.mark.parametrize("space", ["\n", ""])
 @in_loop
-async def test_a_forced_call_with_a_grammar_comes_behind_the_thought_that_the_prompt_begins(
+async def test_forced_call_with_a_grammar_follows_the_opened_thought(
     tmp_path: Path, has_token: bool, space: str
 ) -> None:
     """The thought is sampled, free, and nothing is written for the model."""
@@ -223,15 +213,14 @@ async def test_a_forced_call_with_a_grammar_comes_behind_the_thought_that_the_pr
             assert engine.prompt() == renderer.render([user("go")], tools=TOOLS)
             (told,) = answer["choices"][0]["message"]["tool_calls"]
             assert told["function"]["arguments"] == '{"a": 70}'
-            grammar = engine.requests[-1].grammar
-            assert grammar is not None
-            matcher = TokenGrammars(renderer._tokenizer, 440).begin(grammar, engine.sampled[-1][:-1])
-            assert matcher.allowed()[engine.sampled[-1][-1]], "all of it is allowed"
+            assert engine.grammar is not None
+            grammars, (_, ids) = TokenGrammars(renderer._tokenizer, 440), engine.sampled[-1]
+            assert grammars.begin(engine.grammar, ids[:-1]).allowed()[ids[-1]], "all of it is allowed"
             with pytest.raises(GrammarError):
-                TokenGrammars(renderer._tokenizer, 440).begin(grammar, renderer.encode("</think>I say"))
+                grammars.begin(engine.grammar, renderer.encode("</think>I say"))
 
 
-def test_a_thought_is_closed_as_the_prompt_has_begun_it() -> None:
+def test_thought_is_closed_as_the_prompt_opened_it() -> None:
     for prompt, closed in (
         ("<|assistant|><think>", "</think>"),  # GLM 4.7, DeepSeek V3.2
         ("<|im_start|>assistant\n<think>\n", "\n</think>\n\n"),  # Qwen 3.5, MiniMax M2

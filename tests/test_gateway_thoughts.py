@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -53,9 +52,7 @@ def cut(text: str, lengths: Sequence[int] = (), *, is_open: bool = False) -> tup
         ("<think>a <think> b</think>c", False, "a <think> b", "c"),
     ],
 )
-def test_a_thought_is_what_an_answer_begins_with_between_the_marks(
-    text: str, is_open: bool, thought: str, shown: str
-) -> None:
+def test_leading_thought_is_split_from_the_text(text: str, is_open: bool, thought: str, shown: str) -> None:
     assert cut(text, is_open=is_open) == (thought, shown)
     assert cut(text, [1] * len(text), is_open=is_open) == (thought, shown)
 
@@ -66,12 +63,12 @@ TEXTS = st.lists(st.sampled_from([*MARKS, "<th", "</", "ink>", " ", "\n", "a", "
 
 
 @given(TEXTS, st.booleans(), st.lists(st.integers(0, 5), max_size=30))
-def test_in_any_cuts_both_texts_are_the_same(text: str, is_open: bool, lengths: list[int]) -> None:
+def test_split_does_not_depend_on_the_pieces(text: str, is_open: bool, lengths: list[int]) -> None:
     assert cut(text, lengths, is_open=is_open) == cut(text, is_open=is_open)
 
 
 @given(st.text())
-def test_a_sealed_thought_can_be_opened_and_a_changed_one_has_another_signature(thought: str) -> None:
+def test_sealed_thought_opens_and_a_changed_one_is_detected(thought: str) -> None:
     assert unsealed(sealed(thought)) == thought
     assert signature_of(thought) != signature_of(thought + " ")
     for other in (thought, sealed(thought)[:-1] + "!"):
@@ -79,60 +76,33 @@ def test_a_sealed_thought_can_be_opened_and_a_changed_one_has_another_signature(
             unsealed(other)
 
 
-THINK, END_THINK = 258, 259
-
-
-@dataclass
 class Opening(ByteTokenizer):
-    """Its template opens the thought, and the marks are special tokens."""
-
-    names: dict[str, int] = field(default_factory=lambda: {"<think>": THINK, "</think>": END_THINK})
+    """Its template opens the thought."""
 
     def render(self, messages: Any, *, tools: Any = None, settings: Any = None) -> str:
         return super().render(messages, tools=tools) + "<think>\n"
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        for name, token in self.names.items():
-            before, found, after = text.partition(name)
-            if found:
-                return (*self.encode(before), token, *self.encode(after))
-        return super().encode(text)
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        texts = {token: name for name, token in self.names.items()}
-        out, run = "", list[int]()
-        for token in [*token_ids, None]:
-            if token is not None and token not in texts:
-                run.append(token)
-                continue
-            out, run = out + super().decode(run, skip_special_tokens=skip_special_tokens), []
-            out += "" if token is None or skip_special_tokens else texts[token]
-        return out
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("opens", [False, True])
 @in_loop
-async def test_a_chat_has_them_apart_if_the_config_says_so_and_they_come_back_to_one_branch(
-    opens: bool, streamed: bool
-) -> None:
+async def test_separate_thoughts_return_to_one_branch(opens: bool, streamed: bool) -> None:
     text = "Hm.\n</think>\n\nYes." if opens else "<think>\nHm.\n</think>\n\nYes."
     tokenizer = Opening() if opens else ByteTokenizer()
     engine = ScriptedEngine(lambda _: text, tokenizer=tokenizer)
-    async with gateway_world(engine, thoughts="apart", vocab_size=260) as world:
+    async with gateway_world(engine, thoughts="apart") as world:
         async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=world.session.key) as client:
             messages: list[Any] = list(HI)
             for _ in range(2):
                 told = {"reasoning_content": "", "content": ""}
+                answer: Any = await client.chat.completions.create(
+                    model="m", messages=messages, stream=streamed
+                )
                 if streamed:
-                    stream: Any = await client.chat.completions.create(
-                        model="m", messages=messages, stream=True
-                    )
-                    async for chunk in stream:
+                    async for chunk in answer:
                         for name, before in told.items():
                             told[name] = before + (getattr(chunk.choices[0].delta, name, None) or "")
                 else:
-                    answer: Any = await client.chat.completions.create(model="m", messages=messages)
                     told = {name: getattr(answer.choices[0].message, name) for name in told}
                 assert told == {"reasoning_content": "Hm.", "content": "Yes."}
                 messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
@@ -142,7 +112,7 @@ async def test_a_chat_has_them_apart_if_the_config_says_so_and_they_come_back_to
 
 
 @in_loop
-async def test_inline_an_answer_is_what_the_model_wrote_and_text_completions_are_never_cut() -> None:
+async def test_inline_answers_and_text_completions_are_never_split() -> None:
     text = "<think>\nHm.\n</think>\n\nYes."
     assert GatewayConfig().thoughts == "inline"
     async with gateway_world(ScriptedEngine(lambda _: text)) as world:
@@ -154,7 +124,7 @@ async def test_inline_an_answer_is_what_the_model_wrote_and_text_completions_are
 
 
 @in_loop
-async def test_a_thought_that_is_never_closed_is_no_answer_and_a_call_in_a_thought_is_none() -> None:
+async def test_unclosed_thought_is_no_answer_and_hides_calls() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "f"}}]
     for text, content, num_calls in (
@@ -185,7 +155,7 @@ CALL = '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"
     ],
 )
 @pytest.mark.parametrize("length", [1, 5, 1000])
-def test_each_tool_format_has_marks_of_its_own(
+def test_thought_has_the_marks_of_the_tool_format(
     template: str, text: str, content: str | None, num_calls: int, length: int
 ) -> None:
     source = (resources.files("trl") / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
@@ -212,7 +182,7 @@ SURE = [{"role": "assistant", "content": "42"}, {"role": "user", "content": "Sur
 
 
 @in_loop
-async def test_answers_that_come_back_as_one_without_their_thoughts_are_told_apart_by_no_order() -> None:
+async def test_order_of_equal_answers_changes_nothing() -> None:
     found = []
     for order in ((1, 2), (2, 1)):
         async with gateway_world(ScriptedEngine(thinking_by_seed)) as world:
@@ -228,7 +198,7 @@ async def test_answers_that_come_back_as_one_without_their_thoughts_are_told_apa
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 @in_loop
-async def test_a_conversation_goes_on_though_an_answer_comes_late_that_looks_like_one_of_its_own(
+async def test_conversation_survives_a_late_answer_that_looks_like_its_own(
     order: tuple[int, int],
 ) -> None:
     async with gateway_world(ScriptedEngine(thinking_by_seed)) as world:
@@ -242,7 +212,7 @@ async def test_a_conversation_goes_on_though_an_answer_comes_late_that_looks_lik
 
 @pytest.mark.parametrize("thoughts", ["inline", "apart"])
 @in_loop
-async def test_a_name_that_a_client_gives_an_answer_begins_no_branch(thoughts: str) -> None:
+async def test_name_of_an_answer_begins_no_branch(thoughts: str) -> None:
     engine = ScriptedEngine(lambda _: "<think>\nHm.\n</think>\n\nYes.")
     async with gateway_world(engine, thoughts=thoughts) as world:
         messages = list(HI)
@@ -253,7 +223,7 @@ async def test_a_name_that_a_client_gives_an_answer_begins_no_branch(thoughts: s
         assert len(world.session.rollout(0, Outcome(), 1.0)) == 1
 
 
-def test_messages_of_others_are_told_apart_by_name() -> None:
+def test_names_tell_messages_of_others_apart() -> None:
     said = {"role": "assistant", "content": "Yes."}
     names = ({}, {"name": "a"}, {"name": "b"})
     keys = {Chain([*HI, {**said, **name}], None, MARKS).answers[0] for name in names}

@@ -418,7 +418,6 @@ MALFORMED = [
     call_text("f", '{"x": "\\ud800"}'),
     call_text("f", "[1]"),
     call_text("no such name", "{}"),
-    '{"name": "f"}',
     '{"name": ["f"], "arguments": {}}',
     f"[{X}",
     "",
@@ -436,37 +435,15 @@ def test_answer_with_a_malformed_call_stays_text(call: str) -> None:
         assert LLAMA.parse(text) == ParsedAnswer(text)
 
 
-characters = st.characters(exclude_categories=("Cs",))
-numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
-KEYS = st.text(characters, max_size=3) | st.sampled_from(["</tool_call>", ";", "{"])
-json_values = st.recursive(
-    st.none() | st.booleans() | numbers | st.text(characters, max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
-    max_leaves=8,
-)
-OBJECTS = st.dictionaries(KEYS, json_values, max_size=3)
-CALL = st.tuples(st.sampled_from(["f", "a.b-c"]), OBJECTS, st.booleans(), st.sampled_from([None, 0, 2]))
-
-
-@given(calls=st.lists(CALL, min_size=1, max_size=3))
-def test_arguments_are_read_exactly_and_can_be_sent_back(
-    calls: list[tuple[str, dict[str, Any], bool, int | None]],
-) -> None:
-    written = [
-        (name, json.dumps(value, ensure_ascii=ascii, indent=size)) for name, value, ascii, size in calls
-    ]
-    for found in (
-        HERMES.parse(hermes(*[call_text(*call) for call in written])).tool_calls,
-        LLAMA.parse("; ".join(call_text(*call, "parameters") for call in written)).tool_calls,
-    ):
-        assert [(call.name, json.loads(call.arguments)) for call in found] == [call[:2] for call in calls]
-        functions = [{"name": call.name, "arguments": call.arguments} for call in found]
-        sent_back = [{"id": "c", "type": "function", "function": function} for function in functions]
-        answer = {"role": "assistant", "content": None, "tool_calls": sent_back}
-        (message,) = RequestReader(RULES).chat(json.dumps({"messages": [answer]}).encode()).messages
+def test_read_call_can_be_sent_back() -> None:
+    for name, arguments in (("f", {"x": [{"</tool_call>": "é ;"}, 1.5, None]}), ("a.b-c", {})):
+        (call,) = HERMES.parse(hermes(call_text(name, json.dumps(arguments, indent=2)))).tool_calls
+        function = {"name": call.name, "arguments": call.arguments}
+        calls = [{"id": "c", "type": "function", "function": function}]
+        answer = {"role": "assistant", "content": None, "tool_calls": calls}
+        (message,) = RequestReader(RULES).chat({"messages": [answer]}).messages
         assert message["content"] == "", "SmolLM2's template and others take no message without"
-        read = [call["function"]["arguments"] for call in message["tool_calls"]]
-        assert read == [call[1] for call in calls]
+        assert message["tool_calls"][0]["function"] == {"name": name, "arguments": arguments}
 
 
 def test_only_a_possible_marker_is_held_back() -> None:
@@ -505,32 +482,18 @@ def test_refusal_of_tools_says_why() -> None:
         assert find_tool_format(name, template("qwen3")).refusal == ""
 
 
-SHOWN = {
-    "open_pattern": r"<call (?P<name>\w+)>",
-    "close": "</call>",
-    "content": "json",
-    "repeats": True,
-}
-SHOWN["transform"] = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-RESPONSE: Any = {"start_anchor": "<assistant>", "fields": {"tool_calls": SHOWN, "content": {}}}
+FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+WRITTEN = {"open_pattern": r"<call (?P<name>\w+)>", "close": "</call>", "content": "json", "repeats": True}
+FIELDS = {"tool_calls": WRITTEN | {"transform": FUNCTION}, "content": {}}
+RESPONSE: Any = {"start_anchor": "<assistant>", "fields": FIELDS}
 
 
-def test_response_template_of_a_tokenizer_reads_its_calls(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    from asyncrl.rollouts.tokenizer import HFChatTokenizer
-
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    saved = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a", response_template=RESPONSE)
-    saved.chat_template = "{{ tools }}"
-    saved.save_pretrained(tmp_path)
-    tokenizer = HFChatTokenizer(tmp_path)
-    tool_format = find_tool_format("auto", tokenizer.template, tokenizer.response_template)
-    assert (tool_format.name, tool_format.refusal) == ("response_template", "")
+def test_response_template_of_a_tokenizer_reads_its_calls() -> None:
+    tool_format = find_tool_format("auto", "{{ tools }}", RESPONSE)
     text = 'Sure. \n<call f>{"n": 1}</call><call g_h>{}</call>'
-    parsed = ParsedAnswer("Sure.", (ToolCall("f", '{"n": 1}'), ToolCall("g_h", "{}")))
-    assert tool_format.parse(text, TOOLS) == parsed
+    assert tool_format.parse(text, TOOLS) == ParsedAnswer(
+        "Sure.", (ToolCall("f", '{"n": 1}'), ToolCall("g_h", "{}"))
+    )
     for length in range(len(text)):
         assert "Sure.".startswith(tool_format.show(text[:length])[0])
     for malformed in ("<call f>{</call>", "<call f>[]</call>", "Hello"):
@@ -571,23 +534,18 @@ def test_user_parser_reads_calls_and_malformed_ones_stay_text(own: Any) -> None:
     assert own("parse").show("hello") == ("", 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("wrong_pair", "returned [('f', {}, 1)]; it is called as parse(text) -> [(name, arguments), ...]"),
-        ("raises", "raised KeyError: 'Hello there.' (own_tool_format.py line"),
-    ],
-)
 @in_loop
-async def test_wrong_user_parser_fails_the_rollout_by_name(own: Any, name: str, said: str) -> None:
-    own(name)
-    async with gateway_world(tool_format=f"own_tool_format:{name}") as world:
+async def test_wrong_user_parser_fails_the_rollout_by_name(own: Any) -> None:
+    with pytest.raises(RolloutFailure, match=r"wrong_pair returned .* it is called as parse\(text\) -> "):
+        own("wrong_pair").parse("Hello")
+    async with gateway_world(tool_format="own_tool_format:raises") as world:
         tools = [{"type": "function", "function": {"name": "f"}}]
         asking = asyncio.ensure_future(world.ask(tools=tools, n=2))
-        with pytest.raises(RolloutFailure) as failure:
+        with pytest.raises(
+            RolloutFailure, match="tool_format=own_tool_format:raises raised KeyError: 'Hello "
+        ):
             async with world.session.while_open():
                 await asyncio.Event().wait()
-        assert f"gateway.tool_format=own_tool_format:{name} {said}" in str(failure.value)
         status, told = await asking
         assert (status, told["error"]["code"]) == (410, "session_ended")
 

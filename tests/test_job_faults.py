@@ -31,7 +31,7 @@ from job_runs import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.launch.processes import catches
-from asyncrl.observe.status import render_status
+from asyncrl.observe.show import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "trainer.num_steps=100000"
@@ -75,9 +75,9 @@ def test_run_survives_losses_until_restarts_are_used_up(
     assert process.returncode == 1, stderr
     assert stdout.count("WARNING: the run continues without evaluation: engine-eval") == 1
     assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
-    assert "starting the trainer again, 1 of 1" in stdout
+    assert "restarting trainer, 1 of 1" in stdout
     assert f"engine-1: process {frozen.pid} does not answer" in stdout
-    assert "starting it again, 1 of 1" in stdout
+    assert "restarting engine-1, 1 of 1" in stdout
     assert f"engine-1: process {second.pid} was killed by SIGKILL" in stderr
     assert "the last words of engine-1" in stderr
     assert "supervision.max_restarts=1 is used up" in stderr, stderr

@@ -20,11 +20,12 @@ from rollout_cases import virtual
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
-from asyncrl.job.colocate import SideBySide
+from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.loop import Job
 from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumePoint
 from asyncrl.journal.journal import Journal
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.testing.virtual_time import all_blocked
@@ -37,7 +38,9 @@ def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: Any) -> Job:
-    return Job(make_config(tmp_path, **sections), tmp_path, "test", point, None, num_first=1)  # type: ignore[arg-type]
+    config = make_config(tmp_path, **sections)
+    reporter = Reporter(config, tmp_path, "test", goes_on=point is not None)
+    return Job(config, tmp_path, reporter, point, None, LocalLauncher(), 1)  # type: ignore[arg-type]
 
 
 def make_reporter(tmp_path: Path, *, num_steps: int = 0, console: str = "none") -> Reporter:
@@ -100,39 +103,36 @@ class House:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.job = make_job(tmp_path, trainer={"num_steps": 3})
         silent: Any = SimpleNamespace(**dict.fromkeys(REPORTED, ignore), counted_before_publish=lambda *_: {})
-        self.job.reporter, self.job.tell, self.job.warn = silent, print, print  # type: ignore[assignment]
+        self.job.reporter = silent
         self.trainer, self.journal = FakeTrainer(), MemoryJournal()
         self.batches = asyncio.Queue[Batch]()
         self.after_step, self.last = list[int](), list[int]()
         room = SimpleNamespace(run=for_ever, aclose=nothing, guard=for_ever, wait_last=for_ever)
         self.publisher = SimpleNamespace(run=for_ever, start_before_nowait=ignore)
         self.publisher.wait_exported_or_busy = self.publisher.wait_announced = nothing
+        fleet = SimpleNamespace(servers=(), supervisors={}, eval_server=None)
         self.rooms = SimpleNamespace(
-            servers=(),
+            fleet=fleet,
             trainer=self.trainer,
             producers=room,
-            turns=SideBySide(self.publisher, num_steps=3, spawn=self.job.spawn),  # type: ignore[arg-type]
+            scheduler=Disaggregated(self.publisher, num_steps=3, spawn=self.job.life.spawn),  # type: ignore[arg-type]
             journal=self.journal,
-            supervisors=(),
-            supervisors_beside=(),
             scale=SimpleNamespace(is_fixed=True),
             feed=SimpleNamespace(order={}),
             buffer=SimpleNamespace(wait_batch=self.batches.get),
             checkpointer=SimpleNamespace(after_step=self.step_done, make_last=self.make_last),
             evaluation=None,
-            eval_server=None,
             harnessing=None,
-            teaching=None,
             special_tokens=None,
             write_pins=ignore,
         )
         watchdog = SimpleNamespace(run=for_ever, look=ignore)
-        monkeypatch.setattr(job, "open_parts", self.open_parts)
+        monkeypatch.setattr(job, "build", self.build)
         monkeypatch.setattr(job.Job, "_make_watchdog", lambda *_: watchdog)
         monkeypatch.setattr(job, "heartbeat", ignore)
         monkeypatch.setattr(job, "batch_metrics", lambda *_: {})  # of batches that have no groups
 
-    async def open_parts(self, *_: Any, **__: Any) -> Any:
+    async def build(self, *_: Any, **__: Any) -> Any:
         return self.rooms
 
     async def step_done(self, version: int) -> None:
@@ -143,7 +143,7 @@ class House:
 
     async def begin(self, num_batches: int = 0) -> None:
         """Run with `num_batches` batches until all waits."""
-        self.living = asyncio.create_task(self.job._live())
+        self.living = asyncio.create_task(self.job.life._live(self.job.live))
         self.give_batches(num_batches)
         await all_blocked()
 
@@ -152,12 +152,12 @@ class House:
             self.batches.put_nowait(Batch(self.trainer.policy_version, (), 0))
 
     def interrupt(self) -> None:
-        self.job._on_signal(signal.SIGINT, self.living)
+        self.job.life._on_signal(signal.SIGINT, self.living)
 
     @property
     def names(self) -> set[str]:
         """Of the tasks that run."""
-        return {task.get_name() for task in self.job._tasks}
+        return {task.get_name() for task in self.job.life._tasks}
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ async def test_done_run_makes_a_checkpoint_and_saves_its_weights(house: House) -
     house.trainer.policy_version = 2
     house.trainer.may_step.set()
     await house.begin(num_batches=1)
-    assert (house.trainer.saved, house.last) == ([house.job.run_dir / "final"], [3])
+    assert (house.trainer.saved, house.last) == ([house.job.life.run_dir / "final"], [3])
     assert "producers" not in house.names
     house.trainer.may_save.set()
     await house.living
@@ -234,17 +234,17 @@ def test_failed_resume_leaves_the_run_as_it_was(
         os.kill(os.getpid(), signal.SIGINT)
         await for_ever()
 
-    monkeypatch.setattr(job, "open_parts", raising(error) if error else interrupted)
+    monkeypatch.setattr(job, "build", raising(error) if error else interrupted)
     resuming = make_job(tmp_path, point=ResumePoint(None, ("checkpoint step_9 is damaged",)))
     if error:
         with pytest.raises(RoomError, match=said):
-            asyncio.run(resuming.run())
+            asyncio.run(resuming.life.run(resuming.live))
     else:
-        assert asyncio.run(resuming.run()) == 130
+        assert asyncio.run(resuming.life.run(resuming.live)) == 130
     assert {path: path.read_bytes() for path in before} == before
     state = json.loads((tmp_path / "status.json").read_text())["state"]
     assert state == ("failed" if error else "interrupted")
-    assert resuming.reporter._warnings == ["checkpoint step_9 is damaged"]
+    assert resuming.log.warnings == ["checkpoint step_9 is damaged"]
 
 
 def begun_run(tmp_path: Path, config: RunConfig) -> Path:
@@ -274,7 +274,9 @@ def test_failed_start_restores_earlier_weights(
         (run_dir / "summary.json").write_text('{"state": "done", "num_steps": 1000000}')
 
     refused = raising(RoomError("trainer-0", "cannot start"))
-    monkeypatch.setattr(job, "Job", lambda *_, **__: SimpleNamespace(run=refused, say=ignore))
+    monkeypatch.setattr(
+        job, "Job", lambda *_, **__: SimpleNamespace(life=SimpleNamespace(run=refused), live=None)
+    )
     with pytest.raises((RoomError, ConfigError), match="is done" if is_done else "cannot start"):
         job.run_job(config, run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"

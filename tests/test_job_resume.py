@@ -46,7 +46,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.job.scale import scale_run
 from asyncrl.journal.checkpoints import Checkpoints
-from asyncrl.observe.page.run_view import view_run
+from asyncrl.observe.page.view import view_run
 from asyncrl.observe.run_dir import TIMELINE_FILE
 from asyncrl.observe.timeline import read_timeline
 
@@ -175,7 +175,7 @@ def test_a_full_disk_costs_checkpoints_each_with_a_warning_and_not_the_run(
     assert answer.returncode == 0, (answer.stderr, answer.stdout)
     warnings = json.loads((run_dir / "summary.json").read_text())["warnings"]
     assert len(warnings) == 4, warnings  # at steps 12, 18, 24, and once more at the end
-    assert all("no checkpoint" in warning or "is left out" in warning for warning in warnings)
+    assert all("no checkpoint" in warning or "skipped" in warning for warning in warnings)
     assert any("No space left on device" in warning for warning in warnings), warnings
     kept = tmp_path / "kept" / "checkpoints"
     found, told = Checkpoints(kept.parent, load_config(config).checkpoint).newest_whole()

@@ -76,7 +76,7 @@ def test_broadcast_run_trains_the_same_after_a_vllm_kill(whole: Path, tmp_path: 
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
     assert f"engine-0: process {engine.pid} was killed by SIGKILL" in stdout
-    assert "starting it again, 1 of 3" in stdout
+    assert "restarting engine-0, 1 of 3" in stdout
     assert trained(run_dir) == trained(whole)
     assert engine_events(run_dir) == [("engine lost", "engine-0"), ("engine up", "engine-0")]
     versions = {line["policy_version"] for line in read_lines(run_dir / "eval.jsonl")}

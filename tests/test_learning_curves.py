@@ -56,16 +56,6 @@ def test_every_planned_run_has_a_valid_config_an_evaluation_and_a_directory_of_i
     assert sorted(drawn) == sorted(script.CASES)
 
 
-def test_a_row_is_an_evaluation_and_what_was_trained_on_since_the_last(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", seed=0)
-    first, second, last = script.read_run(tmp_path / "run")
-    assert first == {"step": 0, "time_s": 5.0, "held_out": 0.0}
-    assert (second["held_out"], second["task/found"]) == (0.2, pytest.approx(0.55))
-    assert last["task/found"] == pytest.approx(0.75)
-    assert last["rollouts"] == (4 * 3 + 8) * 8, "groups of four steps, and those that were replaced"
-    assert last["tokens"] == 400
-
-
 def test_the_runs_that_are_there_become_table_figures_and_picture(tmp_path: Path) -> None:
     root, out = tmp_path / "runs", tmp_path / "out"
     for case in ("dapo", "search"):

@@ -61,8 +61,8 @@ train loop waits in \w+Trainer.wait_up for the trainer to be back""",
 publisher waits .* for commit of policy_version 1, .* woken by engine-1
 train loop waits in Buffer.wait_batch for publishing, for no group may start before""",
     hang_generate: r"""
-\d rollouts waits in EnginePool._segment for completions.* woken by engine-1
-rollout g\d+/r\d runs for 6\d s, in EnginePool._segment on engine-1
+\d rollouts waits in EnginePool.\w+ for completions.* woken by engine-1
+rollout g\d+/r\d runs for 6\d s, in EnginePool.\w+ on engine-1
 of 2 groups are ready.*; the oldest is group g\d+.*, start_version 0""",
     hang_reward: r"""
 rollouts waits in TaskScorer.score for their rewards.* woken by the reward function
@@ -124,7 +124,7 @@ def test_an_engine_that_is_being_started_again_is_given_its_time_and_one_that_is
         hang_commit(house)
         house.rooms.engines.down_nowait("engine-1")
         supervisor = SimpleNamespace(is_starting=starts, num_restarts=1)
-        house.rooms.supervisors = (supervisor,)
+        house.rooms.fleet.supervisors["engine-0"] = supervisor
         asyncio.get_running_loop().call_later(5 * WATCHDOG_S, setattr, supervisor, "is_starting", False)
 
     house = play(log_path, 6.5 * WATCHDOG_S, prepare, on_stuck="restart")

@@ -145,7 +145,7 @@ def test_the_base_checks_and_reads_runs_where_torch_cannot_be_imported(
     outcome("init", "quickstart")
     config = tmp_path / "quickstart.yaml"
     checked = outcome("check", config)
-    assert "not looked at: trackers, the model's tokenizer" in checked
+    assert "not checked: trackers, the model's tokenizer" in checked
     assert "pip install 'asyncrl[train]'" in checked
     assert "buffer.look_ahead" in outcome("keys", "buffer")
     training = tmp_path / "venv"  # the wheel, with the packages of these tests in place of the extra train

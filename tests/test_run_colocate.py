@@ -113,7 +113,7 @@ def test_broken_lease_ends_the_run_with_the_reason() -> None:
             await asked
 
     error = fails(story)
-    assert "engine-0 cannot be started again: the lease is broken" in str(error)
+    assert "engine-0 cannot be restarted: the device lease is broken" in str(error)
     assert "CUDA out of memory" in str(error)
 
 

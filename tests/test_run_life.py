@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ObserveConfig, load_config
-from asyncrl.job.life import Voice, logging_to, make_run_dir
+from asyncrl.job.lifecycle import RunLog, logging_to, make_run_dir
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
 
@@ -48,8 +48,8 @@ def test_a_secret_is_printed_and_never_logged(
     make_run_dir(tmp_path / "run", 0o700)
     monkeypatch.setattr(logging.getLogger("asyncrl"), "propagate", True)  # logging_to turns it off
     with logging_to(tmp_path / "run"):
-        Voice().say("ready")
-        Voice().say_secret("export OPENAI_API_KEY=abc")
+        RunLog().info("ready")
+        RunLog().print_secret("export OPENAI_API_KEY=abc")
     assert capsys.readouterr().out == "ready\nexport OPENAI_API_KEY=abc\n"
     log = (tmp_path / "run" / "logs" / "controller.log").read_text()
     assert "ready" in log

@@ -15,14 +15,14 @@ from fake_server import FakeProcess, FakeTrainerServer
 from journal_cases import asked, make_group, make_partial, make_rollout, open_journal, same_group
 from test_trainer_supervision import batch_at, weights_of
 
-from asyncrl.base.errors import CheckpointError, JournalError, TaskError, TrainerError
+from asyncrl.base.errors import JournalError, TaskError, TrainerError
 from asyncrl.config import CheckpointConfig, SupervisionConfig
-from asyncrl.job.build import Parts
+from asyncrl.job.checkpointer import recover_trainer
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.supervision.supervise import Supervision
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer, recover_trainer
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
@@ -48,8 +48,6 @@ class Life:
     """One life of a run: its rooms, reporter and journal. `restored` counts calls of the reporter after a
     resume.
     """
-
-    put_back = Parts.put_back
 
     def __init__(self, path: Path) -> None:
         self.journal, self.buffer, self.feed = open_journal(path), make_buffer(num_batches=20), make_feed()
@@ -293,18 +291,6 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
 
     lives(tmp_path / "lost.sqlite", first)
     lives(tmp_path / "new.sqlite", killed_before_a_group, second, third)
-
-
-@pytest.mark.parametrize("out", [None, {"0/5": 0}])  # not there; never drawn
-def test_checkpoint_without_its_place_is_refused(tmp_path: Path, out: Any) -> None:
-    whole = Whole(3, tmp_path / "step_3", {"feed": make_feed().state(), "out": out, "next_group_id": 0})
-
-    async def resumed(life: Life) -> None:
-        with pytest.raises(CheckpointError, match="does not say where the run stood") as caught:
-            await life.restore(whole)
-        assert "journal.sqlite" in caught.value.way_out
-
-    lives(tmp_path / "journal.sqlite", resumed)
 
 
 def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:

@@ -24,23 +24,21 @@ from asyncrl.base.files import RunLock
 from asyncrl.config import SupervisionConfig, load_config
 from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineServer
-from asyncrl.job.colocate import SideBySide
-from asyncrl.job.life import Voice
+from asyncrl.job.colocate import Disaggregated
+from asyncrl.job.lifecycle import RunLog
 from asyncrl.job.resume import changed_keys
-from asyncrl.job.scale import WANTED_FILE, EngineScale, first_wanted, read_wanted, scale_run, write_wanted
-from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
-from asyncrl.observe.recorder import Recorder
-from asyncrl.testing.virtual_time import run_virtual
-
-
-class Told(Voice):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines = list[str]()
-
-    def say_secret(self, text: str) -> None:
-        self.lines.append(text)
+from asyncrl.job.scale import (
+    WANTED_FILE,
+    EngineScale,
+    ScaledEngine,
+    first_wanted,
+    read_wanted,
+    scale_run,
+    write_wanted,
+)
+from asyncrl.job.supervise import EngineSupervisor
+from asyncrl.launch.supervise import Supervision
+from asyncrl.observe.run_dir import Recorder
 
 
 def make_config(folder: Path, num_engines: Any, **rollout: Any) -> Any:
@@ -70,7 +68,7 @@ class House(EngineRooms):
         ]
         for fake in fakes[start:]:
             fake.die()
-        self.folder, self.start, self.voice = folder, start, Told()
+        self.folder, self.start, self.lines = folder, start, list[str]()
         self.capacities = [start]
         self.supervision = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.5)
         super().__init__(
@@ -78,7 +76,7 @@ class House(EngineRooms):
             fakes,
             FakeTrainer(is_frozen=is_frozen),
             self.supervision,
-            lambda: SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task),
+            lambda: Disaggregated(self.publisher, num_steps=0, spawn=tasks.create_task),
             is_rolling=is_rolling,
         )
         self.announced = [0]
@@ -90,14 +88,21 @@ class House(EngineRooms):
             limits = {"min": 1, "max": len(self.fakes)}
             config, change = make_config(self.folder, limits), self.capacities.append
             self.scale = EngineScale(
-                config, self.folder, self.pool, self.voice, on_change=change, num_first=self.start
+                config,
+                self.folder,
+                self.pool,
+                RunLog(self.lines.append),
+                on_change=change,
+                num_first=self.start,
             )
-        return self.scale.supervisor(process, target, self.turns, supervision)
+        return ScaledEngine(process, target, self.scale, self.turns, supervision)
 
     @property
     def states(self) -> list[str]:
         down = self.pool.down
-        return [self.scale.words(fake.name) or ("down" if fake.name in down else "up") for fake in self.fakes]
+        return [
+            self.scale.state_of(fake.name) or ("down" if fake.name in down else "up") for fake in self.fakes
+        ]
 
     def happened(self) -> list[str]:
         return [f"{what.removeprefix('engine ')} {detail['name'][-1]}" for what, detail in self.events]
@@ -118,9 +123,7 @@ def live(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_engines_come_with_the_served_version_and_leave_their_requests_to_others(
-    live: Any, is_streamed: bool
-) -> None:
+def test_scaling_keeps_versions_and_requests(live: Any, is_streamed: bool) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(1.0)
@@ -156,9 +159,7 @@ def test_engines_come_with_the_served_version_and_leave_their_requests_to_others
 
 
 @pytest.mark.parametrize("is_rolling", [False, True])
-def test_an_engine_leaves_between_two_pushes_and_one_that_comes_misses_none(
-    live: Any, is_rolling: bool
-) -> None:
+def test_scaling_and_pushes_exclude_each_other(live: Any, is_rolling: bool) -> None:
     async def story(house: House) -> None:
         asked = house.ask(make_request(max_tokens=3000))
         house.trainer.step()
@@ -181,23 +182,7 @@ def test_an_engine_leaves_between_two_pushes_and_one_that_comes_misses_none(
     live(story, start=2, prepare_s=3.0, is_rolling=is_rolling)
 
 
-def test_an_engine_leaves_only_while_as_many_others_as_are_wanted_are_up(live: Any) -> None:
-    async def story(house: House) -> None:
-        house.fakes[0].die()
-        await asyncio.sleep(0.5)
-        house.scale.set_nowait(1)
-        await asyncio.sleep(1.0)
-        assert house.states == ["down", "leaving", "parked"]
-        assert (await house.ask(make_request(max_tokens=10))).version_spans[0].engine == 1, (
-            "until then it works"
-        )
-        await asyncio.sleep(START_S + 1.0)
-        assert house.states == ["up", "parked", "parked"]
-
-    live(story, start=3)
-
-
-def test_a_start_or_a_restart_that_is_not_wanted_any_more_is_given_up_and_counts_for_nothing(
+def test_unwanted_start_is_given_up(
     live: Any,
 ) -> None:
     async def story(house: House) -> None:
@@ -220,30 +205,14 @@ def test_a_start_or_a_restart_that_is_not_wanted_any_more_is_given_up_and_counts
     live(story)
 
 
-def test_an_engine_that_is_lost_while_it_leaves_is_parked_and_its_requests_go_on(live: Any) -> None:
-    async def story(house: House) -> None:
-        asked = [house.ask(make_request(f"r{index}", max_tokens=500, seed=index)) for index in range(4)]
-        await asyncio.sleep(1.0)
-        house.fakes[1].freeze()  # it cannot hand anything over
-        house.scale.set_nowait(1)
-        await asyncio.sleep(60.0)
-        assert house.states == ["up", "parked", "parked"]
-        assert [len((await one).token_ids) for one in asked] == [500] * 4
-        assert house.num_restarts() == 0
-
-    live(story, start=2)
-
-
 @pytest.mark.parametrize("max_restarts", [0, 2])
-def test_an_engine_that_never_comes_up_ends_no_run_which_goes_on_with_those_before_it(
-    live: Any, max_restarts: int
-) -> None:
+def test_new_engine_that_fails_to_start_ends_no_run(live: Any, max_restarts: int) -> None:
     async def story(house: House) -> None:
         house.processes[1].fails_to_start = 99
         write_wanted(house.folder, 2)
         await asyncio.sleep(10 * START_S)
         assert house.states == ["up", "parked", "parked"]
-        assert "the run continues with 1 of 2 engines" in house.voice.lines[-1]
+        assert "the run continues with 1 of 2 engines" in house.lines[-1]
         assert read_wanted(house.folder, house.scale.range) == 1
         house.processes[1].fails_to_start = max(0, max_restarts - 1)
         write_wanted(house.folder, 2)
@@ -257,21 +226,7 @@ def test_an_engine_that_never_comes_up_ends_no_run_which_goes_on_with_those_befo
     assert error.room == "engine-1", "one that has worked is needed"
 
 
-def test_an_engine_that_can_never_come_up_ends_no_run_either(live: Any) -> None:
-    async def story(house: House) -> None:
-        async def come_up() -> None:
-            raise ConfigError("port 8001 for engine-1 cannot be used: Address already in use")
-
-        house.processes[1].come_up = come_up  # type: ignore[method-assign]
-        house.scale.set_nowait(3)
-        await asyncio.sleep(10 * START_S)
-        assert house.states == ["up", "parked", "parked"]
-        assert house.voice.lines[-1].startswith("WARNING: port 8001 for engine-1 cannot be used")
-
-    live(story)
-
-
-def test_weights_that_arrive_changed_at_an_engine_that_comes_end_the_run(live: Any) -> None:
+def test_corrupt_weights_at_a_new_engine_end_the_run(live: Any) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(1.0)
@@ -292,7 +247,7 @@ def test_weights_that_arrive_changed_at_an_engine_that_comes_end_the_run(live: A
     start=st.integers(1, 3),
     is_rolling=st.booleans(),
 )
-def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announced(
+def test_scaling_and_deaths_lose_or_double_no_token(
     folder: Path,
     moves: list[tuple[float, str, int]],
     prepare_s: float,
@@ -342,17 +297,17 @@ def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_olde
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("4 engines", "holds no number of engines"),
-        ("[4]", "holds no number of engines"),
-        ('{"engines": 9}', "asks for 9 engines; rollout.num_engines allows 1 to 3"),
-        ('{"engines": true}', "asks for True engines"),
+        ("4 engines", "has no number of engines"),
+        ("[4]", "has no number of engines"),
+        ('{"engines": 9}', "engines=9 is outside rollout.num_engines={min: 1, max: 3}"),
+        ('{"engines": true}', "engines=True is outside"),
     ],
 )
-def test_a_wish_that_cannot_be_is_told_once_and_changes_nothing(live: Any, text: str, says: str) -> None:
+def test_invalid_wanted_file_is_reported_once(live: Any, text: str, says: str) -> None:
     async def story(house: House) -> None:
         (house.folder / WANTED_FILE).write_text(text)
         await asyncio.sleep(10.0)
-        assert [says in line for line in house.voice.lines] == [True]
+        assert [says in line for line in house.lines] == [True]
         assert house.states == ["up", "parked", "parked"]
 
     live(story)
@@ -383,29 +338,27 @@ class Ran:
 V3 = "policy_version 3"
 
 
-def test_the_command_writes_the_wanted_number(tmp_path: Path) -> None:
-    ran = Ran(tmp_path)
-    ran.write(1, V3, "parked")
-    assert "asked for 3 engines" in ran.scale("engines=3")
-    assert read_wanted(ran.folder, EngineRange(max=4)) == 3
-
-
 @pytest.mark.parametrize(
     ("asked", "num_engines", "state", "says"),
     [
-        ("engine=2", None, "running", "'engine=2' is no number of engines.\n  Way out: write engines=4"),
-        ("engines=two", None, "running", "'engines=two' is no number of engines"),
-        ("engines=5", None, "running", "you ask for 5 engines; rollout.num_engines allows 1 to 4"),
-        ("engines=0", None, "running", "you ask for 0 engines"),
+        ("engine=2", None, "running", "'engine=2' is not a number of engines.\n  Way out: write engines=4"),
+        ("engines=two", None, "running", "'engines=two' is not a number of engines"),
+        ("engines=5", None, "running", "engines=5 is outside rollout.num_engines={min: 1, max: 4}"),
+        ("engines=0", None, "running", "engines=0 is outside"),
         ("engines=5", 2, "running", "'rollout.num_engines={min: 1, max: 5}' --allow-change"),
         ("engines=2", None, "done", "no run is active in"),
         ("engines=2", None, "interrupted", "then scale it"),
     ],
 )
-def test_the_command_refuses_what_cannot_be_and_asks_for_nothing(
+def test_scale_command_refuses_invalid_requests(
     tmp_path: Path, asked: str, num_engines: Any, state: str, says: str
 ) -> None:
     ran = Ran(tmp_path, num_engines)
+    if num_engines is None:
+        ran.write(1, V3)
+        assert "asked for 3 engines" in ran.scale("engines=3")
+        assert read_wanted(ran.folder, EngineRange(max=4)) == 3
+        (ran.folder / WANTED_FILE).unlink()
     ran.write(1, V3, state=state)
     with pytest.raises(ConfigError) as caught:
         ran.scale(asked)
@@ -416,50 +369,17 @@ def test_the_command_refuses_what_cannot_be_and_asks_for_nothing(
         saved = ran.folder / "config.yaml"
         changed = changed_keys(load_config(saved), load_config(saved, [override]))
         assert list(changed) == [allowed], "what it says to write would be accepted"
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         scale_run(tmp_path / "nowhere", "engines=2")
 
 
-def scale_of(folder: Path, limits: Any, voice: Told, num_first: int) -> EngineScale:
-    """Return the scale of as many engines as the range allows."""
-    config = make_config(folder, limits)
-    engines = [FakeEngineServer(f"engine-{index}") for index in range(config.rollout.max_engines)]
-    pool: Any = type("Pool", (), {"servers": engines})()
-    return EngineScale(config, folder, pool, voice, on_change=print, num_first=num_first)
-
-
-async def follow(scale: EngineScale) -> None:
-    """For two looks."""
-    following = asyncio.create_task(scale.follow())
-    await asyncio.sleep(2.5)
-    following.cancel()
-
-
-def test_a_run_that_goes_on_begins_with_what_was_asked_for(tmp_path: Path) -> None:
-    voice = Told()
-
-    def wanted(num_engines: Any) -> int:
-        first = first_wanted(make_config(tmp_path, num_engines), tmp_path)
-        scale = scale_of(tmp_path, num_engines, voice, first)
-        if not scale.is_fixed:
-            run_virtual(follow(scale))
-        assert first == scale.wanted
-        return scale.wanted
-
-    assert wanted({"min": 2, "max": 4}) == 2
-    write_wanted(tmp_path, 4)
-    assert wanted({"min": 2, "max": 4}) == 4
-    assert (wanted(2), voice.lines) == (2, [])
-    assert wanted({"min": 1, "max": 3}) == 1
-    assert "asks for 4 engines; rollout.num_engines allows 1 to 3" in voice.lines[0]
-
-
-def test_what_is_asked_for_while_the_run_starts_is_taken_over_when_it_has(tmp_path: Path) -> None:
-    limits, voice = {"min": 1, "max": 3}, Told()
-    num_first = first_wanted(make_config(tmp_path, limits), tmp_path)
-    write_wanted(tmp_path, 3)
-    scale = scale_of(tmp_path, limits, voice, num_first)
-    assert (scale.wanted, scale.parked) == (1, {"engine-1", "engine-2"})
-    run_virtual(follow(scale))
-    assert scale.wanted == 3
-    assert voice.lines == ["asked for 3 engines; 1 were wanted before"]
+@pytest.mark.parametrize(
+    ("limits", "wanted", "num"),
+    [({"min": 1, "max": 4}, None, 1), ({"min": 1, "max": 4}, 4, 4), (2, 4, 2), ({"min": 1, "max": 3}, 4, 1)],
+)
+def test_resumed_run_begins_with_the_wanted_number(
+    tmp_path: Path, limits: Any, wanted: int | None, num: int
+) -> None:
+    if wanted is not None:
+        write_wanted(tmp_path, wanted)
+    assert first_wanted(make_config(tmp_path, limits), tmp_path) == num

@@ -19,18 +19,19 @@ from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
-from asyncrl.job import start as startup
-from asyncrl.job.colocate import SideBySide
-from asyncrl.job.engine_kinds import engine_kind
-from asyncrl.job.servers import server_maker
-from asyncrl.job.servers.server_maker import ServerMaker
-from asyncrl.job.start import Server
+from asyncrl.job import fleet
+from asyncrl.job.colocate import Disaggregated
+from asyncrl.job.engine_kinds import EnginePlace, engine_kind
+from asyncrl.job.fleet import Fleet
+from asyncrl.job.servers import Servers
 from asyncrl.launch import launchers
 from asyncrl.launch.devices import place
 from asyncrl.launch.fork_server import KEY_ENV
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine
-from asyncrl.launch.nodes import Node, NodeRequirements
+from asyncrl.launch.nodes import Node, NodeRequirements, single_node
 from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
+from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import Publisher
 from asyncrl_servers.vllm.arguments import VllmSpec
@@ -45,20 +46,18 @@ def load(*overrides: str) -> RunConfig:
     return load_config(QUICKSTART, ("weight_sync.transport=shm", *sizes, *overrides))
 
 
-def maker(folder: Path, *overrides: str, num_cuda: int = 0) -> ServerMaker:
+def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> Servers:
     config = load(*overrides)
-    return ServerMaker(config, place(config, num_cuda), folder / "model", folder)
-
-
-def have_cuda(monkeypatch: pytest.MonkeyPatch, *devices: CudaDevice) -> None:
-    for module in (server_maker, launchers):
-        monkeypatch.setattr(module, "find_cuda_devices", lambda: devices)
+    placement = place(config, single_node(Machine(cuda, 8, 2**34, has_bfloat16=False)))
+    return Servers(config, placement, folder / "model", folder, LocalLauncher())
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     def spec(*overrides: str, name: str = "engine-0", takes_turns: bool = False) -> VllmSpec:
         kind = engine_kind(load(VLLM, *overrides))
-        return VllmSpec.model_validate(kind.spec(Path("/model"), name, "cuda:0", takes_turns=takes_turns))
+        return VllmSpec.model_validate(
+            kind.spec(Path("/model"), name, EnginePlace("cuda:0", is_colocated=takes_turns))
+        )
 
     lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
     assert (lora.has_adapters, lora.lora_rank, lora.transport, lora.device) == (True, 24, "lora", "cuda")
@@ -90,9 +89,9 @@ def test_process_sees_only_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
 ) -> None:
     devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
-    have_cuda(monkeypatch, *devices)
+    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: devices)
     anywhere = ["placement.trainer=auto", "placement.rollout=auto", "trainer.world_size=2"]
-    launch = maker(tmp_path, *anywhere, num_cuda=num_cuda)
+    launch = maker(tmp_path, *anywhere, cuda=devices)
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
     for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert isinstance(server.child, ChildProcess)
@@ -105,12 +104,13 @@ def test_process_sees_only_its_devices(
 def test_processes_share_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, staleness: int
 ) -> None:
-    have_cuda(monkeypatch, CudaDevice("0", None, 80 * 2**30))
+    cuda = (CudaDevice("0", None, 80 * 2**30),)
+    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: cuda)
     python = make_python(tmp_path / "python")
     settings = ["placement.trainer=0", "placement.rollout=0", "placement.share=0.4", "rollout.num_engines=2"]
     settings += [f"rollout.engine={kind}", f"buffer.max_staleness={staleness}"]
     settings += [f"rollout.vllm_python={python}"] if kind == "vllm" else []
-    launch, own = maker(tmp_path, *settings, num_cuda=1), 0.5 / 80
+    launch, own = maker(tmp_path, *settings, cuda=cuda), 0.5 / 80
     (trainer,), engines = launch.trainers(tmp_path / "staging"), launch.engines()
     specs = [json.loads(server.child.spec.spec) for server in (trainer, *engines)]  # type: ignore[union-attr]
     assert specs[0]["share"] == pytest.approx(0.6 - own)
@@ -156,14 +156,14 @@ def test_nodes_hold_parts_and_ranks_know_their_store(
     config = load(*TWO_NODES)
     holding = Holding(nodes)
     launcher: Any = holding
-    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
+    made = Servers(config, place(config, nodes), tmp_path, tmp_path, launcher)
     for name in ("config.json", "run.id"):
         (tmp_path / name).write_text(name)
     asyncio.run(made.hold(tmp_path / "staging"))
     assert holding.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
     assert holding.needs == dict.fromkeys((0, 1), NodeRequirements(read))
-    store = asyncio.run(made.find_store())
+    store = asyncio.run(made.rank_store())
     assert store == "10.0.0.0:4000"
     ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", store)]
     specs = [json.loads(rank.spec.spec) for rank in ranks]
@@ -180,16 +180,17 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
 
     async def ready() -> Any:
         await asyncio.sleep(30.0)
-        return await client.health(timeout_s=3.0)
+        return await health(3.0)
 
     async def watch() -> None:
         await asyncio.sleep(dies_s)
         raise child.death()
 
     child: Any = ForeignProcess("engine-0", "http://127.0.0.1:1")
-    child.watch, child.death = watch, lambda: RoomError("engine-0", "killed by SIGKILL")
-    client: Any = SimpleNamespace(health=AsyncMock(side_effect=error, return_value=HEALTH))
-    return Server(child, Caller("engine-0", "", ""), EngineHealth, 300.0, engine=client, ready=ready)
+    child.watch = watch
+    child.death = lambda: RoomError("engine-0", "killed by SIGKILL")
+    health: Any = AsyncMock(side_effect=error, return_value=HEALTH)
+    return Server(child, Caller("engine-0", "", ""), EngineHealth, 300.0, client_health=health, ready=ready)
 
 
 @virtual
@@ -198,7 +199,7 @@ async def test_server_is_ready_when_its_client_answers() -> None:
     await well.come_up()
     assert (well.health, asyncio.get_running_loop().time()) == (HEALTH, 30.0)
     await well.check_alive(3.0)
-    with pytest.raises(RoomError, match="127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0"):
+    with pytest.raises(RoomError, match="does not answer: hangs; the limit is observe.heartbeat_s=3.0"):
         await server(EngineLost("engine-0", "hangs")).check_alive(3.0)
 
 
@@ -206,7 +207,12 @@ async def test_server_is_ready_when_its_client_answers() -> None:
     ("error", "dies_s", "kind", "says"),
     [
         (EngineLost("engine-0", "no answer"), 31.0, RoomError, "engine-0: killed by SIGKILL"),
-        (EngineError("engine-0", "not ready"), 99.0, RoomError, "not come up: not ready; the end of its log"),
+        (
+            EngineError("engine-0", "not ready"),
+            99.0,
+            RoomError,
+            "did not start: not ready; the end",
+        ),
         (ConfigError("engine-0 lacks --logprobs-mode"), 99.0, ConfigError, "lacks --logprobs-mode"),
     ],
 )
@@ -221,7 +227,7 @@ async def test_failed_start_names_its_reason(
 class Mortal:
     """A server whose process ends as `codes` say, one code a start; None: it comes up."""
 
-    engine = None
+    name = "trainer-0"
 
     def __init__(self, *codes: int | None) -> None:
         self.codes, self.child = iter(codes), SimpleNamespace(returncode=None)
@@ -246,27 +252,34 @@ class Mortal:
     ],
 )
 @virtual
-async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: int, num_warned: int) -> None:
+async def test_killed_start_is_repeated(
+    codes: list[int | None],
+    max_restarts: int,
+    num_warned: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     killed: Any = Mortal(*codes)
     other: Any = Mortal(*[None] * len(codes))
-    warned, prepared = list[str](), list[None]()
-
-    async def start() -> None:
-        await asyncio.gather(killed.come_up(), other.come_up())
-
-    async def before_start() -> None:
-        prepared.append(None)
-
-    config = SupervisionConfig(max_restarts=max_restarts)
-    starting = startup.start_again(
-        start, [killed, other], config, warn=warned.append, before_start=before_start
-    )
+    warned, forgotten = list[str](), list[Any]()
+    monkeypatch.setattr(fleet, "forget_rendezvous", lambda *_: forgotten.append(_))
+    log = SimpleNamespace(warn=warned.append, activity=lambda _: None)
+    parts: Any = {
+        **dict.fromkeys(Fleet.__dataclass_fields__),
+        "life": SimpleNamespace(log=log, closes=lambda *_: None),
+        "placement": SimpleNamespace(moves=False, memory_fraction=None),
+        "supervision": SimpleNamespace(config=SupervisionConfig(max_restarts=max_restarts)),
+        "ranks": (killed,),
+        "engine_servers": (other,),
+        "clients": (),
+    }
+    starting = Fleet(**parts).start(1, AsyncMock()(), is_new=True)
     if codes[-1] is None:
         await starting
     else:
         with pytest.raises(RoomError, match=f"trainer-0: ended with {codes[-1]}"):
             await starting
-    assert len(warned) == len(prepared) == num_warned
+    assert len(warned) == len(forgotten) == num_warned
 
 
 @virtual
@@ -295,7 +308,7 @@ async def test_unknown_weights_are_replaced_before_sampling(
     publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
     async with asyncio.TaskGroup() as tasks:
         values: Any = {"spawn": tasks.create_task, "are_ours": are_ours}
-        await SideBySide(publisher, num_steps=3, **values).start(0)
+        await Disaggregated(publisher, num_steps=3, **values).start(0)
         assert fake.weights == ("not known" if are_ours else "w0")
         assert served == ([] if are_ours else [0])
         trainer.step()

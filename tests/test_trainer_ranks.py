@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.message import find_fatal
 from asyncrl.config import load_config
-from asyncrl.job import start as startup
-from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.servers import Servers
+from asyncrl.launch import server as startup
 from asyncrl.launch.devices import place
+from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.launch.nodes import single_node
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
@@ -299,17 +302,6 @@ def test_ranks_that_do_not_meet_say_who_is_missing(
     assert "every TCP port" in caught.value.way_out
 
 
-def test_store_that_cannot_be_opened_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        store = f"127.0.0.1:{other.getsockname()[1]}"
-        spec = make_spec(tiny_model_dir, tmp_path, store=store, trainer={"world_size": 2})
-        with pytest.raises(ConfigError, match=f"cannot listen at {store}: Address already in use"):
-            meet(spec, lambda _: None)
-    spec = make_spec(tiny_model_dir, tmp_path, store="192.0.2.7:29500", trainer={"world_size": 2})
-    with pytest.raises(ConfigError, match="cannot listen at 192.0.2.7:29500: Cannot assign"):
-        meet(spec, lambda _: None)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_children")
 def test_failed_rank_ends_the_start_of_the_others(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -318,9 +310,12 @@ def test_failed_rank_ends_the_start_of_the_others(tiny_model_dir: Path, tmp_path
     (tmp_path / "empty").mkdir()
 
     async def story() -> None:
-        placement = place(config, 0)
-        trainers = ServerMaker(config, placement, tiny_model_dir, tmp_path).trainers(tmp_path / "staging")
-        trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
+        placement = place(config, single_node())
+        servers = Servers(config, placement, tiny_model_dir, tmp_path, LocalLauncher())
+        trainers = servers.trainers(tmp_path / "staging")
+        failing: Any = trainers[1].child
+        spec = failing.spec.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
+        failing.spec = replace(failing.spec, spec=spec)
         try:
             with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
                 await startup.start_all(trainers)

@@ -15,8 +15,8 @@ from journal_cases import make_batch
 
 from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
-from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
@@ -127,39 +127,6 @@ def test_trainer_that_dies_while_catching_up_starts_over(moment_s: float, state_
     live(story, state_at=state_at)
 
 
-def test_failed_start_counts_and_no_other_rank_waits() -> None:
-    async def story(house: House) -> None:
-        await house.steps(1)
-        house.ranks[0].fails_to_start = 1
-        house.ranks[1].server.die()
-        await house.steps(1)
-        house.check()
-        assert (house.trainer.num_restarts, house.ranks[1].num_cancelled) == (2, 1)
-        assert house.ranks[0].started_at == house.ranks[1].started_at == [2.0, 4.0]
-
-    house = live(story, num_ranks=2)
-    assert house.told == [
-        "trainer-1: process 17 was killed by SIGKILL; starting the trainer again, 1 of 3",
-        "trainer-0: did not come up: no memory; starting the trainer again, 2 of 3",
-    ]
-    assert house.cleared_at == [2.0, 4.0], "where the ranks find each other is cleared before new ones start"
-
-
-def test_error_while_recovering_ends_the_run() -> None:
-    error = KeyError("x")
-
-    async def story(house: House) -> None:
-        async def bring_back(*_: Any) -> None:
-            raise error
-
-        house.trainer._catches_up = bring_back
-        house.server.die()
-        await asyncio.sleep(30.0)
-
-    with pytest.RaisesGroup(pytest.RaisesExc(check=lambda raised: raised is error)):
-        live(story)
-
-
 def test_rank_that_has_lost_the_others_is_a_loss() -> None:
     async def story(house: House) -> None:
         house.server.refuse["/train"] = "rank 0 has lost the other ranks"
@@ -181,23 +148,6 @@ def test_refused_batch_is_no_loss() -> None:
         assert (house.trainer.is_up, house.trainer.num_restarts) == (True, 0)
 
     live(story, num_ranks=2)
-
-
-def test_refusal_while_another_rank_dies_is_a_loss() -> None:
-    async def story(house: House) -> None:
-        await house.steps(2)
-        house.server.refuse["/train"] = BROKEN
-        loop = asyncio.get_running_loop()
-        loop.call_later(0.5, house.server.peers[0].die)
-        going = house.go(1)
-        await asyncio.sleep(0.5 + house.trainer.config.backoff_s + START_S + TRAIN_S / 2)
-        assert house.trainer.num_restarts == 1, "new ranks are at the first batch again"
-        house.server.refuse["/train"] = BROKEN
-        loop.call_later(TRAIN_S, house.server.peers[0].die)
-        await going
-        house.check()
-
-    assert live(story, num_ranks=2).trainer.num_restarts == 2
 
 
 def test_callers_end_with_a_run_that_cannot_restart() -> None:

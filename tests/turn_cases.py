@@ -20,9 +20,10 @@ from asyncrl.base.message import ErrorBody
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.colocate import TakingTurns
-from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
+from asyncrl.job.colocate import Colocated
+from asyncrl.job.supervise import EngineSupervisor
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
 from asyncrl.messages.trainer_api import ExportChunkRequest, ExportChunkResponse, OffloadRequest
@@ -171,7 +172,7 @@ class EngineRooms:
 class House(EngineRooms):
     """Those whose engines take turns with a trainer, and the trainer."""
 
-    turns: TakingTurns
+    turns: Colocated
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class House(EngineRooms):
             [TurnEngine(f"engine-{index}", decode_s=DECODE_S, weights="w") for index in range(num_engines)],
             trainer,
             config,
-            lambda: TakingTurns(
+            lambda: Colocated(
                 self.targets,
                 trainer,
                 self.publisher,

@@ -104,7 +104,7 @@ class Buffer:
     def restore_nowait(
         self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
     ) -> tuple[GroupId, ...]:
-        """Restore the state of a killed run, before any other call: batch `version` is next and its weights are
+        """Restore the state of a killed run, before any other call: batch `version` is next, its weights are
         served. Returns the groups that no batch can use under changed settings; `on_requeued` is not called
         for them.
         """
@@ -270,7 +270,7 @@ class Buffer:
         return f"{what} ({batch})"
 
     def _changed(self) -> None:
-        """Note what the trainer waits for, and wake the waiters that a change of the rule's state concerns."""
+        """Note what the trainer waits for, and wake the waiters that a change of the rule concerns."""
         cause = self.rule.waits_for
         if self._meter is not None:
             self._meter.change(asyncio.get_running_loop().time(), cause)

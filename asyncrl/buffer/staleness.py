@@ -235,8 +235,8 @@ class StalenessRule:
         self._note_last_use(group_id, None)
 
     def take_nowait(self) -> BatchChoice:
-        """Take batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This method
-        guarantees the bound. Raises WouldWait while there is a `waits_for`.
+        """Take batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This
+        method guarantees the bound. Raises WouldWait while there is a `waits_for`.
         """
         assert self.next_batch < self.num_batches, f"all {self.num_batches} batches were taken"
         if cause := self.waits_for:

@@ -24,10 +24,11 @@ from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.life import Life
-from asyncrl.job.start import Server, start_all
-from asyncrl.job.supervision.supervise import Supervision, WorkerSupervisor
+from asyncrl.job.lifecycle import Lifecycle
+from asyncrl.job.supervise import WorkerSupervisor
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
+from asyncrl.launch.server import Server, start_all
+from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens, num_turns
@@ -88,7 +89,7 @@ def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
 
 
 def make_gateway(
-    life: Life,
+    life: Lifecycle,
     engines: EnginePool,
     tokenizer: HFChatTokenizer,
     worker_key: str,
@@ -148,7 +149,7 @@ class AgentRuntime:
     """
 
     def __init__(
-        self, job: Life, engines: EnginePool, tokenizer: HFChatTokenizer, supervision: Supervision
+        self, job: Lifecycle, engines: EnginePool, tokenizer: HFChatTokenizer, supervision: Supervision
     ) -> None:
         path = job.run_dir / "gateway.json"
         is_remote = job.config.generator.remote
@@ -163,9 +164,17 @@ class AgentRuntime:
         write_whole(path, json.dumps(address) + "\n", is_private=True)
         num_workers = 0 if is_remote else job.config.generator.workers
         self.workers = tuple(self._worker(job, number) for number in range(num_workers))
-        self.supervisors = tuple(WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers)
+        self.supervisors = tuple(
+            WorkerSupervisor(
+                worker,
+                supervision,
+                lease_timeout_s=job.config.gateway.lease_timeout_s,
+                on_down=self.queue.worker_gone_nowait,
+            )
+            for worker in self.workers
+        )
 
-    def _worker(self, job: Life, number: int) -> Server:
+    def _worker(self, job: Lifecycle, number: int) -> Server:
         """Create a worker with its own secret: the run's secret opens engines and trainer and must stay
         hidden from programs of a harness.
         """
@@ -184,15 +193,15 @@ class AgentRuntime:
         child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), job.run_dir, secret, secrets=keys))
         return Server(child, Caller(name, "", secret), WorkerHealth, config.supervision.start_timeout_s)
 
-    async def open(self, job: Life) -> None:
+    async def open(self, job: Lifecycle) -> None:
         """Open the gateway, start the workers and wait until they answer; `job` closes both. Raises
         ConfigError or RoomError.
 
         Users start remote workers with the printed command.
         """
-        from asyncrl.agents.endpoint.calls.connections import collect_less
+        from asyncrl.agents.endpoint.listener import collect_less
 
-        job.tell("starting the gateway and its workers")
+        job.log.activity("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
@@ -200,10 +209,12 @@ class AgentRuntime:
         generator = job.config.generator
         if generator.command and generator.outcomes == "returned":
             why = "every process that the command starts can print it. Set it to none or posted to avoid that"
-            job.say(f"generator.outcomes=returned: the last line of standard output is the reward; {why}.")
+            job.log.info(
+                f"generator.outcomes=returned: the last line of standard output is the reward; {why}."
+            )
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
-            job.say_secret(f"gateway at {self.url}; start workers with: {command}")
+            job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
         """Return a warning if rollouts wait and no worker was seen for NO_WORKER_S."""
@@ -259,7 +270,9 @@ class UserKey:
         none.
     """
 
-    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
+    def __init__(
+        self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Lifecycle
+    ) -> None:
         self.key, self.outcome_key = secrets.token_hex(24), secrets.token_hex(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
         # random, so that a restart draws other tokens
@@ -300,7 +313,7 @@ class UserKey:
         self._session = self._open(session.sample_index + 1)
         if rollout is None:
             why = "its calls have set temperature or top_p (gateway.on_sampling_override)"
-            self._life.say(f"rollout {session.sample_index}: not recorded, {why}")
+            self._life.log.info(f"rollout {session.sample_index}: not recorded, {why}")
             return
         try:
             self._keep(session, reward, rollout)
@@ -317,7 +330,7 @@ class UserKey:
         branches = tuple(replace(branch, sample_index=index) for branch in rollout)
         self._recorder.record(prompt, reward, branches)
         reward_text = "none" if reward is None else f"{reward:.4g}"
-        self._life.say(f"rollout {session.sample_index}: reward {reward_text}, {shape_text(rollout)}")
+        self._life.log.info(f"rollout {session.sample_index}: reward {reward_text}, {shape_text(rollout)}")
 
 
 def shape_text(rollout: Rollout) -> str:
@@ -335,7 +348,7 @@ def sampled_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
 
 
 async def try_rollouts(
-    life: Life,
+    life: Lifecycle,
     generator: Generator,
     prompts: Sequence[Prompt],
     num_tried: int,
@@ -361,17 +374,19 @@ async def try_rollouts(
         head = f"[{number}/{len(places)}] {prompt.prompt_id} sample {index}:"
         if isinstance(result, FailedRollout):
             failures.append(result)
-            life.say(f"{head} {result.how}: {result.failure.what}")
+            life.log.info(f"{head} {result.how}: {result.failure.what}")
             return
         rewards.append(result[0].reward)
         recorder.record(prompt, result[0].reward, result)
-        life.say(f"{head} reward {result[0].reward:.4g}, {shape_text(result)}")
-        life.say(f"    {sampled_text(result, tokenizer)!r}")
+        life.log.info(f"{head} reward {result[0].reward:.4g}, {shape_text(result)}")
+        life.log.info(f"    {sampled_text(result, tokenizer)!r}")
 
     tasks = [life.spawn(run(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
     await asyncio.wait(tasks)
     if rewards:
-        life.say(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
+        life.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
     if failures:
-        life.say(f"{len(failures)} of {len(places)} rollouts failed, the last one: {failures[-1].failure}")
+        life.log.info(
+            f"{len(failures)} of {len(places)} rollouts failed, the last one: {failures[-1].failure}"
+        )
     return bool(rewards)

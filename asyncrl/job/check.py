@@ -6,17 +6,17 @@ process, `python -m asyncrl.job.check`, which ends with a fatal line or with exi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -27,18 +27,19 @@ from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError, TaskError, install_extra, may_lack_train
 from asyncrl.base.message import find_fatal
-from asyncrl.base.serving import die_with_parent, fail, secret_of
+from asyncrl.base.serving import fail
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
-from asyncrl.job.servers.teaching import look_at_teacher
-from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share, start_words
+from asyncrl.job.lifecycle import Lifecycle
+from asyncrl.job.supervise import check_teacher
+from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.fork_server import NEVER_INHERITED
-from asyncrl.launch.nodes import Node
-from asyncrl.launch.plan import make_plan, nodes_of, plan_text
+from asyncrl.launch.nodes import Node, single_node
+from asyncrl.launch.plan import plan_text
 from asyncrl.messages.records import Prompt
-from asyncrl.observe.trackers.tracker_names import check_trackers
+from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.tasks.from_config import (
     EvalTask,
@@ -47,118 +48,155 @@ from asyncrl.tasks.from_config import (
     look_at_task,
     make_prompt_source,
 )
-from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
-from asyncrl.tasks.task import PromptTask, RowTask
+from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 
 NUM_PROMPTS = 100
-"""Prompts to tokenize. Rows have all their characters checked."""
+"""Prompts to tokenize."""
+NUM_SCRATCH_PROMPTS = 1000
+"""Prompts to compare with the characters of a scratch model, instead."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
-CONFIG = "config"
 FINE = 64
 """Exit code after loading everything; unlikely as an exit code of user code."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Found:
-    """Human-readable `lines`, `notes` to warn of at the start of a run, and tasks that the run reuses.
-    Tasks that only its start may read are missing.
+    """Human-readable `lines`, `notes` to warn of at the start of a run, and tasks that the run
+    reuses. Tasks that only a start may read are missing.
     """
 
-    lines: tuple[str, ...]
-    notes: tuple[str, ...]
-    tasks: Mapping[str, PromptTask]
-    evals: Mapping[str, EvalTask]
+    lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tasks: dict[str, PromptTask] = field(default_factory=dict)
+    evals: dict[str, EvalTask] = field(default_factory=dict)
 
 
 def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Iterator[str]:
     """Yield the output of `asyncrl check`. Raises ConfigError at the first failure."""
-    unseen = list[str]()
-    with may_lack_train("trackers", unseen):
+    unchecked = list[str]()
+    with may_lack_train("trackers", unchecked):
         check_trackers(config.observe)
-    config, settled = settle(config, where)
-    if nodes_of(where)[0].machine.is_here:
+    nodes = where or single_node()
+    config, resolved = resolve_auto(config, nodes)
+    if nodes[0].machine.is_here:
         fetch_architectures(config)
-    found = look(config, unseen)
+    found = validate(config, unchecked)
     yield from found.lines
-    if unseen:
-        yield f"not looked at: {', '.join(unseen)}; that needs the extra train: {install_extra('train')}"
-    yield from settled
+    if unchecked:
+        yield f"not checked: {', '.join(unchecked)}; that needs the extra train: {install_extra('train')}"
+    yield from resolved
     yield from (f"note: {note}" for note in found.notes)
-    plan, share_words = settle_share(make_plan(config, where), config)
+    plan, messages = plan_run(config, nodes)
     yield plan_text(plan, config)
-    if share_words:
-        yield share_words
-    yield from start_words(plan, config)
-    refuse_what_cannot_fit(plan, config)
+    yield from messages
+    refuse_over_capacity(plan, config)
 
 
-def read_tasks(config: RunConfig, found: Mapping[str, PromptTask]) -> dict[str, PromptTask]:
-    """Return all tasks by name; read in full any missing in `found`. Blocks."""
-    load, tasks = taskset_loader(config.generator), dict[str, PromptTask]()
-    for name, settings in config.tasks.items():
-        known = found.get(name)
-        tasks[name] = build_task(settings, config.seed, load_taskset=load) if known is None else known
-    return tasks
+async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
+    """Check everything in the config of a run. `is_needed`: also read tasks that only its start may read."""
+    life.log.activity("checking the config")
+    found = await asyncio.to_thread(validate, life.config)
+    for note in found.notes:
+        life.log.info(note)
+    missing = life.config.tasks.keys() - found.tasks.keys()
+    if missing and is_needed:
+        life.log.activity("reading the task")
+        load = taskset_loader(life.config.generator)
+        for name in missing:
+            settings = life.config.tasks[name]
+            task = await asyncio.to_thread(build_task, settings, life.config.seed, load_taskset=load)
+            found.tasks[name] = task
+        found.tasks = {name: found.tasks[name] for name in life.config.tasks}
+    return found
 
 
-def look(config: RunConfig, unseen: list[str] | None = None) -> Found:
-    """Load everything except weights, adding to `unseen` the parts that need the missing extra train.
-    Raises ConfigError at the first failure.
+def validate(config: RunConfig, unchecked: list[str] | None = None) -> Found:
+    """Load everything except weights. Raises ConfigError at the first failure; without the extra train, adds
+    what needs it to `unchecked`, if given, instead.
     """
     resolve(config.algorithm)
-    tasks, evals, lines = dict[str, PromptTask](), dict[str, EvalTask](), list[str]()
-    load, total = taskset_loader(config.generator), sum(config.shares.values())
-    for name, settings in config.tasks.items():
-        with may_lack_train(key_of("task", name), unseen):
-            task, words = look_at_task(settings, config.seed, load_taskset=load)
-            share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
-            lines.append(f"{key_of('task', name)}: {words}{share}")
-            tasks |= {} if task is None else {name: task}
-    notes = [] if config.rollout.facts.has_model else [SIMULATED]
-    for name, one in config.evals.items():
-        with may_lack_train(key_of("eval", name), unseen):
-            eval_task, words = look_at_eval_task(one, name)
-            lines.append(f"eval task: {words}" if not name else f"eval.{name} task: {words}")
-            evals |= {} if eval_task is None else {name: eval_task}
-    prompts = () if len(tasks) < len(config.tasks) else _first_prompts(config, tasks)
-    eval_prompts = [prompt for _, prompts in evals.values() for prompt in prompts[:NUM_PROMPTS]]
+    found = Found()
+    if not config.rollout.facts.has_model:
+        found.notes.append(SIMULATED)
+    _check_tasks(config, found, unchecked)
     tokenizer: HFChatTokenizer | None = None
-    with may_lack_train("the model's tokenizer, the lengths of the prompts", unseen):
-        tokenizer = _tokenizer(config)
-        if tokenizer is None:
-            where = "is fetched from the hub when the run starts; not looked at: that needs the network"
-            lines.append(f"model: {config.model.source} {where}")
-    if config.model.scratch is not None:
-        characters = config.model.scratch.characters
-        asked_of_evals = itertools.chain.from_iterable(prompts for _, prompts in evals.values())
-        every = itertools.chain(prompts, _prompts_of_rows(config, tasks))
-        _refuse_outside_alphabet("task", every, characters)
-        _refuse_outside_alphabet("eval task", asked_of_evals, characters)
+    with may_lack_train("the model's tokenizer, the lengths of the prompts", unchecked):
+        tokenizer = _check_model(config, found)
+    _check_prompts(config, found, tokenizer)
+    with may_lack_train("the teacher", unchecked):
+        found.lines += check_teacher(config, tokenizer)
     if tokenizer is not None:
-        if (hub := hub_source(Path(tokenizer.model_path))) is not None:
-            lines.append(f"model: {config.model.source} is commit {hub[1]} of {hub[0]}, as far as fetched")
-        if config.rollout.facts.has_model:
-            _refuse_beyond_positions(config, Path(tokenizer.model_path))
-        if config.generator.is_harness or config.evaluates_agent:
-            with _refusing(config, "the simplest chat"):  # a harness's messages are still unknown
-                tokenizer.render([{"role": "user", "content": "Hello"}])
-        asked = [("task", prompt) for prompt in prompts if not config.generator.is_harness]
-        asked += [("eval task", prompt) for prompt in eval_prompts if not config.evaluates_agent]
-        for what in dict.fromkeys((kind, prompt.task) for kind, prompt in asked):
-            of_one = [prompt for kind, prompt in asked if (kind, prompt.task) == what]
-            notes += _check_prompts(" ".join(filter(None, what)), of_one, tokenizer, config)
-    with may_lack_train("the teacher", unseen):
-        lines += look_at_teacher(config, tokenizer)
-    if tokenizer is not None or ":" in config.gateway.tool_format:
-        shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
-        find_tool_format(config.gateway.tool_format, *shown)
+        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template)
+    elif ":" in config.gateway.tool_format:
+        find_tool_format(config.gateway.tool_format, "", None)
     kind = kind_of(config.generator)
     if kind is not None and kind.checked_in == "here":
         build_harness(config.generator, is_worker=False)
-    with may_lack_train("loss, advantage, agent and LoRA", unseen):
-        _ask_child(config)
-    return Found(tuple(lines), tuple(notes), tasks, evals)
+    with may_lack_train("loss, advantage, agent and LoRA", unchecked):
+        _check_in_child(config)
+    return found
+
+
+def _check_tasks(config: RunConfig, found: Found, unchecked: list[str] | None) -> None:
+    load = taskset_loader(config.generator)
+    total = sum(config.shares.values())
+    for name, settings in config.tasks.items():
+        with may_lack_train(key_of("task", name), unchecked):
+            task, text = look_at_task(settings, config.seed, load_taskset=load)
+            share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
+            found.lines.append(f"{key_of('task', name)}: {text}{share}")
+            if task is not None:
+                found.tasks[name] = task
+    for name, eval_settings in config.evals.items():
+        with may_lack_train(key_of("eval", name), unchecked):
+            eval_task, text = look_at_eval_task(eval_settings, name)
+            found.lines.append(f"eval.{name} task: {text}" if name else f"eval task: {text}")
+            if eval_task is not None:
+                found.evals[name] = eval_task
+
+
+def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
+    """Return the tokenizer, or None if a part of it is only on the hub."""
+    tokenizer = _tokenizer(config)
+    if tokenizer is None:
+        text = "is fetched from the hub when the run starts; not checked: that needs the network"
+        found.lines.append(f"model: {config.model.source} {text}")
+        return None
+    folder = Path(tokenizer.model_path)
+    if (hub := hub_source(folder)) is not None:
+        found.lines.append(f"model: {config.model.source} is commit {hub[1]} of {hub[0]}, as far as fetched")
+    if config.rollout.facts.has_model:
+        _refuse_beyond_positions(config, folder)
+    return tokenizer
+
+
+def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer | None) -> None:
+    """Check characters and lengths of the first prompts. Raises ConfigError if a prompt cannot be made."""
+    by_task = dict[str, list[Prompt]]()
+    num_prompts = NUM_PROMPTS if config.model.scratch is None else NUM_SCRATCH_PROMPTS
+    if len(found.tasks) == len(config.tasks):
+        source = make_prompt_source(config, found.tasks)
+        try:
+            for _ in range(min(num_prompts, sum(map(len, found.tasks.values())))):
+                prompt = source.next_nowait()
+                by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
+        except TaskError as error:
+            raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
+    for name, (_, held_out) in found.evals.items():
+        by_task[f"eval task {name}".rstrip()] = list(held_out[:num_prompts])
+    if config.model.scratch is not None:
+        for name, prompts in by_task.items():
+            _refuse_outside_alphabet(name, prompts, config.model.scratch.characters)
+    if tokenizer is None:
+        return
+    if config.generator.is_harness or config.evaluates_agent:
+        with _refusing(config, "the simplest chat"):  # an agent's messages are still unknown
+            tokenizer.render([{"role": "user", "content": "Hello"}])
+    for name, prompts in by_task.items():
+        is_eval = name.startswith("eval")
+        if not (config.evaluates_agent if is_eval else config.generator.is_harness):
+            found.notes += _check_lengths(name, prompts[:NUM_PROMPTS], tokenizer, config)
 
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
@@ -183,38 +221,17 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
         return HFChatTokenizer(made, chat_template=template, chat_template_kwargs=settings)
 
 
-def _first_prompts(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Sequence[Prompt]:
-    """Raises ConfigError if a prompt cannot be made."""
-    return list(_drawn(make_prompt_source(config, tasks), min(NUM_PROMPTS, sum(map(len, tasks.values())))))
-
-
-def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator[Prompt]:
-    """Raises ConfigError if a prompt cannot be made."""
-    for name, task in tasks.items():
-        if isinstance(task, RowTask):
-            system = config.tasks[name].system_prompt
-            prompts = TaskPrompts(task, seed=config.seed, shuffle=False, system_prompt=system, label=name)
-            yield from _drawn(PromptSource(prompts), len(task))
-
-
-def _drawn(feed: PromptSource, num: int) -> Iterator[Prompt]:
-    try:
-        for _ in range(num):
-            yield feed.next_nowait()
-    except TaskError as error:
-        raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
-
-
 @contextlib.contextmanager
 def _refusing(config: RunConfig, what: str) -> Iterator[None]:
     template = config.model.chat_template
-    whose = "the model's own template" if template is None else f"model.chat_template={template}"
+    source = "the model's template" if template is None else f"model.chat_template={template}"
     try:
         yield
     except ValueError as error:
-        what = f"{what} cannot be written as a chat: {error} ({whose})"
-        way_out = "correct the prompts or the template, or set model.chat_template to another one."
-        raise ConfigError(what, way_out=way_out) from error
+        raise ConfigError(
+            f"{source} cannot render {what}: {error}",
+            way_out="correct the prompts or the template, or set model.chat_template to another one.",
+        ) from error
 
 
 def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
@@ -234,21 +251,19 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
     )
 
 
-def _refuse_outside_alphabet(kind: str, prompts: Iterable[Prompt], characters: str) -> None:
-    used: dict[str, set[str]] = {}
-    for prompt in prompts:
-        used.setdefault(prompt.task, set()).update(*(message["content"] for message in prompt.messages))
-    for task, found in used.items():
-        if unknown := "".join(sorted(found - set(characters))):
-            name = f"{kind} {task}".rstrip()
-            raise ConfigError(
-                f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
-                rule="each of them would be the same token, <unk>",
-                way_out="add them to model.scratch.characters, or change the prompts.",
-            )
+def _refuse_outside_alphabet(name: str, prompts: Sequence[Prompt], characters: str) -> None:
+    used = {
+        character for prompt in prompts for message in prompt.messages for character in message["content"]
+    }
+    if unknown := "".join(sorted(used - set(characters))):
+        raise ConfigError(
+            f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
+            rule="each would become the token <unk>",
+            way_out="add them to model.scratch.characters, or change the prompts.",
+        )
 
 
-def _check_prompts(
+def _check_lengths(
     name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
 ) -> list[str]:
     """Return a note on prompts that are too long. Raises ConfigError if all are, or if the chat template
@@ -260,54 +275,51 @@ def _check_prompts(
     num_too_long = sum(length > limit for length in lengths)
     if not num_too_long:
         return []
-    what = f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than "
-    what += f"rollout.max_prompt_tokens={limit}, the longest has {max(lengths)} tokens"
+    note = (
+        f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than "
+        f"rollout.max_prompt_tokens={limit}; the longest has {max(lengths)} tokens"
+    )
     if num_too_long == len(lengths):
         way_out = f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts."
-        raise ConfigError(what, rule="a prompt is never cut: it is a failed rollout", way_out=way_out)
-    return [f"{what}: each is a failed rollout"]
+        raise ConfigError(note, rule="prompts are never truncated; their rollouts fail", way_out=way_out)
+    return [f"{note}: their rollouts fail"]
 
 
-def _ask_child(config: RunConfig) -> None:
+def _check_in_child(config: RunConfig) -> None:
     """Check user code and LoRA layers in a child process. Raises its ConfigError."""
-    names, kind = (config.algorithm.loss, config.algorithm.advantage), kind_of(config.generator)
+    names = (config.algorithm.loss, config.algorithm.advantage)
+    kind = kind_of(config.generator)
     is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
     if not is_code and config.trainer.lora is None:
         return
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("the trainer needs torch", name="torch")
-    environ = {name: value for name, value in os.environ.items() if name not in NEVER_INHERITED}
+    limit_s = config.supervision.start_timeout_s
     loading = "loading loss, advantage, agent and layers of LoRA"
-    with tempfile.TemporaryFile("w+b") as output:
-        process = subprocess.Popen(
+    try:
+        child = subprocess.run(
             [sys.executable, "-m", "asyncrl.job.check"],
-            stdin=subprocess.PIPE,
-            stdout=output,
+            input=run_config_yaml(config),
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environ,
+            text=True,
+            errors="replace",
+            env={name: value for name, value in os.environ.items() if name not in NEVER_INHERITED},
+            timeout=limit_s,
+            check=False,
         )
-        with process:
-            assert process.stdin is not None
-            try:
-                with contextlib.suppress(BrokenPipeError):  # the child died; its exit code is reported below
-                    process.stdin.write(json.dumps({CONFIG: run_config_yaml(config)}).encode() + b"\n")
-                    process.stdin.flush()  # keep the pipe open: at EOF the child assumes that its parent died
-                code = process.wait(limit_s := config.supervision.start_timeout_s)
-            except subprocess.TimeoutExpired as error:
-                what = f"{loading} took longer than {limit_s:g} s"
-                raise ConfigError(what, way_out="find what their modules wait for.") from error
-            finally:
-                process.kill()
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    if code != FINE:
-        if (fatal := find_fatal(text)) is not None:
-            raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-        what = f"{loading} ended with exit code {code}: {text[-1000:].strip()}"
-        raise ConfigError(what, way_out="correct what their modules do when they are imported.")
+    except subprocess.TimeoutExpired as error:
+        what = f"{loading} took longer than {limit_s:g} s"
+        raise ConfigError(what, way_out="find what their modules wait for.") from error
+    if child.returncode == FINE:
+        return
+    if (fatal := find_fatal(child.stdout)) is not None:
+        raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
+    what = f"{loading} ended with exit code {child.returncode}: {child.stdout[-1000:].strip()}"
+    raise ConfigError(what, way_out="correct the modules: importing them must not end the process.")
 
 
-def check_in_child(config: RunConfig) -> None:
+def load_in_child(config: RunConfig) -> None:
     """Load everything that only trainer and workers load. Raises ConfigError."""
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss)
@@ -332,28 +344,21 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
     from asyncrl.trainer.model.lora import find_targets
     from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
 
-    try:
-        if model.scratch is None:
-            architecture = AutoConfig.from_pretrained(folder)
-        else:
-            tokenizer = make_character_tokenizer(model.scratch.characters)
-            architecture = scratch_config(model.scratch.architecture, tokenizer)
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(architecture)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
-        source = f"model.path={model.path}" if model.scratch is None else "model.scratch"
-        what = f"{source}: transformers cannot make this architecture: {type(error).__name__}: {error!s:.500}"
-        way_out = "correct the architecture, or choose another causal language model."
-        raise ConfigError(what, way_out=way_out) from error
+    if model.scratch is None:
+        architecture = AutoConfig.from_pretrained(folder)
+    else:
+        tokenizer = make_character_tokenizer(model.scratch.characters)
+        architecture = scratch_config(model.scratch.architecture, tokenizer)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(architecture)
     find_targets(whole, lora)
 
 
 def main() -> None:
     """Check the config from standard input; exit without waiting for threads of user modules."""
-    die_with_parent()
     code = 1
     try:
-        check_in_child(RunConfig.model_validate(yaml.safe_load(secret_of(CONFIG))))
+        load_in_child(RunConfig.model_validate(yaml.safe_load(sys.stdin.read())))
         code = FINE
     except ConfigError as error:
         with contextlib.suppress(SystemExit):

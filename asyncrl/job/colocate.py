@@ -6,30 +6,30 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.waits import uncut, waiting
 from asyncrl.engines.engine import EngineClient
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.launch.lease import Call, Lease, Side
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.sync.publisher import Publisher
 
-if TYPE_CHECKING:  # for annotations only; it imports this module
-    from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
-
 T = TypeVar("T")
 
 
-class SideBySide:
-    """Separate devices for each side: no turns, the publisher runs in parallel.
+class Disaggregated:
+    """Trainer and engines on separate devices: the publisher runs in parallel with generation.
 
     `are_ours`: the run started the engines, with the initial weights; external engines have unknown weights.
     """
 
     def __init__(self, publisher: Publisher, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
-        self.publisher, self._num_steps, self._spawn = publisher, num_steps, spawn
+        self.publisher = publisher
+        self._num_steps = num_steps
+        self._spawn = spawn
         self._are_ours = are_ours
 
     async def start(self, version: int) -> None:
@@ -68,8 +68,8 @@ class SideBySide:
         return {}
 
 
-class TakingTurns:
-    """Trainer and engines time-share devices. Same methods as SideBySide.
+class Colocated:
+    """Trainer and engines time-share devices. Same methods as Disaggregated.
 
     Life: start() -> to_trainer() and to_engines() alternate, called by the train loop. After the last step
         the trainer keeps the devices to save its weights; evaluating engines get them afterwards. A dead
@@ -98,10 +98,14 @@ class TakingTurns:
         """Initialize. `on_lost` receives a lost engine, and the handover skips it; None: the handover
         fails. `stays`: both sides stay in memory, and only the turn changes.
         """
-        self._engines, self._trainer, self.publisher = tuple(engines), trainer, publisher
-        self._num_steps, self._on_event, self._on_lost = num_steps, on_event, on_lost
-        self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._heard, stays=stays)
-        self._one_at_a_time = asyncio.Lock()
+        self.publisher = publisher
+        self._engines = tuple(engines)
+        self._trainer = trainer
+        self._num_steps = num_steps
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._lease_event, stays=stays)
+        self._handover = asyncio.Lock()
         self._num_needing = 0
         self._changed = asyncio.Event()
         self._num_phases = 0
@@ -125,7 +129,7 @@ class TakingTurns:
 
     async def start(self, version: int) -> None:
         """Begin with the engines' turn, after a push if the trainer has newer weights."""
-        async with self._one_at_a_time:
+        async with self._handover:
             await self.lease.hand_to("engines" if version == 0 else "trainer")
         if version > 0:
             await self.to_engines(version)
@@ -136,7 +140,7 @@ class TakingTurns:
         """
         await self.publisher.wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
-            async with self._one_at_a_time:
+            async with self._handover:
                 if self.lease.owner != "trainer":
                     self.last = {"trainer": await self._hand_to_trainer()}
 
@@ -145,7 +149,7 @@ class TakingTurns:
         evaluation. Raises RoomError, with the phase that failed.
         """
         with waiting("the engines' turn", on="trainer and engines"):
-            async with self._one_at_a_time:
+            async with self._handover:
                 await self.publisher.evaluate(version)
                 if version >= self._num_steps and not is_for_evaluation:
                     return
@@ -156,10 +160,10 @@ class TakingTurns:
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
         """Extend the engines' turn until the block ends. Raises RoomError if the lease is broken."""
         while True:
-            async with self._one_at_a_time:
+            async with self._handover:
                 if self.lease.state == "broken":
-                    what = f"{name} cannot be started again: the lease is broken: {self.lease.broken}"
-                    raise RoomError("placement", what, way_out="start the run again; it goes on.")
+                    what = f"{name} cannot be restarted: the device lease is broken: {self.lease.broken}"
+                    raise RoomError("placement", what, way_out="start the run again to resume it.")
                 if self.lease.state == "generating":
                     yield
                     return
@@ -221,7 +225,7 @@ class TakingTurns:
         finally:
             self._num_needing -= 1
 
-    def _heard(self, what: str, detail: Mapping[str, Any]) -> None:
+    def _lease_event(self, what: str, detail: Mapping[str, Any]) -> None:
         self._num_phases += what == "handover phase"
         self._on_event(what, detail)
         self._wake()
@@ -231,4 +235,4 @@ class TakingTurns:
         self._changed = asyncio.Event()
 
 
-Turns: TypeAlias = SideBySide | TakingTurns
+WeightScheduler: TypeAlias = Disaggregated | Colocated

@@ -16,31 +16,27 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.base.files import LOST, write_whole
 from asyncrl.base.spans import listen_to_spans, note_span
 from asyncrl.config import RunConfig
-from asyncrl.job.build import Parts
-from asyncrl.job.life import Voice, refused_by_system, run_again, run_id
-from asyncrl.job.parts_read import gauges, status_of, totals_in
+from asyncrl.job.build import Components
+from asyncrl.job.lifecycle import RunLog, run_again, run_id, system_error
+from asyncrl.job.status import gauges, status_of, totals_in
 from asyncrl.journal.checkpoints import sync_records
 from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import Totals, gauge_of, is_total
-from asyncrl.observe.page.trace import write_trace
-from asyncrl.observe.recorder import Recorder, evaluation_metrics
-from asyncrl.observe.run_dir import SUMMARY_FILE, read_evaluations, read_metrics
+from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import (
     Steps,
     by_evaluation,
     duration,
     evaluation_text,
-    read_steps,
     several,
     skipped_text,
 )
 from asyncrl.observe.samples import SampleWriter, ShownRollout
-from asyncrl.observe.timeline import TimelineWriter
-from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
-from asyncrl.observe.trackers.tracker_names import make_trackers
-from asyncrl.observe.verdict.verdict import judge, summary_panel, write_reward_plot
+from asyncrl.observe.timeline import TimelineWriter, write_trace
+from asyncrl.observe.trackers import TrackedRun, Tracker, make_trackers
+from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
@@ -54,12 +50,10 @@ logger = logging.getLogger("asyncrl.job.report")
 
 TRACKER_CLOSE_S = 30.0
 """Seconds at the end of a run for trackers to send their remaining data."""
-MOST_WARNINGS = 100
-"""Limit for status.json and the summary; logs/controller.log has all."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
-class Reporter(Voice):
+class Reporter:
     """Reports of a run. Life: start() -> step() and status() -> finish() and close_console(), in any order.
 
     A resumed run (`goes_on`) keeps the killed run's files until resumes(): its start may be refused.
@@ -74,10 +68,9 @@ class Reporter(Voice):
         *,
         goes_on: bool = False,
     ) -> None:
-        self.config, self.run_dir, self.name = config, run_dir, name
-        self._trackers = make_trackers(config.observe, self.warn, trackers)
-        self._recorder = Recorder(run_dir, self._trackers)
-        self._timeline = TimelineWriter(run_dir)
+        self.config = config
+        self.run_dir = run_dir
+        self.name = name
         self._console = Console(
             config.observe.console,
             run_name=name,
@@ -86,12 +79,15 @@ class Reporter(Voice):
             samples_every="auto" if config.observe.samples_per_step else None,
             health=lambda steps: judge(steps, config).health,
         )
-        per_step = config.observe.samples_per_step
-        self._samples = SampleWriter(run_dir, seed=config.seed, per_step=per_step, failed_per_step=per_step)
+        self.log = RunLog(self._console.say, self._console.show_activity)
+        self._trackers = make_trackers(config.observe, self.log.warn, trackers)
+        self._recorder = Recorder(run_dir, self._trackers)
+        self._timeline = TimelineWriter(run_dir)
+        self._samples = SampleWriter(run_dir, seed=config.seed, per_step=config.observe.samples_per_step)
         self._last: Mapping[str, Any] = {}
         self._opened_s = self._trained_since_s = time.monotonic()
         self._now: Mapping[str, Any] = {}
-        self._activity = self._status_url = ""
+        self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, dict[str, float]] = {}
         """Metrics of each evaluation since the last step, by name."""
@@ -101,8 +97,7 @@ class Reporter(Voice):
         self._journaled: dict[str, float] = {}
         self._slots_at: tuple[float, float] | None = None
         """End of the last step, and busy seconds of engine slots until then."""
-        self._warnings: list[str] = []
-        self._told = set[str]()
+        self._has_skipped_step = False
         self._is_to_resume = goes_on
 
     def start(self) -> None:
@@ -135,26 +130,8 @@ class Reporter(Voice):
         evaluation = self._evaluations[-1] if self._evaluations else {}
         return {**self._last, **evaluation, **self._now}
 
-    def tell(self, text: str) -> None:
-        self._activity = text
-        self._console.show_activity(text)
-
-    def say_secret(self, text: str) -> None:
-        self._console.say(text)
-
-    def warn(self, text: str) -> None:
-        """Report a survivable failure on the console, in the log and in the summary."""
-        if len(self._warnings) < MOST_WARNINGS:
-            self._warnings.append(text)
-        super().warn(text)
-
     def published(self, version: int, digest: str) -> None:
         self._trackers.tell("weights", version, digest)
-
-    def warn_once(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self.warn(text)
 
     def resumes(self, version: int, counted: Mapping[str, float]) -> None:
         """Continue from `version`: earlier steps stay, later ones will be reported again. `counted`: the
@@ -171,7 +148,7 @@ class Reporter(Voice):
         self._last = self._recorder.keep_steps(version)
         self._samples.goes_on_at(version + 1)
         if (first := int(self._last.get("step", 0)) + 1) <= version:
-            self.warn(f"steps {first}..{version} are missing in metrics.jsonl ({LOST})")
+            self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl ({LOST})")
         self._console.goes_on(steps)
         self._evaluations = [*read_evaluations(self.run_dir, [])]
         for before in (self._last, *self._evaluations[-1:]):
@@ -188,20 +165,20 @@ class Reporter(Voice):
         for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
-        self.tell("training")
+        self.log.activity("training")
 
-    def counted_before_publish(self, parts: Parts, batch: Batch) -> dict[str, float]:
+    def counted_before_publish(self, run: Components, batch: Batch) -> dict[str, float]:
         """Return the sampled-token total before engines sample for the next batch: reproducible at
         max_staleness 0.
         """
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         name = "tokens/generated"
-        return {name: self._counted({name: parts.engines.gauges()[name]})[name]}
+        return {name: self._counted({name: run.engines.gauges()[name]})[name]}
 
-    def step(self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
+    def step(self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
         """Report an optimizer step. `found`: batch_metrics of the batch."""
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
-        metrics = self._metrics(parts, batch, report, found)
+        metrics = self._metrics(run, batch, report, found)
         for of_evaluation in self._new_evaluations.values():
             metrics |= of_evaluation
         self._new_evaluations, self._last = {}, metrics
@@ -209,7 +186,7 @@ class Reporter(Voice):
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
-        self._show_samples(partial(self._samples.step, batch, gaps, parts.tokenizer))
+        self._show_samples(partial(self._samples.step, batch, gaps, run.tokenizer))
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
@@ -223,15 +200,15 @@ class Reporter(Voice):
             samples = write()
         except Exception as error:
             logger.exception("no samples are written")
-            self.warn_once("samples", f"samples.jsonl lacks some samples: {error}")
+            self.log.warn_once("samples", f"samples.jsonl lacks some samples: {error}")
             return
         if samples:
             self._trackers.tell("samples", samples[0]["step"], samples)
             self._console.show_samples(samples[0]["step"], samples)
 
-    def _note_slots(self, parts: Parts) -> None:
+    def _note_slots(self, run: Components) -> None:
         now_s = time.monotonic()
-        self._timeline.slots(parts.engines.busy_s(now_s), now_s)
+        self._timeline.slots(run.engines.busy_s(now_s), now_s)
 
     def evaluated(self, result: EvalResult) -> None:
         metrics = result.metrics()
@@ -248,7 +225,7 @@ class Reporter(Voice):
         self._console.say(f"eval {evaluation_text(line)}")
         if not result.samples:
             what = f"no sample of the evaluation of policy_version {result.version} has a reward"
-            self.warn(f"{what}, the last failure: {result.last_failure}")
+            self.log.warn(f"{what}, the last failure: {result.last_failure}")
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
         """Warn once per run and kind; the log has each skipped step."""
@@ -256,50 +233,53 @@ class Reporter(Voice):
         if gap > GAP_WARNING:
             text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
             text += f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why"
-            self.warn_once("gap", text)
+            self.log.warn_once("gap", text)
         if metrics.get("rollout/given_up"):
             tries = several(self.config.rollout.max_requeues + 1, "time")
             text = f"a prompt that failed or became too old {tries} (rollout.max_requeues), or cannot be "
-            self.warn_once("given up", f"{text}sampled, is given up; logs/controller.log says why")
+            self.log.warn_once("given up", f"{text}sampled, is given up; logs/controller.log says why")
         if skipped := skipped_text(metrics):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
             saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
             text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}"
             text += f": loss or gradient was NaN or infinite; {logs} has the values, {saved} the batch"
-            if "skipped" in self._told:  # warn_once logs the first
+            if self._has_skipped_step:  # warn_once logs the first
                 logger.warning("%s", text)
-            self.warn_once("skipped", text)
+            self._has_skipped_step = True
+            self.log.warn_once("skipped", text)
 
-    def status(self, parts: Parts, waits: Sequence[Wait]) -> None:
+    def status(self, run: Components, waits: Sequence[Wait]) -> None:
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
-        self._note_slots(parts)
-        now = self._now = self._counted(gauges(parts))
-        missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
+        self._note_slots(run)
+        now = self._now = self._counted(gauges(run))
+        missing = run.harnessing.missing_workers() if run.harnessing is not None else None
         if missing is not None:
-            self.warn_once("workers", missing)
+            self.log.warn_once("workers", missing)
         self._recorder.write_status(
             {
                 "state": "running",
-                "activity": self._activity,
+                "activity": self.log.current_activity,
                 "status_url": self._status_url or None,
-                "step": parts.trainer.policy_version,
+                "step": run.trainer.policy_version,
                 "num_steps": self.config.trainer.num_steps,
-                "warnings": self._warnings or None,
+                "warnings": self.log.warnings or None,
                 "waits": list(map(asdict, waits)),
-                **status_of(parts, now),
+                **status_of(run, now),
             }
         )
 
-    def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """Write verdict, plot and summary.json. Raises RoomError if writing fails."""
+    def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
+        """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises RoomError if
+        writing fails.
+        """
         try:
             self._finish(state, why)
             if state != "done" and can_go_on:
                 self._console.say(f"go on with: {run_again(self.run_dir)}")
         except OSError as error:
-            raise refused_by_system(error, self.run_dir) from error
+            raise system_error(error, self.run_dir) from error
         finally:
             self._trackers.tell("close", state)
 
@@ -315,11 +295,11 @@ class Reporter(Voice):
             return
         self._timeline.close()
         self._recorder.write_status(status | {"step": int(self._last.get("step", 0))})
-        summary: dict[str, Any] = {"state": state, "why": why, "warnings": self._warnings}
+        summary: dict[str, Any] = {"state": state, "why": why, "warnings": self.log.warnings}
         newest = [lines[-1] for lines in by_evaluation(self._evaluations).values()]
         if newest:
             summary |= {"evaluation": newest[0]} if len(newest) == 1 else {"evaluations": newest}
-        if (steps := read_steps(self.run_dir, [])).values("reward/mean"):
+        if (steps := Steps(read_metrics(self.run_dir, []))).values("reward/mean"):
             verdict = judge(steps, self.config)
             summary |= asdict(verdict)
             plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
@@ -344,9 +324,9 @@ class Reporter(Voice):
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _metrics(
-        self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float]
+        self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]
     ) -> dict[str, float]:
-        self._note_slots(parts)
+        self._note_slots(run)
         time_s = time.monotonic() - self._trained_since_s
         step_s = time_s - self._last.get("time_s", 0.0)
         metrics: dict[str, float] = {
@@ -359,11 +339,11 @@ class Reporter(Voice):
         }
         metrics["perf/tokens_per_s"] = metrics["tokens/trained"] / step_s if step_s > 0 else 0.0
         now_s = time.monotonic()
-        busy_s = sum(parts.engines.busy_s(now_s).values())
+        busy_s = sum(run.engines.busy_s(now_s).values())
         if self._slots_at is not None and now_s > self._slots_at[0]:
             metrics["engine/busy_slots"] = (busy_s - self._slots_at[1]) / (now_s - self._slots_at[0])
         self._slots_at = now_s, busy_s
-        for name, value in self._counted(gauges(parts)).items():
+        for name, value in self._counted(gauges(run)).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind not in ("eval", "run"):
                 metrics.setdefault(name, value)
         return metrics

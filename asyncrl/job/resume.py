@@ -1,4 +1,4 @@
-"""Decide if and from where a run directory can resume with this config, and restore the parts. Generates
+"""Decide if and from where a run directory can resume with this config, and restore the components. Generates
 nothing.
 
 The checkpoint holds the weights, the journal everything since: its batches are trained again unchanged, ready
@@ -16,7 +16,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import yaml
 
@@ -26,8 +26,10 @@ from asyncrl.base.spans import span
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.run_config import key_of
-from asyncrl.job.life import has_begun, run_again
-from asyncrl.job.supervision.supervise_trainer import load_batches
+from asyncrl.job.build import Components
+from asyncrl.job.checkpointer import load_batches
+from asyncrl.job.lifecycle import has_begun, run_again
+from asyncrl.job.report import Reporter
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
@@ -35,35 +37,32 @@ from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.trainer.model_folder import MODEL_PIN
 
-if TYPE_CHECKING:
-    from asyncrl.job.build import Parts
-    from asyncrl.job.report import Reporter
-
 logger = logging.getLogger("asyncrl.job.resume")
 
 ResumeMode = Literal["auto", "never", "must"]
 
-FREE_SECTIONS = ("launcher", "observe", "checkpoint", "journal", "supervision")
-"""Sections that change location, display and storage, but no computed value."""
 FREE_KEYS = {
-    "trainer": "num_steps timeout_s world_size micro_batch_tokens gradient_checkpointing cpu_offload "
-    "compile logprob_gap_limit",
-    "rollout": "timeout_s slots max_failed_groups max_requeues "
-    + " ".join(name for facts in ENGINES.values() for name in facts.free_settings),
-    "weight_sync": "timeout_s chunk_bytes disk_dir rolling canary_limit",
-    "task": "reward_pool reward_workers reward_timeout_s digest",
-    "placement": "trainer rollout eval teacher share",
-    "teacher": "slots timeout_s",
-    "generator": "workers concurrency",
-    "gateway": "host port public_url max_calls max_concurrent_calls max_body_bytes read_timeout_s "
-    "max_connections lease_timeout_s",
+    *"""
+    launcher observe checkpoint journal supervision placement
+    trainer.num_steps trainer.timeout_s trainer.world_size trainer.micro_batch_tokens trainer.compile
+    trainer.gradient_checkpointing trainer.cpu_offload trainer.logprob_gap_limit
+    rollout.timeout_s rollout.slots rollout.max_failed_groups rollout.max_requeues
+    weight_sync.timeout_s weight_sync.chunk_bytes weight_sync.disk_dir weight_sync.rolling
+    weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
+    generator.workers generator.concurrency
+    gateway.host gateway.port gateway.public_url gateway.max_calls gateway.max_concurrent_calls
+    gateway.max_body_bytes gateway.read_timeout_s gateway.max_connections gateway.lease_timeout_s
+    """.split(),
+    *(f"rollout.{name}" for engine in ENGINES.values() for name in engine.free_settings),
 }
-"""Keys for limits, places and memory. With a constant schedule, num_steps only sets the end."""
+"""Sections and keys that change limits, places, memory and storage, but no computed value. With a constant
+schedule, trainer.num_steps only sets the end.
+"""
 MODEL_KEYS = ("model.path", "model.revision")
 """May change if a ModelPin recorded the old files; the new files must match."""
 TRANSPORT = "weight_sync.transport"
-"""auto depends on the machine. All transports give engines the same bits except lora: vLLM then
-computes with unmerged adapters.
+"""auto depends on the machine. All transports give engines the same bits except lora: vLLM then computes with
+unmerged adapters.
 """
 SAVED = ("final", "adapter")
 """Weight folders of a finished run. Older ones stay until the new ones are complete."""
@@ -73,12 +72,12 @@ SAVED = ("final", "adapter")
 class ResumePoint:
     """Resume from `checkpoint`, the newest complete one (None: the initial weights).
 
-    `told`: skipped checkpoints and accepted changes, as text. `damaged`: skipped checkpoints, set aside once
+    `notes`: skipped checkpoints and accepted changes, as text. `damaged`: skipped checkpoints, set aside once
     the run continues. `may_change_model`, `may_change_data`: the files may differ.
     """
 
     checkpoint: Whole | None
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     damaged: tuple[Damaged, ...] = ()
     may_change_model: bool = False
     may_change_data: bool = False
@@ -125,30 +124,32 @@ def find_resume(
     saved = run_dir / "config.yaml"
     if not has_begun(run_dir):
         if mode == "must":
-            raise _refused(run_dir, "no run", "give the directory of one, or leave --resume out.")
+            raise _refused(run_dir, "no run", "pass the directory of a run, or omit --resume.")
         if saved.exists() and not (run_dir / "run.id").exists():
             raise _refused(run_dir, "a config.yaml that no run has written")
         for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
             raise _refused(run_dir, f"no run, and {there}, which a new run would replace")
         return None
     if not saved.exists():
-        raise _refused(run_dir, "a run without its config.yaml", "put back the one it was started with.")
+        raise _refused(run_dir, "a run without its config.yaml", "restore its original config.")
     if mode == "never":
-        raise _refused(run_dir, "a run already", "choose another --run-dir, or leave --resume out.")
+        raise _refused(run_dir, "a run already", "choose another --run-dir, or omit --resume.")
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     _refuse_done(run_dir, config)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     _refuse_fewer_steps(run_dir, config, 0 if checkpoint is None else checkpoint.version)
-    told = (*(found.why for found in damaged), *accepted)
+    notes = (*(found.why for found in damaged), *accepted)
     may_change = (
         any(_is_named(key, allow_change) for key in keys) for keys in (MODEL_KEYS, ("task.digest",))
     )
-    return ResumePoint(checkpoint, told, tuple(damaged), *may_change)
+    return ResumePoint(checkpoint, notes, tuple(damaged), *may_change)
 
 
-def _refused(run_dir: Path, what: str, way_out: str = "choose another, or move that away.") -> ConfigError:
-    rule = "a run goes on in its own directory, and never writes over what is not its own"
-    return ConfigError(f"{run_dir} holds {what}", rule=rule, way_out=way_out)
+def _refused(
+    run_dir: Path, what: str, way_out: str = "choose another --run-dir, or move it away."
+) -> ConfigError:
+    rule = "a run resumes in its own directory, and never overwrites other files"
+    return ConfigError(f"{run_dir} contains {what}", rule=rule, way_out=way_out)
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -189,9 +190,9 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
         raise ConfigError(
             f"the run in {run_dir} was started with other settings:{lines}\n ",
             rule="a resumed run computes what the killed one would have",
-            way_out=f"put them back, or accept the change with {flags}; another --run-dir starts a new run.",
+            way_out=f"restore them, accept the change with {flags}, or start a new run in another --run-dir.",
         )
-    return [f"goes on with {key}: {then!r} -> {new!r}" for key, (then, new) in found.items()]
+    return [f"resuming with {key}: {then!r} -> {new!r}" for key, (then, new) in found.items()]
 
 
 def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
@@ -199,8 +200,8 @@ def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
         return (run_dir / MODEL_PIN).exists()
     if key == "trainer.num_steps":  # a schedule that falls to 0 uses it in every learning rate
         return config.trainer.schedule == "constant"
-    section, name = key.partition(".")[0], key.rpartition(".")[2]  # seed, task.KEY, or task.NAME.KEY
-    return section in FREE_SECTIONS or name in FREE_KEYS.get(section, "").split()
+    section = key.partition(".")[0]  # of seed, task.KEY or task.NAME.KEY
+    return section in FREE_KEYS or f"{section}.{key.rpartition('.')[2]}" in FREE_KEYS
 
 
 def _is_named(key: str, allowed: Collection[str]) -> bool:
@@ -219,7 +220,7 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
         command = run_again(run_dir, f"trainer.num_steps={2 * (steps or num_steps)}", *allowed)
         raise ConfigError(
             f"the run in {run_dir} is done, after {steps or num_steps} steps",
-            way_out=f"go on for more steps with `{command}`, or choose another --run-dir.",
+            way_out=f"train more steps with `{command}`, or choose another --run-dir.",
         )
 
 
@@ -242,23 +243,23 @@ def _refuse_fewer_steps(run_dir: Path, config: RunConfig, num_saved: int) -> Non
 
 
 async def restore(
-    parts: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
+    run: Components, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
-    """Restore all parts except the engines; the returned groups continue once the engines have the weights.
+    """Restore everything except the engines; the returned groups continue once the engines have the weights.
 
     Steps that may refuse come first: data, buffer, trainer state. Then only a broken part can end the resume.
-    Raises the errors of the parts.
+    Raises the errors of the run.
     """
-    feed, journal = parts.feed, parts.journal
+    feed, journal = run.feed, run.journal
     if state.order is not None:
         feed.check_order(state.order)
     unfinished: tuple[UnfinishedGroup, ...] = ()
     ended: dict[GroupId, tuple[Prompt, str]] = {}
     if is_journal_new := state.num_drawn == 0 and point.checkpoint is not None:
-        _from_checkpoint_alone(point.checkpoint, parts)
+        _from_checkpoint_alone(point.checkpoint, run)
     else:
-        unfinished, ended = _from_journal(parts, state)
-    before = (feed.num_drawn, feed.prompts_back(), parts.buffer.next_group_id, feed.memory())
+        unfinished, ended = _from_journal(run, state)
+    before = (feed.num_drawn, feed.prompts_back(), run.buffer.next_group_id, feed.memory())
 
     @functools.cache
     def restored() -> None:
@@ -269,12 +270,12 @@ async def restore(
     def trained_again(batch: Batch, report: TrainResponse) -> None:
         restored()
         journal.trained_nowait(batch.version, report.metrics)
-        reporter.step(parts, batch, report, batch_metrics(batch, parts.special_tokens))
+        reporter.step(run, batch, report, batch_metrics(batch, run.special_tokens))
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     missed = functools.partial(load_batches, state, point.version, state.next_version)
     with span("trainer", "train again", point.version):
-        await parts.trainer.recover(folder, missed, trained_again)
+        await run.trainer.recover(folder, missed, trained_again)
     restored()
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)
@@ -284,10 +285,10 @@ async def restore(
 
 
 def _from_journal(
-    parts: Parts, state: ResumeState
+    run: Components, state: ResumeState
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """Return (groups that continue, requeued prompts with the reason)."""
-    feed, ready = parts.feed, [group for _, group in state.ready]
+    feed, ready = run.feed, [group for _, group in state.ready]
     feed.remember_nowait(state.memory, state.epochs, state.observed)
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
     feed.restore_nowait(state.num_drawn, first)
@@ -297,30 +298,34 @@ def _from_journal(
         group_id, prompt = found.ticket.group_id, found.prompt
         made = feed.make_again(prompt.prompt_id, prompt.num_requeued)  # only the task has its answer
         if tuple(map(dict, made.messages)) != prompt.messages:
-            ended[group_id] = (prompt, "the task makes another prompt of it")
+            ended[group_id] = (prompt, "the task now makes a different prompt")
             continue
         prompts[group_id], whole[group_id] = made, replace(found, prompt=made)
     tickets = [group.ticket for group in whole.values()]
-    late = parts.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
+    late = run.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
     if late:
-        logger.warning("requeued, as too old for the settings that have changed: groups %s", list(late))
+        logger.warning("requeued groups that are too old for the changed settings: %s", list(late))
     for group_id in late:
-        ended[group_id] = (prompts[group_id], "too old under the settings that it was resumed with")
+        ended[group_id] = (prompts[group_id], "too old for the changed settings")
         whole.pop(group_id, None)
     for prompt, _ in ended.values():
         feed.requeue_nowait(prompt)
     for prompt_id in state.returning:
         prompt = Prompt(prompt_id, (), num_requeued=state.requeued[prompt_id])
-        parts.producers.returns_nowait(state.next_version, prompt)
+        run.producers.returns_nowait(state.next_version, prompt)
     return tuple(whole.values()), ended
 
 
-def _from_checkpoint_alone(checkpoint: Whole, parts: Parts) -> None:
+def _from_checkpoint_alone(checkpoint: Whole, run: Components) -> None:
     try:
-        parts.put_back(ControllerState.model_validate(checkpoint.controller), checkpoint.version)
+        state = ControllerState.model_validate(checkpoint.controller)
+        run.feed.load_state(state.feed)
+        for prompt_id, num_requeued in state.out.items():  # in flight: generated again
+            run.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
+        run.buffer.restore_nowait(checkpoint.version, state.next_group_id, [], [])
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # `feed` is checked by its reader
         raise CheckpointError(
-            f"{checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
-            rule="without its journal a run goes on from what the checkpoint says",
-            way_out="put journal.sqlite back, or start a new run.",
+            f"{checkpoint.folder} has no valid controller state: {type(error).__name__} {error}",
+            rule="without its journal a run resumes from the controller state of the checkpoint",
+            way_out="restore journal.sqlite, or start a new run.",
         ) from error

@@ -19,11 +19,12 @@ from asyncrl.config import RunConfig
 from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.colocate import Turns
-from asyncrl.job.life import Voice, run_again
-from asyncrl.job.start import Server, end_all
-from asyncrl.job.supervision.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
-from asyncrl.observe.status import judge_state, read_config, read_status
+from asyncrl.job.colocate import WeightScheduler
+from asyncrl.job.lifecycle import RunLog, run_again
+from asyncrl.job.supervise import EngineSupervisor
+from asyncrl.launch.server import Server, cancel_all
+from asyncrl.launch.supervise import NO_LOSS, Supervision, summary_of
+from asyncrl.observe.run_dir import judge_state, read_config, read_status
 
 logger = logging.getLogger("asyncrl.job.scale")
 
@@ -46,17 +47,17 @@ class EngineScale:
         config: RunConfig,
         run_dir: Path,
         pool: EnginePool,
-        voice: Voice,
+        log: RunLog,
         *,
         on_change: Callable[[int], None],
         num_first: int,
     ) -> None:
         self.range = config.rollout.engine_range
         self.is_fixed = not config.rollout.is_scaled
-        self._run_dir = run_dir
-        self._pool = pool
-        self._voice = voice
+        self.pool = pool
         self._on_change = on_change
+        self._run_dir = run_dir
+        self._log = log
         self._number = {server.name: number for number, server in enumerate(pool.servers)}
         self._changed = asyncio.Event()
         self.wanted = num_first
@@ -64,24 +65,14 @@ class EngineScale:
         self.parked = self._number.keys() - self._working
         """Engines without a process."""
 
-    def supervisor(
-        self, process: Server, client: EngineClient, turns: Turns, supervision: Supervision
-    ) -> EngineSupervisor:
-        """Return the supervisor of one engine."""
-        if self.is_fixed:
-            return EngineSupervisor(process, client, self._pool, turns, supervision)
-        return ScaledEngine(process, client, self._pool, turns, supervision, self)
-
     def wants(self, name: str) -> bool:
-        """Return True if this engine should work."""
         return self._number[name] < self.wanted
 
     def gauges(self) -> dict[str, float]:
-        """Return the metrics of scaling."""
-        num_up = len(self._number) - len(self._pool.down)
+        num_up = len(self._number) - len(self.pool.down)
         return {} if self.is_fixed else {"engine/wanted": self.wanted, "engine/up": num_up}
 
-    def words(self, name: str) -> str:
+    def state_of(self, name: str) -> str:
         """Return the state of an engine for `asyncrl status`; empty if it should work and does."""
         if self.wants(name):
             return "" if name in self._working else "starting"
@@ -94,15 +85,14 @@ class EngineScale:
             try:
                 num = read_wanted(self._run_dir, self.range) or self.wanted
             except ConfigError as error:
-                self._voice.warn(str(error))
+                self._log.warn(str(error))
                 (self._run_dir / WANTED_FILE).unlink(missing_ok=True)
                 continue
             if num != self.wanted:
-                self._voice.say(f"asked for {num} engines; {self.wanted} were wanted before")
+                self._log.info(f"scaling from {self.wanted} to {num} engines")
                 self.set_nowait(num)
 
     def set_nowait(self, num: int) -> None:
-        """Want `num` engines from now on."""
         self.wanted = num
         self.changed_nowait()
 
@@ -110,7 +100,7 @@ class EngineScale:
         """Want only the engines before `name`, which does not start."""
         num = self._number[name]
         if num < self.wanted:
-            self._voice.warn(f"{in_short(error)}; the run continues with {num} of {self.wanted} engines")
+            self._log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
             write_wanted(self._run_dir, num)
             self.set_nowait(num)
 
@@ -124,7 +114,7 @@ class EngineScale:
         """Wait until this engine should leave, and give it no new work."""
         while self.wants(name) or not self._may_leave(name):
             await self._changed.wait()
-        self._pool.down_nowait(name)
+        self.pool.down_nowait(name)
         self._works(name, False)
 
     def up_nowait(self, name: str) -> None:
@@ -142,14 +132,14 @@ class EngineScale:
         self._changed = asyncio.Event()
 
     def _may_leave(self, name: str) -> bool:
-        up = [one for one in self._number if one not in self._pool.down]
+        up = [one for one in self._number if one not in self.pool.down]
         return name not in up or (name == up[-1] and len(up) > self.wanted)
 
     def _works(self, name: str, is_working: bool) -> None:
-        before = len(self._working)
-        (self._working.add if is_working else self._working.discard)(name)
-        if len(self._working) != before:
-            self._on_change(len(self._working))
+        working = self._working | {name} if is_working else self._working - {name}
+        if working != self._working:
+            self._working = working
+            self._on_change(len(working))
         self.changed_nowait()
 
 
@@ -167,12 +157,11 @@ class ScaledEngine(EngineSupervisor):
         self,
         process: Server,
         client: EngineClient,
-        pool: EnginePool,
-        turns: Turns,
-        supervision: Supervision,
         scale: EngineScale,
+        scheduler: WeightScheduler,
+        supervision: Supervision,
     ) -> None:
-        super().__init__(process, client, pool, turns, supervision)
+        super().__init__(process, client, scale.pool, scheduler, supervision)
         self._scale = scale
         self._is_new = not scale.wants(self.name)
         if self._is_new:
@@ -203,7 +192,7 @@ class ScaledEngine(EngineSupervisor):
     async def _hand_over(self) -> None:
         with waiting("its requests to move, and a push to end", on="rollouts", who="supervisor"):
             await self._pool.drain(self.name)
-            await self._turns.publisher.leave(self.name)
+            await self._scheduler.publisher.leave(self.name)
 
     def _down(self, lost: RoomError) -> None:
         super()._down(lost)
@@ -220,20 +209,19 @@ class ScaledEngine(EngineSupervisor):
 
 async def until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
     """Run `work` until it or `left` ends. Raises what `work` raises."""
-    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left)
-    for task in tasks:
-        task.set_name(f"watch {name}")
+    working = asyncio.create_task(work, name=f"watch {name}")
+    leaving = asyncio.create_task(left, name=f"watch {name}")
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end_all(tasks)
+        await cancel_all([working, leaving])
     if not working.cancelled():
         working.result()
 
 
 def first_wanted(config: RunConfig, run_dir: Path | None) -> int:
     """Return the number of engines at the start: as asked before, else from the config. EngineScale warns of
-    a wanted.json that is wrong.
+    an invalid wanted.json.
     """
     asked = None
     if config.rollout.is_scaled and run_dir is not None:
@@ -250,19 +238,19 @@ def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        what = f"{path} holds no number of engines: {type(error).__name__} {error}"
-        raise ConfigError(what, way_out=f"`asyncrl scale {run_dir} engines=N` writes it.") from error
-    return check_wanted(asked, limits, f"{path} asks for")
+        what = f"{path} has no number of engines: {type(error).__name__} {error}"
+        raise ConfigError(what, way_out=f"write it with `asyncrl scale {run_dir} engines=N`.") from error
+    return check_wanted(asked, limits)
 
 
-def check_wanted(asked: object, limits: EngineRange, who: str) -> int:
+def check_wanted(asked: object, limits: EngineRange) -> int:
     """Return the number. Raises ConfigError if it is out of range."""
     if type(asked) is int and limits.min <= asked <= limits.max:
         return asked
     raise ConfigError(
-        f"{who} {asked!r} engines",
-        rule=f"rollout.num_engines allows {limits.min} to {limits.max}, which are planned with their memory",
-        way_out="ask for a number in this range, or start the run again with another range.",
+        f"engines={asked!r} is outside rollout.num_engines={{min: {limits.min}, max: {limits.max}}}",
+        rule="memory is planned for engines in this range",
+        way_out="ask for a number in the range, or restart the run with another range.",
     )
 
 
@@ -277,17 +265,17 @@ def scale_run(run_dir: Path, asked: str) -> str:
     """
     name, _, text = asked.partition("=")
     if name != KEY or not text.isdecimal():
-        raise ConfigError(f"{asked!r} is no number of engines", way_out=f"write {KEY}=4.")
+        raise ConfigError(f"{asked!r} is not a number of engines", way_out=f"write {KEY}=4.")
     config = read_config(run_dir)
     if not config.rollout.is_scaled:
         wide = f"rollout.num_engines={{min: 1, max: {max(int(text), config.rollout.max_engines)}}}"
         again = run_again(run_dir, wide, "--allow-change", "rollout.num_engines")
         raise ConfigError(
-            f"the run in {run_dir} has rollout.num_engines={config.rollout.num_engines}, a plain number",
-            rule="only a run with a range can change its engines: it plans memory for all of them",
-            way_out=f"stop it with Ctrl-C, and continue it with `{again}`.",
+            f"the run in {run_dir} has a fixed rollout.num_engines={config.rollout.num_engines}",
+            rule="only a run with a range can be scaled: memory is planned for all its engines",
+            way_out=f"stop it with Ctrl-C, and resume it with `{again}`.",
         )
-    num = check_wanted(int(text), config.rollout.engine_range, "you ask for")
+    num = check_wanted(int(text), config.rollout.engine_range)
     status = read_status(run_dir, [])
     state, why = judge_state(status, run_dir)
     if not status or state not in ("starting", "running", "unknown"):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.base.errors import ConfigError
-from asyncrl.launch.machine import Machine, described_machine
-from asyncrl.launch.processes import Process, ProcessSpec
+from asyncrl.launch.machine import Machine, described_machine, this_machine
+from asyncrl.launch.processes import LOOPBACK, Process, ProcessSpec
 from asyncrl.messages.engine_api import FileRequest
 
 
@@ -28,6 +28,11 @@ class Node:
     name: str
     address: str
     machine: Machine
+
+
+def single_node(machine: Machine | None = None) -> tuple[Node, ...]:
+    """Return a machine as the only node; None: this machine."""
+    return (Node("this machine", LOOPBACK, machine or this_machine()),)
 
 
 def described_nodes(

@@ -160,7 +160,7 @@ class RolloutSession(Protocol):
         """Refuse all further and pending calls (410 with `reason`). Idempotent: the first reason stays."""
         ...
 
-    def while_open(self) -> AbstractAsyncContextManager[None]:
+    def while_open(self) -> AbstractAsyncContextManager[object]:
         """Raise RolloutFailure in the block if another component ends the session."""
         ...
 

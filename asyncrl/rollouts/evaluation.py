@@ -255,7 +255,6 @@ class Evaluation:
     def gauges(self) -> dict[str, float]:
         stats = self._stats
         return {
-            "evaluation/version": stats.version,
             "evaluation/ended": stats.finished + stats.skipped + stats.abandoned,
             "evaluation/held_s": stats.held_s,
         }

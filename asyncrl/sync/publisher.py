@@ -33,29 +33,23 @@ async def in_this_file(manifest: ExportResponse) -> ExportResponse:
 class Publisher:
     """Pushes the newest weights to all engines, one push at a time.
 
-    Life: during generation, run(): idle -> a new version: exporting (begun between two steps) -> pushing
-        (prepare on all live engines, then commit on all, at once or one by one) -> announced by on_served,
-        then by on_published -> idle. Time-shared, called by a handover: push() -> all live engines have the
-        version, in chunks -> announce(). An engine is live, or down from down_nowait until bring_up has sent
-        the announced weights to its new process (time-shared: until up_nowait, before the next push).
-    Waits: run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at most
-        timeout_s. The train loop sleeps in wait_exported_or_busy until an export begins. bring_up, leave and
-        pushes exclude each other with `_turn`, so no returning engine misses a version. push sleeps in a
-        Push.
-    Invariant: on_served(v) is called only after every live engine has confirmed that it serves v, with the
-        digest that the trainer sent (guaranteed by Push). With no live engine the version is announced at
-        once, and a returning engine gets it first. Versions are announced in order. During generation the
-        trainer never waits for a push.
+    Life: with separate devices, run(): idle -> exporting a new version (begun between two steps) -> pushing
+        -> announced by on_served, then by on_published -> idle. Time-shared: push() in chunks, then
+        announce(), called by a handover. An engine is live, or down from down_nowait until bring_up
+        (time-shared: up_nowait).
+    Waits: run sleeps for a new version, then in export, prepare and commit, each at most timeout_s. The train
+        loop sleeps in wait_exported_or_busy until an export begins. bring_up, leave and pushes exclude each
+        other, so no returning engine misses a version.
+    Invariant: on_served(v) is called only after every live engine has confirmed v with the digest that the
+        trainer sent. Versions are announced in order. With separate devices the trainer never waits for a
+        push.
 
-    The trainer keeps its two newest exports and makes one only after the last one is announced, so it always
-    has the announced export for bring_up. An export lost in transit with the trainer's node is repeated, once
-    per start of the trainer. If the trainer keeps only one (`is_collective`), it makes none in a bring_up.
-    `is_rolling`: engines swap one after the other, and on_served gets the oldest version. Without `on_lost` a
-    lost engine ends the run. The file of an export exists until on_published returns. Time-shared runs have
-    no such file: `on_file` gets one for the versions of is_file_wanted. On several nodes `locate` fetches
-    weights to an engine's node, and `here` fetches a wanted file to the controller's. `wait_released` returns
-    once the engines may get new weights, because an evaluation may need their current ones; the trainer
-    continues during this wait, as during a push.
+    The trainer keeps its two newest exports, or one with `is_collective`, so it has the announced one for
+    bring_up. An export lost with the trainer's node is repeated, once per trainer restart. `is_rolling`:
+    engines swap one after the other. Without `on_lost` a lost engine ends the run. The file of an export
+    exists until on_published returns; time-shared, `on_file` gets a file for the versions of is_file_wanted.
+    `locate` and `here` fetch a file to the node of an engine, or of the controller. `wait_released` returns
+    once no evaluation needs the engines' present weights.
     """
 
     def __init__(
@@ -171,11 +165,8 @@ class Publisher:
                 await self._changed.wait()
 
     async def wait_exported_or_busy(self, version: int) -> None:
-        """Start the export of `version`, right after its step.
-
-        Returns once the copy of the weights into staging has begun: the trainer copies during the next
-        forward and backward pass, and changes no weight before the copy is complete. Returns at once if an
-        older version is still being copied or pushed, because a push never holds up the trainer.
+        """Return once the copy of `version` into staging has begun, right after its step. The trainer changes
+        no weight before the copy is complete. Returns at once during another copy or push.
         """
         with waiting(f"the export of policy_version {version}", on="publisher"):
             while self._exported_version < version and not self._is_pushing:

@@ -1,8 +1,7 @@
-"""Optimizer steps on this rank's part of a batch. No HTTP; the trained record is its only file.
+"""Optimizer steps on this rank's part of a batch.
 
 A batch gives epochs * mini_batches optimizer steps and one policy_version. Master weights, gradients and
-optimizer state are float32; with dtype bfloat16 the forward pass and the exported weights are bfloat16, as in
-the engine.
+optimizer state are float32; the forward pass and the exported weights have the run's dtype.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.base.serving import Refused
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch
+from asyncrl.trainer import objective, step_report
 from asyncrl.trainer.model.build_model import TrainedModel, reshard
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.optimizer import learning_rate_at, make_optimizer
@@ -29,45 +29,20 @@ from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_
 from asyncrl.trainer.model.policy import Policy, Scores
 from asyncrl.trainer.model.support_mask import AllowedSets, find_allowed
 from asyncrl.trainer.model.tree import IntN
-from asyncrl.trainer.objective import (
-    BatchNumbers,
-    Float32N,
-    Objective,
-    Stats,
-    check_any_loss,
-    check_batch,
-    loss_tokens,
-)
+from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.ranks import ALONE, Ranks
-from asyncrl.trainer.step_report import (
-    GAP_ADVICE,
-    GAP_WARNING,
-    StepMeter,
-    append_line,
-    gap_fault,
-    gap_metrics,
-    gaps_of_rollouts,
-    measure_gaps,
-    note_restored,
-    policy_metrics,
-    trained_line,
-)
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
-
 MAX_SKIPPED_STEPS = 3
-"""Consecutive steps with a gradient that is not finite that end a run."""
 
 
 class StepSums:
-    """Sums over micro-batches; logprobs and entropies [N] are set for loss tokens.
-
-    Results stay on the device until all micro-batches are launched, because reading waits for it.
-    """
+    """Sums over micro-batches. Results stay on the device until read(), which waits for it."""
 
     def __init__(self, num_tokens: int) -> None:
-        self.logprobs_N, self.entropies_N = np.zeros((2, num_tokens), np.float32)
+        self.logprobs_N = np.zeros(num_tokens, np.float32)
+        self.entropies_N = np.zeros(num_tokens, np.float32)
         self.loss = 0.0
         self.stats = Counter[str]()
         self._unread = list[tuple[IntN, Tensor, Tensor, Tensor | float, Stats]]()
@@ -76,7 +51,6 @@ class StepSums:
         self._unread.append((micro.source_M, scores.logprob_M.detach(), scores.entropy_M, loss, stats))
 
     def read(self) -> None:
-        """Read all results. Waits for the device."""
         for source_M, logprob_M, entropy_M, loss, stats in self._unread:
             self.logprobs_N[source_M] = logprob_M.cpu().numpy()
             self.entropies_N[source_M] = entropy_M.cpu().numpy()
@@ -85,10 +59,10 @@ class StepSums:
         self._unread.clear()
 
     def add_up(self, ranks: Ranks) -> None:
-        """Replace the sums by their sums over all ranks."""
         ranks.add_up(self.logprobs_N, self.entropies_N)
         parts = ranks.gather([self.loss, self.stats])
-        self.loss, self.stats = 0.0, Counter()
+        self.loss = 0.0
+        self.stats = Counter()
         for loss, stats in parts:
             self.loss += loss
             self.stats.update(stats)
@@ -96,9 +70,7 @@ class StepSums:
 
 @dataclass
 class BatchTotals:
-    """Totals of a batch: logprobs and entropies of each token before its first step; (loss, gradient norm) of
-    each step taken.
-    """
+    """Totals of a batch: logprobs and entropies before its first step; (loss, gradient norm) of each step."""
 
     logprobs_N: Float32N
     entropies_N: Float32N
@@ -118,37 +90,41 @@ class Learner:
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
-        """Load everything. Raises ConfigError if the model or a function is missing, or memory is short."""
+        """Raises ConfigError if the model or a function is missing, or memory is short."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
-        self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
+        self.spec = spec
+        self.ranks = ranks
+        self.policy_version = 0
+        self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self._schedule_ahead = 0
-        """Steps of the current settings so far minus steps taken; nonzero after a resume with changed
-        settings.
-        """
+        """Offset of the schedule after a resume with other epochs or mini_batches, in steps."""
         self._has_recorded = False
         self._allowed: AllowedSets | None = None
         self._objective = Objective(spec)
         parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
-        self.device, self.dtype, self.policy = parts.device, parts.dtype, parts.policy
-        self._reference, self._adapters, self._masters = parts.reference, parts.adapters, parts.masters
+        self.device = parts.device
+        self.dtype = parts.dtype
+        self.policy = parts.policy
+        self._reference = parts.reference
+        self._adapters = parts.adapters
+        self._masters = parts.masters
         self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
         cuda = torch.cuda if self.device.type == "cuda" else None
-        self._meter = StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
+        self._meter = step_report.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Take the optimizer steps of a batch and return its metrics by full name. Raises Refused.
-
-        Metrics without a value are NaN, like loss and gradient norm if all steps were skipped.
+        """Take the optimizer steps of a batch and return its metrics by full name, NaN without a value.
+        Raises Refused.
         """
         self._meter.start()
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
-        check_batch(header, arrays, self.policy_version, vocab_size)
-        has_loss = loss_tokens(header, arrays)
-        self._allowed = find_allowed(header, arrays, has_loss, self._grammars)
-        check_any_loss(header, arrays, has_loss)
+        objective.check_batch(header, arrays, self.policy_version, vocab_size)
+        has_loss = objective.loss_tokens(header, arrays)
+        self._allowed = find_allowed(header, arrays, has_loss, lambda: self._grammars)
+        objective.check_any_loss(header, arrays, has_loss)
         batch = self._numbers(header, arrays, has_loss)
         taken = BatchTotals(*np.zeros((2, len(has_loss)), np.float32))
         parts = mini_batches(header, has_loss, self.spec.trainer.mini_batches)
@@ -163,7 +139,8 @@ class Learner:
         if self.ranks.is_first:
             if not self._has_recorded:  # an earlier process's lines from here on are repeated
                 self._note_restored(header.version)
-            append_line(self.spec.record_path, trained_line(header, arrays, has_loss, loss))
+            line = step_report.trained_line(header, arrays, has_loss, loss)
+            step_report.append_line(self.spec.record_path, line)
         num_loss_tokens = int(has_loss.sum())
         means = {f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()}
         return {
@@ -171,7 +148,7 @@ class Learner:
             **means,  # first, so that user metrics hide none below
             "policy/loss": loss,
             "policy/grad_norm": grad_norm,
-            **policy_metrics(
+            **step_report.policy_metrics(
                 taken.logprobs_N[has_loss], arrays.behaviour_logprobs[has_loss], taken.entropies_N[has_loss]
             ),
             **taken.gap,
@@ -184,16 +161,11 @@ class Learner:
         }
 
     @cached_property
-    def _token_grammars(self) -> TokenGrammars:
+    def _grammars(self) -> TokenGrammars:
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         return TokenGrammars(load_tokenizer(self.spec.model_path, self.spec.chat_template), vocab_size)
 
-    def _grammars(self) -> TokenGrammars:
-        """Raises GrammarError."""
-        return self._token_grammars
-
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
-        """Compute everything required before the weights change."""
         batch = BatchNumbers(header, arrays, has_loss)
         if self._objective.needs_proximal:
             batch.proximal_N, batch.entropy_N = self._forward(self.policy, header, arrays, has_loss)
@@ -229,7 +201,8 @@ class Learner:
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> list[tuple[MicroBatch, bool]]:
         self._meter.enter("pack")
-        plan, max_tokens = self.policy.plan, self.spec.trainer.micro_batch_tokens
+        plan = self.policy.plan
+        max_tokens = self.spec.trainer.micro_batch_tokens
         if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
             max_tokens = 1  # every rank then runs one forward pass per micro-batch
         return rank_micro_batches(
@@ -252,7 +225,7 @@ class Learner:
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
                 self._skip(batch, taken, f"loss {sums.loss} and gradient norm {grad_norm}")
             elif unfit := {name: value for name, value in sums.stats.items() if not math.isfinite(value)}:
-                rule = "metrics are finite numbers, those of algorithm.loss included"
+                rule = "metrics are finite numbers, including those of algorithm.loss"
                 raise self._refused_saved(batch, f"statistics {unfit}", rule)
             else:
                 self._step(taken, sums, grad_norm)
@@ -263,7 +236,6 @@ class Learner:
         taken.stats.update(sums.stats)
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
-        """Accumulate the step's gradient over all micro-batches."""
         numbers = self._objective.step_numbers(batch, chosen)
         sums = StepSums(len(chosen))
         for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
@@ -301,7 +273,7 @@ class Learner:
         """Wait for readers of the weights before they change."""
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
-        """Skip the step and save the batch. Raises Refused after too many."""
+        """Count a skipped step and save the batch. Raises Refused after too many."""
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1
@@ -315,18 +287,19 @@ class Learner:
         self.rollout_gaps = []
         if not self.spec.measures_gap:
             return {}
-        arrays, limit = batch.arrays, self.spec.trainer.logprob_gap_limit
+        arrays = batch.arrays
+        limit = self.spec.trainer.logprob_gap_limit
         is_fresh = chosen & (arrays.versions == batch.header.version)
-        self.rollout_gaps = gaps_of_rollouts(batch.header, arrays, is_fresh, sums.logprobs_N)
-        gaps = measure_gaps(
+        self.rollout_gaps = step_report.gaps_of_rollouts(batch.header, arrays, is_fresh, sums.logprobs_N)
+        gaps = step_report.measure_gaps(
             sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
         )
-        if limit is not None and (fault := gap_fault(gaps, limit)):
-            rule = f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and each engine's"
-            raise self._refused_saved(batch, fault, rule, f"{GAP_ADVICE}; or raise the limit.")
-        if fault := gap_fault(gaps, GAP_WARNING):
-            log.warning("step %d: %s; %s", batch.header.version + 1, fault, GAP_ADVICE)
-        return gap_metrics(gaps)
+        if limit is not None and (fault := step_report.gap_fault(gaps, limit)):
+            rule = f"trainer.logprob_gap_limit={limit}, for the means of all fresh tokens and of each engine"
+            raise self._refused_saved(batch, fault, rule, f"{step_report.GAP_ADVICE}; or raise the limit.")
+        if fault := step_report.gap_fault(gaps, step_report.GAP_WARNING):
+            log.warning("step %d: %s; %s", batch.header.version + 1, fault, step_report.GAP_ADVICE)
+        return step_report.gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
         """Clip to trainer.max_grad_norm; return the norm before."""
@@ -344,18 +317,13 @@ class Learner:
         return path
 
     def _refused_saved(self, batch: BatchNumbers, error: str, rule: str, way_out: str = "") -> Refused:
-        return Refused(
-            422,
-            f"{_name(batch)} gave {error}; policy_version stays {self.policy_version}, the batch is saved in "
-            f"{self._save_failed(batch)}",
-            rule=rule,
-            way_out=way_out
-            or "lower trainer.learning_rate; asyncrl.messages.trainer_api.unpack_batch reads the batch.",
-        )
+        saved = f"policy_version stays {self.policy_version}, the batch is in {self._save_failed(batch)}"
+        unpack = "lower trainer.learning_rate; asyncrl.messages.trainer_api.unpack_batch reads the batch."
+        return Refused(422, f"{_name(batch)} gave {error}; {saved}", rule=rule, way_out=way_out or unpack)
 
     def _note_restored(self, version: int) -> None:
         if self.ranks.is_first:
-            note_restored(self.spec.record_path, version)
+            step_report.note_restored(self.spec.record_path, version)
             self._has_recorded = True
 
 

@@ -1,11 +1,9 @@
-"""Checks a batch and computes a step's loss from logprobs: advantages, surrogate, correction, KL,
-aggregation.
+"""Check a batch and compute a step's loss from logprobs.
 
-User losses and advantages are checked. A step's loss is the sum of micro_loss over its micro-batches,
-independent of their split.
+A step's loss is the sum of micro_loss over its micro-batches, independent of their split.
 
 Invariant: no token sampled before header.min_version carries loss. loss_tokens enforces this independently of
-    the buffer: such a token gets weight 0 (mask_older), or the batch is refused.
+the buffer: such a token gets weight 0 (mask_older), or the batch is refused.
 """
 
 from __future__ import annotations
@@ -95,11 +93,8 @@ def _token_name(header: BatchHeader, index: int) -> str:
 
 @dataclass(frozen=True)
 class Units:
-    """Samples of the advantage: rollouts with all branches, or the units of their credits. Numbered by first
-    appearance.
-
-    `rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, -1 without a
-    credit.
+    """Samples of the advantage: rollouts with all branches, or the units of their credits. `rewards` and
+    `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, -1 without a credit.
     """
 
     rewards: list[float]
@@ -123,10 +118,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch before its first step; arrays over all tokens [N].
-
-    `proximal_N` and `entropy_N`: logprobs and entropies by the weights before the batch; `reference_N`:
-    logprobs by the initial weights; None if not needed. `advantage_N`: advantage of a loss token's sample.
+    """Data of a batch before its first step; arrays over all tokens [N]. `proximal_N`, `entropy_N`: by the
+    weights before the batch; `reference_N`: by the initial weights.
     """
 
     header: BatchHeader
@@ -140,8 +133,8 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Shared by a step's micro-batches: weight_S multiplies the loss tokens of a trajectory, [S] in the
-    header; mask_N, 0 or 1, multiplies their surrogate.
+    """weight_S multiplies the loss tokens of a trajectory, [S] in the header; mask_N, 0 or 1, multiplies
+    their surrogate.
     """
 
     weight_S: Tensor
@@ -175,19 +168,16 @@ class Objective:
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
-        """Return advantages, float32 [N], from the penalized rewards of the B units.
-
-        A unit's length counts all its sampled tokens; its KL penalty sums over its loss tokens.
-        """
-        settings, has_loss, overlong_tokens = self.settings, batch.has_loss, self.settings.overlong_tokens
+        """Return advantages, float32 [N], from the penalized rewards of the B units."""
+        settings = self.settings
+        has_loss = batch.has_loss
         units = find_units(batch.header, len(has_loss))
         assert (units.unit_N[batch.arrays.loss_mask] >= 0).all(), "credits cover every sampled token"
         reward_B = torch.tensor(units.rewards, dtype=torch.float32)
-        if overlong_tokens > 0:
-            length_B = torch.from_numpy(units.unit_N[batch.arrays.loss_mask]).bincount(
-                minlength=len(reward_B)
-            )
-            reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, overlong_tokens)
+        if settings.overlong_tokens > 0:
+            unit_M = torch.from_numpy(units.unit_N[batch.arrays.loss_mask])
+            length_B = unit_M.bincount(minlength=len(reward_B))
+            reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
         if self._is_penalised:
             assert batch.proximal_N is not None
             assert batch.reference_N is not None
@@ -197,10 +187,9 @@ class Objective:
             reward_B = reward_B - settings.kl_coefficient * penalty_B
             if not bool(torch.isfinite(reward_B).all()):
                 what = f"batch {batch.header.version}: KL penalties of its rollouts: {penalty_B.tolist()}"
-                way_out = "lower trainer.learning_rate and go on from a checkpoint."
-                raise Refused(
-                    422, what[:500], rule="with algorithm.kl_in=reward they are finite", way_out=way_out
-                )
+                way_out = "lower trainer.learning_rate and resume from a checkpoint."
+                rule = "with algorithm.kl_in=reward they must be finite"
+                raise Refused(422, what[:500], rule=rule, way_out=way_out)
         advantage_B = self._advantage(reward_B, torch.tensor(units.groups, dtype=torch.int64))
         is_one_each = isinstance(advantage_B, Tensor) and advantage_B.shape == reward_B.shape
         if not (is_one_each and bool(torch.isfinite(advantage_B).all())):
@@ -213,26 +202,23 @@ class Objective:
         return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
-        """Return the advantages of reward and teacher, float32 [N]."""
-        header, arrays, has_loss, settings = batch.header, batch.arrays, batch.has_loss, self.settings
-        if arrays.teacher_logprobs is None:
-            what = f"batch {header.version} has rollouts without the logprobs of a teacher"
-            rule = f"algorithm.distill_weight={settings.distill_weight} learns from those of every token"
-            way_out = "they were sampled under other settings: put those back, or start a new run."
+        settings = self.settings
+        teacher_N = batch.arrays.teacher_logprobs
+        if teacher_N is None:
+            what = f"batch {batch.header.version} has rollouts without the logprobs of a teacher"
+            rule = f"algorithm.distill_weight={settings.distill_weight} needs them for every token"
+            way_out = "restore the settings under which they were sampled, or start a new run."
             raise Refused(422, what, rule=rule, way_out=way_out)
-        behaviour_M, teacher_M = (
-            torch.from_numpy(values_N[has_loss])
-            for values_N in (arrays.behaviour_logprobs, arrays.teacher_logprobs)
-        )
+        behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[batch.has_loss])
+        teacher_M = torch.from_numpy(teacher_N[batch.has_loss])
+        distilled_M = losses.distillation(behaviour_M, teacher_M).numpy()
         taught_N = settings.reward_weight * advantage_N
-        taught_N[has_loss] += settings.distill_weight * losses.distillation(behaviour_M, teacher_M).numpy()
+        taught_N[batch.has_loss] += settings.distill_weight * distilled_M
         return taught_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
-        """Prepare the step on the tokens of `has_loss` bool [N]."""
-        tokens_S = torch.tensor(
-            [int(has_loss[one.start : one.end].sum()) for one in batch.header.trajectories]
-        )
+        entries = batch.header.trajectories
+        tokens_S = torch.tensor([int(has_loss[entry.start : entry.end].sum()) for entry in entries])
         weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
         mask_N = None
         if self.settings.top_entropy < 1:
@@ -259,9 +245,7 @@ class Objective:
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, Stats]:
-        """Return (part of the step's loss, scalar with gradient; sums of statistics on the device). Does not
-        wait for the device.
-        """
+        """Return (part of the step's loss, sums of statistics) without waiting for the device."""
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             return to_device(torch.from_numpy(values_N[micro.source_M]), current_M.device)
@@ -283,63 +267,62 @@ class Objective:
             log_weight_M = proximal_M - behaviour_M
             correction_M = self._correction(log_weight_M, advantage_M, micro.sequence_M, self.settings)
         of_tokens = (behaviour_M, advantage_M, micro.sequence_M)
-        loss_M, stats = self._corrected(current_M, anchor_M, *of_tokens, correction_M)
+        loss_M, stats = self._corrected(current_M, anchor_M, of_tokens, correction_M)
         if (limit := self.settings.off_policy_mask) is not None:
             mask_M = losses.off_policy_mask(current_M, *of_tokens, limit)
-            loss_M, stats = loss_M * mask_M, {**stats, "off_policy_fraction": (mask_M == 0).sum()}
+            loss_M = loss_M * mask_M
+            stats["off_policy_fraction"] = (mask_M == 0).sum()
         if step.mask_N is not None:
             loss_M = loss_M * over_tokens(step.mask_N)
         if batch.reference_N is not None:
             kl_M = self._kl(current_M, over_tokens(batch.reference_N), anchor_M, correction_M)
-            stats = {**stats, "kl_reference": kl_M.detach().sum()}
+            stats["kl_reference"] = kl_M.detach().sum()
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
         if batch.arrays.teacher_logprobs is not None:
             kl_M = losses.kl(current_M.detach(), over_tokens(batch.arrays.teacher_logprobs), "k1")
-            stats = {**stats, "kl_teacher": kl_M.sum()}
+            stats["kl_teacher"] = kl_M.sum()
         weight_M = to_device(step.weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
-        return (loss_M * weight_M).sum(), {
-            name: value.detach() if isinstance(value, Tensor) else value for name, value in stats.items()
-        }
+        return (loss_M * weight_M).sum(), stats
 
     def _corrected(
         self,
         current_M: Tensor,
         anchor_M: Tensor,
-        behaviour_M: Tensor,
-        advantage_M: Tensor,
-        sequence_M: Tensor,
+        of_tokens: tuple[Tensor, Tensor, Tensor],
         correction_M: Tensor | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Stats]:
         """Return the surrogate times the correction, or with the correction in its ratio."""
-        of_tokens, is_within = (behaviour_M, advantage_M, sequence_M), self._recipe.surrogate in WITHIN_RATIO
         if correction_M is None:
             return self._call_surrogate(current_M, anchor_M, *of_tokens)
-        if is_within:
+        if self._recipe.surrogate in WITHIN_RATIO:
             anchor_M = anchor_M - losses.log_of_weight(correction_M)
-        loss_M, stats = self._call_surrogate(current_M, anchor_M, *of_tokens)
-        stats = {**stats, "importance_weight": correction_M.sum()}
-        return loss_M if is_within else loss_M * correction_M, stats
+            loss_M, stats = self._call_surrogate(current_M, anchor_M, *of_tokens)
+        else:
+            loss_M, stats = self._call_surrogate(current_M, anchor_M, *of_tokens)
+            loss_M = loss_M * correction_M
+        return loss_M, {**stats, "importance_weight": correction_M.sum()}
 
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
     ) -> Tensor:
-        """Return each token's KL(current || reference), float32 [M], optionally reweighted to the current
-        policy's tokens.
-        """
+        """Return each token's KL(current || reference), float32 [M]."""
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
             return losses.kl(current_M, reference_M, estimator)
         kl_M = losses.weighted_kl(current_M, reference_M, anchor_M, estimator)
         return kl_M if correction_M is None else kl_M * correction_M
 
-    def _call_surrogate(self, current_M: Tensor, *others_M: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _call_surrogate(self, current_M: Tensor, *others_M: Tensor) -> tuple[Tensor, Stats]:
         answer = self._surrogate(current_M, *others_M, self.settings)
         match answer:
             case (Tensor(ndim=1, requires_grad=True) as loss_M, dict() as stats) if (
                 loss_M.shape == current_M.shape and all(map(_is_number, stats.values()))
             ):
-                return loss_M, stats
+                return loss_M, {
+                    name: value.detach() if isinstance(value, Tensor) else value
+                    for name, value in stats.items()
+                }
         raise ConfigError(
             f"algorithm.loss={self.settings.loss} returned {answer!r}"[:500],
             rule=f"it returns (a tensor [{len(current_M)}] with gradient, dict of one number each)",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,18 @@ from asyncrl.base.serving import Refused
 from asyncrl.config import LoraConfig
 from asyncrl.trainer.model.loading import load_tokenizer, loading
 from asyncrl.trainer.model.lora import ADAPTER, save_adapter
-from asyncrl.trainer.state import READ_BYTES, read_state, read_weights
+from asyncrl.trainer.state import read_state, read_weights
 from asyncrl.weights.adapters import merge
 from asyncrl.weights.export import in_export_dtype, named_weights
 from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules, dtype_name
 
-Shapes = Mapping[str, Sequence[int]]
+Shapes = Mapping[str, list[int]]
 
 
 def save_folder(
     model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
 ) -> None:
-    """Write a Hugging Face folder of `model` with these weights, in_export_dtype, atomically replacing an old
-    one. Raises OSError.
-    """
+    """Write a Hugging Face folder of `model` with these weights. Raises OSError."""
     with whole_folder(path) as unfinished:
         model.save_pretrained(unfinished, state_dict=weights)
         config_file = unfinished / "config.json"
@@ -50,26 +47,27 @@ def save_model(
     Memory: the model in `dtype` and 1 GiB. Raises Refused, ConfigError, OSError, SafetensorError.
     """
     disable_progress_bar()
-    saved, of_dtype = read_state(state), getattr(torch, dtype)
+    saved = read_state(state)
+    of_dtype = getattr(torch, dtype)
     tell(f"loading the model that the run began with, in {dtype}")
     with loading(base):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=of_dtype)
         tokenizer = load_tokenizer(base, chat_template)
     parameters = dict(model.named_parameters())
+    shapes = {name: list(one.shape) for name, one in parameters.items()}
     if saved.lora is None:
-        _refuse_other_model(state, saved.shapes, {name: one.shape for name, one in parameters.items()})
-        num_read, num_all = 0, sum(4 * math.prod(shape) for shape in saved.shapes.values())
+        _refuse_other_model(state, saved.shapes, shapes)
+        tell(f"reading {sum(4 * one.numel() for one in parameters.values()) / 1e9:.2f} GB of weights")
         for name, tensor in read_weights(state, saved.shapes):
             parameters[name].data = tensor.to(parameters[name].dtype)
-            before, num_read = num_read, num_read + tensor.nbytes
-            if before // READ_BYTES < num_read // READ_BYTES or num_read == num_all:
-                tell(f"read {num_read / 1e9:.2f} of {num_all / 1e9:.2f} GB of weights")
     else:
-        adapters, lora = _adapters(state, saved.shapes, of_dtype), LoraConfig(**saved.lora)
+        adapters = _adapters(state, saved.shapes, of_dtype)
+        lora = LoraConfig(**saved.lora)
         for module in adapted_modules(adapters):
-            name, (lora_A, lora_B) = f"{module}.weight", (adapters[module + one] for one in SUFFIXES)
-            there = {name: parameters[name].shape} if name in parameters else {}
-            _refuse_other_model(state, {name: (len(lora_B), lora_A.shape[1])}, there)
+            name = f"{module}.weight"
+            lora_A, lora_B = (adapters[module + suffix] for suffix in SUFFIXES)
+            wanted = {name: [len(lora_B), lora_A.shape[1]]}
+            _refuse_other_model(state, wanted, {name: shapes[name]} if name in shapes else {})
             parameters[name].data = merge(parameters[name].data, lora_A, lora_B, lora.alpha / lora.rank)
     tell("writing the model")
     save_folder(model, in_export_dtype(named_weights(model), of_dtype), tokenizer, of_dtype, path)
@@ -89,12 +87,11 @@ def save_peft(
     Reads no other weights. Raises Refused, ConfigError, OSError, SafetensorError.
     """
     saved = read_state(state)
-    assert saved.lora is not None, "it is asked for where the run trains adapters"
+    assert saved.lora is not None, "the run trains adapters"
     adapters = _adapters(state, saved.shapes, getattr(torch, dtype))
     save_adapter(path, adapters, LoraConfig(**saved.lora), name, revision)
     with loading(base):
-        tokenizer = load_tokenizer(base, chat_template)
-    tokenizer.save_pretrained(path)
+        load_tokenizer(base, chat_template).save_pretrained(path)
 
 
 def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -103,9 +100,8 @@ def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tens
 
 
 def _refuse_other_model(state: Path, saved: Shapes, there: Shapes) -> None:
-    """Raise Refused unless the model has these weights."""
     for name in sorted({*saved, *there}):
-        if tuple(saved.get(name, ())) != tuple(there.get(name, ())) or name not in saved or name not in there:
+        if saved.get(name) != there.get(name):
             shapes = f"{saved.get(name)} in {state} and {there.get(name)} in the model that it began with"
-            way_out = "put the model that the run began with back to where it was."
+            way_out = "restore the model that the run began with."
             raise Refused(422, f"the weight {name} is {shapes}", way_out=way_out)

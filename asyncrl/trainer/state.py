@@ -1,16 +1,12 @@
 """Trainer state of a checkpoint: saved in parallel with training, restored exactly.
 
-It contains the float32 master weights and the optimizer's state by parameter name, Progress, and each rank's
-torch random generators. The learning rate follows from Progress, and a KL penalty's initial weights are
-model.path's. With adapters (trainer.lora) the base weights are not saved. The folder belongs to a checkpoint,
-which is whole once its manifest is written (asyncrl/journal/checkpoints.py):
-
-    __R_N.distcp    shards of rank R, by torch.distributed.checkpoint (DCP)
+    __R_N.distcp    shards of rank R, by torch.distributed.checkpoint (DCP): float32 master weights, the
+                    optimizer's state, and the rank's random generators
     .metadata       places of all shards: DCP's index, a pickle
     state.json      description of the tensors, and Progress
 
-DCP reshards: N ranks save, M ranks load. The same number of ranks gives the same bits. Load only checkpoints
-that you trust: DCP unpickles the index.
+With adapters (trainer.lora) the base weights are not saved. DCP reshards: N ranks save, M ranks load. The
+same number of ranks gives the same bits. Load only checkpoints that you trust: DCP unpickles the index.
 """
 
 from __future__ import annotations
@@ -70,8 +66,9 @@ class TrainerState:
     """Saves and loads weights and optimizer, on all ranks together.
 
     Life: begin_save -> `copying` ends, after which the sources may change -> `pending` ends -> begin_save
-    ...: one at a time, since the copy's memory is reused. Offloaded parts are not copied, but written from
-    their host memory, which wait_lent() waits for. Invariant: a refused load changes nothing.
+        ...: one at a time, since the copy's memory is reused. Offloaded parts are not copied, but written
+        from their host memory, which wait_lent() waits for.
+    Invariant: a refused load changes nothing.
     """
 
     def __init__(
@@ -110,9 +107,8 @@ class TrainerState:
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
         """Copy everything to host memory during the next forward and backward pass, then write it to the new
-        folder `path` during training. The Future raises Refused if writing fails.
-
-        `content_of` returns the values of an offloaded local tensor (offload.py).
+        folder `path` during training. The Future raises Refused. `content_of` returns the values of an
+        offloaded tensor.
         """
         if self.pending is not None:
             wait([self.pending])
@@ -141,9 +137,7 @@ class TrainerState:
             wait([self.pending])
 
     def load(self, path: Path) -> Progress:
-        """Restore weights, optimizer and random generators from a folder; return its counts. Raises Refused
-        if it is incomplete or from another model.
-        """
+        """Restore weights, optimizer and random generators; return the counts. Raises Refused."""
         manifest = self._ranks.agree(lambda: self._fitting_manifest(path))
         rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
         if not manifest.has_cuda_rng:
@@ -208,7 +202,6 @@ class TrainerState:
         content_of: Callable[[Tensor], Tensor],
         reading: AbstractContextManager[Any],
     ) -> None:
-        """Copy this rank's shards to the host, on the copying thread."""
         is_cuda = self._device.type == "cuda"
         with reading:
             locals_ = {name: local_of(tensor) for name, tensor in live.items()}
@@ -257,9 +250,7 @@ def read_state(path: Path, who: str = "") -> SavedState:
 
 
 def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole float32 master weights of a folder by parameter name, in this process, READ_BYTES at once,
-    without the optimizer's state. Raises Refused.
-    """
+    """Yield whole float32 master weights of a folder by name, READ_BYTES at once. Raises Refused."""
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     _read_index(path)
     for names in cut(sizes, READ_BYTES):
@@ -284,7 +275,6 @@ class _HostPlanner(DefaultSavePlanner):
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Raise Refused for file errors of any rank."""
     try:
         yield
     except (OSError, CheckpointException) as error:
@@ -311,7 +301,7 @@ def _read_index(path: Path) -> Metadata:
 
 
 def _refuse_incomplete(path: Path) -> None:
-    """Raise Refused if files of other ranks are missing, on rank 0."""
+    """Raise Refused if files of other ranks are missing."""
     wanted = {Path(place.relative_path).name for place in _read_index(path).storage_data.values()}
     if missing := sorted(name for name in wanted if not (path / name).is_file()):
         what = f"{path} lacks {', '.join(missing)}, which other ranks have written"
@@ -321,7 +311,6 @@ def _refuse_incomplete(path: Path) -> None:
 
 
 def _wait_copied(copying: Future[None]) -> None:
-    """Wait for this rank's copy. Raises Refused."""
     try:
         copying.result()
     except (OSError, MemoryError, RuntimeError) as error:

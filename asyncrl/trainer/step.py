@@ -1,11 +1,9 @@
-"""Learner that exports, saves and offloads its weights. All ranks call every method together and gather
-shards; rank 0 writes, and only its answer counts.
+"""Learner that exports, saves and offloads its weights. Collective calls: every rank must call them; only
+rank 0 writes files and returns a result.
 
 Each export has a canary: logprobs of a fixed short text, which engines recompute after loading. Wrong weights
-in any layer change the logprobs. They come from the policy's own forward pass at temperature 1, whose weights
-equal the export bit for bit, so that only rounding differs: 1e-5 nats in float32, hundredths in bfloat16,
-like policy/logprob_gap_mean. Smaller changes, such as a tensor that is one step old at a learning rate of
-1e-6, are detected by digests only.
+in any layer change them. They come from the policy's own forward pass, whose weights equal the export bit for
+bit, so only rounding differs: 1e-5 nats in float32, hundredths in bfloat16.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from asyncrl.messages.trainer_api import (
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.build_model import reshard
 from asyncrl.trainer.model.loading import load_tokenizer
+from asyncrl.trainer.model.lora import save_adapter
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.offload import Offload
@@ -63,21 +62,26 @@ class TrainStep(Learner):
     """Learner whose weights are exported, saved and offloaded.
 
     Life: as Learner; offload and onload may come between any two calls. A call that needs an offloaded part
-        is refused.
-    Invariant: a checkpoint is never refused: offloaded parts are saved too.
+    is refused, except for a checkpoint.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
-        """Raises ConfigError."""
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
         self._offload = Offload(ranks, self.device, folder, self._tensors_of)
         self._pieces: Pieces | None = None
-        on_all = spec.chunks == "memories"
-        self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)
-        how = (spec.chunk_bytes, ranks.is_first, spec.is_file_wanted, spec.weights_store)
-        end = TrainerEnd(self.device, self.dtype, *how)
+        self._chunks = Chunks(
+            self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=spec.chunks == "memories"
+        )
+        end = TrainerEnd(
+            self.device,
+            self.dtype,
+            spec.chunk_bytes,
+            is_first=ranks.is_first,
+            is_file_wanted=spec.is_file_wanted,
+            store=spec.weights_store,
+        )
         self.transport = make_transport(spec.transport, end)
         self._exporting: Future[ExportResponse] | None = None
 
@@ -86,16 +90,14 @@ class TrainStep(Learner):
         return sorted(self._offload.away)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Train like Learner. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         metrics = super().train(header, arrays)
         self._state.wait_lent()  # a slow disk may take the time of a step here, not of a handover
         return metrics
 
     def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
-        """Begin to export the current weights in the engine's dtype. The returned function waits, in any
-        thread, and raises OSError, or Refused if the weights give NaN. Training may continue until the next
-        change of a weight.
+        """Begin to export the current weights. The returned function waits, in any thread, and raises
+        OSError, or Refused if the weights give NaN. Training may continue until the next change of a weight.
         """
         self._offload.need("export", "weights")
         with self._meter.export():
@@ -106,25 +108,20 @@ class TrainStep(Learner):
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
 
     def export(self, path: Path) -> ExportResponse:
-        """Export and wait. Raises OSError or Refused."""
         return self.begin_export(path)()
 
     def before_change(self) -> None:
-        """Wait for exports and state copies, which read weights and optimizer; their callers get any
-        errors.
-        """
-        reading: list[Future[Any]] = [
-            one for one in (self._exporting, self._state.copying) if one is not None
-        ]
-        wait(reading)
+        """Wait for exports and state copies; their callers get any errors."""
+        readers: list[Future[Any] | None] = [self._exporting, self._state.copying]
+        wait([reader for reader in readers if reader is not None])
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move these parts off the device. Raises Refused and moves nothing."""
         self.before_change()
         self._state.wait_lent()
-        parts, adapters = frozenset(parts), self._adapters
-        if adapters is not None and "weights" in parts:
-            adapters.forget_merged()  # the freed memory is used after the move
+        parts = frozenset(parts)
+        if self._adapters is not None and "weights" in parts:
+            self._adapters.forget_merged()  # the freed memory is used after the move
         try:
             return self._offload.offload(parts)
         finally:
@@ -138,8 +135,8 @@ class TrainStep(Learner):
         return moved
 
     def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write weights and tokenizer as a Hugging Face folder, or only the adapters as a peft folder,
-        replacing an old one. Raises OSError, SafetensorError and Refused.
+        """Write weights and tokenizer as a Hugging Face folder, or only the adapters as a peft folder. Raises
+        OSError, SafetensorError and Refused.
         """
         self._offload.need("save", "weights")
         adapters = None if merged else self._adapters
@@ -155,8 +152,6 @@ class TrainStep(Learner):
             tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
             save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
         else:
-            from asyncrl.trainer.model.lora import save_adapter
-
             assert self.spec.trainer.lora is not None, "there are adapters"
             base, commit = hub_source(Path(self.spec.model_path)) or (self.spec.model_path, None)
             save_adapter(path, gathered, self.spec.trainer.lora, base, commit)
@@ -167,12 +162,11 @@ class TrainStep(Learner):
         return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
-        """Wait until the last begun save is complete, in any thread. Raises Refused."""
+        """Wait for the last begun save, in any thread. Raises Refused."""
         if self._state.pending is not None:
             self._state.pending.result()
 
     def load_state(self, path: Path) -> None:
-        """Continue from a whole checkpoint's folder. Raises Refused."""
         self._offload.need("load a state", "weights", "optimizer")
         self.before_change()
         self._chunks.forget()
@@ -181,7 +175,7 @@ class TrainStep(Learner):
         self._note_restored(self.policy_version)  # no batch may follow
 
     def weights_digest(self) -> str:
-        """Return the digest of the trained float32 master weights, only the adapters with trainer.lora."""
+        """Return the digest of the trained float32 master weights."""
         return digest_of(self._masters.named)
 
     def chunk_names(self, version: int, index: int) -> list[str]:
@@ -189,15 +183,14 @@ class TrainStep(Learner):
         self._offload.need("export a chunk", "weights")
         assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora in turns"
         if version != self.policy_version:
-            newest = f"the trainer is at policy_version {self.policy_version}"
-            what = f"version {version} was asked for while {newest}"
-            rule, way_out = "a set of chunks is of the newest version", "begin again with chunk 0 of that."
-            raise Refused(409, what, rule=rule, way_out=way_out)
+            what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
+            rule = "chunks are of the newest version"
+            raise Refused(409, what, rule=rule, way_out="begin again with chunk 0 of that.")
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
-        """Write chunk `index` after chunk_names(), on rank 0 or on all ranks with separate memories; `names`
-        are gathered. The last chunk has the canary. Raises OSError, or Refused like export().
+        """Write chunk `index` after chunk_names(). The last chunk has the canary. Raises OSError, or Refused
+        like export().
         """
         with self._meter.export():
             weights = self._lazy_weights()
@@ -209,26 +202,24 @@ class TrainStep(Learner):
 
     @torch.no_grad()
     def _canary(self) -> Canary | None:
-        """Return the canary of fixed random ids over the whole vocabulary. Every rank computes all of it."""
         if not self.spec.canary_tokens:
             return None
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         ids = np.random.default_rng(0).integers(0, vocab_size, self.spec.canary_tokens)
-        text = np.append(ids, 0)
-        scores = self.policy(pack_texts([[text]], self.device))
+        scores = self.policy(pack_texts([[np.append(ids, 0)]], self.device))
         reshard(self.policy)
         logprobs = scores.logprob_M[:-1].tolist()
         return Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
 
     def _chunk_place(self) -> ChunkPlace:
-        spec, ranks = self.spec, self.ranks
-        is_writing = ranks.is_first or spec.chunks == "memories"
-        if spec.chunks == "file" or not is_writing:
+        spec = self.spec
+        if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
             return ChunkFile(spec.staging_dir / CHUNK_FILE)
         chunks = chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
         entries = [entries_of(chunk, self.dtype) for chunk in chunks]
         try:
             if spec.chunks == "memories":
+                ranks = self.ranks
                 return SharedChunk(spec.staging_dir, entries, self.device, ranks.rank, ranks.gather)
             return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
@@ -237,12 +228,11 @@ class TrainStep(Learner):
             raise ConfigError(what, way_out=way_out) from error
 
     def _merge_again(self) -> None:
-        adapters = self._adapters
-        if adapters is not None and adapters.is_forgotten and "weights" not in self.offloaded:
-            adapters.keep_merged()
+        if self._adapters is not None and self._adapters.is_forgotten and "weights" not in self.offloaded:
+            self._adapters.keep_merged()
 
     def _lazy_weights(self) -> LazyWeights:
-        """Return all weights under the checkpoint's names, in export order; adapters are merged on access."""
+        """Return all weights under the checkpoint's names; adapters are merged on access."""
         merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
             weights = named_weights(self.policy.model)
@@ -253,9 +243,6 @@ class TrainStep(Learner):
         return LazyWeights(weights, merges, self._pieces)
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
-        """Return a part's tensors. Weights: parameters and buffers of policy and reference, adapters
-        included. Optimizer: AdamW's moments and separate float32 master weights.
-        """
         if part == "gradients":
             return []  # none outlives its step
         models = [self.policy] if self._reference is None else [self.policy, self._reference]
@@ -269,11 +256,10 @@ class TrainStep(Learner):
 
 
 def _checked(canary: Canary | None) -> Canary | None:
-    """Return the canary if it is finite. Raises Refused."""
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
-    num_bad = sum(not math.isfinite(logprob) for logprob in canary.logprobs)
+    num_bad = sum(not math.isfinite(one) for one in canary.logprobs)
     what = f"the weights give logprobs that are not finite, {num_bad} of {len(canary.logprobs)} tokens"
-    rule = "every engine must find the logprobs of a fixed text again"
-    way_out = "go on from a checkpoint with a lower trainer.learning_rate, or weight_sync.canary_limit=none."
+    rule = "every engine must reproduce the logprobs of a fixed text"
+    way_out = "resume from a checkpoint with a lower trainer.learning_rate, or weight_sync.canary_limit=none."
     raise Refused(422, what, rule=rule, way_out=way_out)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from asyncrl.base.staging import clear_stale_staging
-from asyncrl.job import start
+from asyncrl.job import servers
 from gpu.models import make_folder
 from gpu.rows import Bench
 
@@ -26,7 +26,7 @@ def handover(bench: Bench, way: Literal["ipc", "shm"]) -> None:
     clear_stale_staging()
     model = make_folder(bench, "0.6B")
     if way == "shm":
-        start.chunk_device = lambda *_: None
+        servers.chunk_devices = lambda *_: ()
     config = colocation.make_config(model, bench.device, 256 * MIB, is_shared=True)
     dtype = "bfloat16" if bench.device == "cuda" else "float32"
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})

@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until, overlap
@@ -186,7 +184,8 @@ class Answer:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self, asked: CallRequest) -> None:
-        self._has_logprobs, self._has_one_call = asked.has_logprobs, asked.has_one_call
+        self._has_logprobs = asked.logprobs
+        self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
         self._answer = AnswerText(
@@ -195,32 +194,42 @@ class Answer:
             keep_special=(*self.tool_format.opens, *marks),
             shows_special=self.shows_special,
         )
-        self._text, self._shown, self._held_from = "", "", 0
+        self._text = ""
+        self._shown = ""
+        self._held_from = 0
         self._completion: Completion | None = None
-        self._sampled: list[tuple[int, float, npt.NDArray[np.float64]]] = []
-        self._told: list[dict[str, Any]] | None = None
         self._logged: Completion | None = None
+        self._logprobs: list[dict[str, Any]] | None = None
 
     @property
     def logprobs(self) -> list[dict[str, Any]] | None:
-        """Return the requested logprobs, built on access: some 10 us a token, and 20 times larger than their
-        source.
+        """Return the requested logprobs of the finished answer, built on access: some 10 us a token, and 20
+        times larger than their source.
         """
-        if self._told is None and self._has_logprobs and self.finish_reason:
-            if self._logged is not None:
-                self._sampled, self._logged = list(_with_tops(self._logged)), None
+        if self._logprobs is None and self._logged is not None:
             texts: dict[int, dict[str, Any]] = {}
-            self._told = [self._logprob(*each, texts) for each in self._sampled]
-        return self._told
+            logged = self._logged
+            tops = logged.top_logprobs or [()] * len(logged.token_ids)
+            self._logprobs = [
+                {
+                    **self._token(token, logprob, texts),
+                    "top_logprobs": [self._token(other, value, texts) for other, value in others],
+                }
+                for token, logprob, others in zip(
+                    logged.token_ids, logged.behaviour_logprobs, tops, strict=True
+                )
+            ]
+        return self._logprobs
 
     @property
     def num_logprobs(self) -> int:
-        """Entries of `logprobs`, top tokens included; 0 once built."""
+        """Number of entries of `logprobs`, top tokens included."""
         known = self._logged
         return 0 if known is None else len(known.token_ids) + sum(map(len, known.top_logprobs))
 
-    def let_go(self) -> None:
-        self._told = None
+    def drop_logprobs(self) -> None:
+        """Free the built logprobs."""
+        self._logprobs = None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -252,7 +261,8 @@ class Answer:
         self._add(self._answer.finish())
         if self.thoughts is not None:
             self._end_thought(self.thoughts, completion)
-        self._completion, self.finish_reason = completion, completion.finish_reason or ""
+        self._completion = completion
+        self.finish_reason = completion.finish_reason or ""
         self.stopped_by = self._answer.stopped_by
         text = self.prefill + self._text
         parsed = self.tool_format.parse(text, self._tools)
@@ -268,9 +278,12 @@ class Answer:
             self._logged = completion
 
     def take_completion(self) -> Completion:
-        completion, self._completion = self._completion, None
-        self._text, self._shown, self._tools = "", "", ()
+        completion = self._completion
         assert completion is not None, "a completion is recorded once, after it is finished"
+        self._completion = None
+        self._text = ""
+        self._shown = ""
+        self._tools = ()
         return completion
 
     def _add(self, text: str) -> None:
@@ -289,32 +302,12 @@ class Answer:
             share = len(self.thought) / (len(self.thought) + len(self._text))
             self.num_thought_tokens = round(share * self.num_tokens) if found is None else found
 
-    def _logprob(
-        self,
-        token: int,
-        logprob: float,
-        tops: npt.NDArray[np.float64],
-        texts: dict[int, dict[str, Any]],
-    ) -> dict[str, Any]:
-        others = [self._token(int(other), value, texts) for other, value in tops.tolist()]
-        return {**self._token(token, logprob, texts), "top_logprobs": others}
-
     def _token(self, token: int, logprob: float, texts: dict[int, dict[str, Any]]) -> dict[str, Any]:
         if token not in texts:
             text = self.tokenizer.decode((token,), skip_special_tokens=False)
             as_bytes = None if REPLACEMENT in text else list(text.encode())
             texts[token] = {"token": text, "logprob": 0.0, "bytes": as_bytes}
         return {**texts[token], "logprob": logprob}
-
-
-_NO_TOPS = np.empty((0, 2))
-
-
-def _with_tops(completion: Completion) -> Iterable[tuple[int, float, npt.NDArray[np.float64]]]:
-    """Yield each token, its logprob, and (id, logprob) of the top tokens in its place, [k, 2]."""
-    told = completion.top_logprobs or [()] * len(completion.token_ids)
-    tops = (np.array(each, np.float64) if each else _NO_TOPS for each in told)
-    return zip(completion.token_ids, completion.behaviour_logprobs, tops, strict=True)
 
 
 # ---- errors

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -23,30 +23,27 @@ from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer, invalid, shown
-from asyncrl.agents.endpoint.calls.connections import BACKLOG, AppServer, Connection
-from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
-from asyncrl.agents.endpoint.forms.anthropic import MessagesForm, MessagesRequest
-from asyncrl.agents.endpoint.forms.anthropic_written import error_body, model_body
-from asyncrl.agents.endpoint.forms.chat import ChatForm, Form, TextForm, Translated, Written
-from asyncrl.agents.endpoint.forms.responses import ResponsesForm, ResponsesRequest
+from asyncrl.agents.endpoint.dialects.anthropic import (
+    MessagesDialect,
+    MessagesRequest,
+    error_body,
+    model_body,
+)
+from asyncrl.agents.endpoint.dialects.chat import ChatDialect, TextDialect
+from asyncrl.agents.endpoint.dialects.dialect import Dialect, Writer
+from asyncrl.agents.endpoint.dialects.responses import ResponsesDialect, ResponsesRequest
+from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
+from asyncrl.agents.endpoint.gateway_call import GatewayCall
+from asyncrl.agents.endpoint.listener import BACKLOG, AppServer, Connection
 from asyncrl.agents.endpoint.requests import CallRules, ChatRequest, TextRequest
-from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
+from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewaySession, Sessions, client_gone
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
 
-Answered = Callable[[Request], Coroutine[Any, Any, Response]]
-
-SCHEMAS: Mapping[str, type[BaseModel]] = {
-    "chat/completions": ChatRequest,
-    "completions": TextRequest,
-    "responses": ResponsesRequest,
-    "messages": MessagesRequest,
-}
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -60,9 +57,9 @@ class Gateway:
     """SessionHost of a run's engines, and the HTTP endpoint for its sessions' keys.
 
     Life: made -> bind() takes the port and returns the address -> start() -> aclose() ends every session and
-        connection. A request is refused, or finds its session -> its call is sampled, or joins an equal call
-        -> answered.
-    Waits: handlers wait for the client and the engine, bounded by read_timeout_s or the session.
+        connection. A request is refused, or finds its session -> its call is planned and sampled -> answered.
+    Waits: handlers wait for the client and the engine, bounded by read_timeout_s or the session, and end when
+        their client disconnects.
     Invariant: no unchecked client value reaches an engine, and no call is answered after its session ended.
         Each error has its endpoint's format and is counted by status.
     """
@@ -80,38 +77,38 @@ class Gateway:
         extra_routes: Sequence[BaseRoute] = (),
     ) -> None:
         """`on_broken` ends the run."""
-        self._config, self._model = config, rules.model_name
-        self._sessions, self._refused = Sessions(config), Counter[int]()
-        parts = tokenizer, tool_format, rules, seed_of, on_broken
-        self._route = EngineRoute(self._sessions, engine, *parts)
+        self._config = config
+        self._model = rules.model_name
+        self._sessions = Sessions(config)
+        self._refused = Counter[int]()
+        self._route = EngineRoute(self._sessions, engine, tokenizer, tool_format, rules, seed_of, on_broken)
         self.open_nowait = self._route.open_nowait
         can_turn_off = "enable_thinking" in getattr(tokenizer, "template", "")
-        self._messages_form = MessagesForm(can_turn_off=can_turn_off)
+        self._messages = MessagesDialect(can_turn_off=can_turn_off)
         self._socket: socket.socket | None = None
         self.listener = AppServer(
-            self._app(extra_routes), most=config.max_connections, idle_s=config.read_timeout_s
+            self._app(extra_routes), max_connections=config.max_connections, idle_s=config.read_timeout_s
         )
 
     def _app(self, extra_routes: Sequence[BaseRoute]) -> FastAPI:
         app = FastAPI(title="asyncrl gateway", redoc_url=None, redirect_slashes=False)
-        app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
         app.state.read_timeout_s = self._config.read_timeout_s
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)
-        forms: dict[str, Form] = {
-            "chat/completions": ChatForm(),
-            "completions": TextForm(),
-            "responses": ResponsesForm(),
-            "messages": self._messages_form,
+        calls: dict[str, tuple[Dialect, type[BaseModel]]] = {
+            "chat/completions": (ChatDialect(), ChatRequest),
+            "completions": (TextDialect(), TextRequest),
+            "responses": (ResponsesDialect(), ResponsesRequest),
+            "messages": (self._messages, MessagesRequest),
         }
+        app.openapi = partial(_openapi, app, [shape for _, shape in calls.values()])  # type: ignore[method-assign]
         for prefix in ("/v1", "/s/{key}/v1"):
             add = partial(app.add_api_route, response_model=None, include_in_schema=prefix == "/v1")
-            for path, form in forms.items():
-                body = {"$ref": f"#/components/schemas/{SCHEMAS[path].__name__}"}
-                told = {"requestBody": {"content": {"application/json": {"schema": body}}}}
-                add(f"{prefix}/{path}", self._handler(form), methods=["POST"], openapi_extra=told)
+            for path, (dialect, shape) in calls.items():
+                schema = {"$ref": f"#/components/schemas/{shape.__name__}"}
+                extra = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+                add(f"{prefix}/{path}", self._handler(dialect), methods=["POST"], openapi_extra=extra)
             add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
-            add(f"{prefix}/responses/{{name}}", self._stored)
             add(f"{prefix}/models", self._models)
             add(f"{prefix}/models/{{model:path}}", self._models)
         app.router.routes += extra_routes
@@ -128,15 +125,17 @@ class Gateway:
 
     def bind(self) -> str:
         """Take the port; return the address for clients, without /v1. Idempotent. Raises ConfigError."""
-        host, port = self._config.host, self._config.port or 0
+        host = self._config.host
+        port = self._config.port or 0
         if self._socket is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
                 self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
             except OSError as error:
-                what = f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}"
-                way_out = "give an address of this machine and a free port; gateway.port=none takes any."
-                raise ConfigError(what, way_out=way_out) from error
+                raise ConfigError(
+                    f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}",
+                    way_out="give an address of this machine and a free port; gateway.port=none takes any.",
+                ) from error
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # for clients that stop reading (Linux)
                 slow_ms = max(1, int(self._config.read_timeout_s * 1000))
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, slow_ms)
@@ -179,154 +178,123 @@ class Gateway:
             why = f"Invalid URL. {_ROUTES}" if error.status_code == 404 else error.detail
             error = ApiError(error.status_code, why, headers=error.headers)
         elif not isinstance(error, ApiError):
-            why = "The gateway made a mistake; its log says which."
+            why = "Internal error of the gateway; its log has the traceback."
             error = ApiError(500, why, type="server_error", headers=NO_RETRY)
-        if error.status != CLIENT_GONE:
-            self._refused[error.status] += 1
+        self._count_refusal(error)
         headers = error.headers | ({"Connection": "close"} if error.status in (408, 500) else {})
         body = error_body(error, request.scope["path"], request.headers)
         return Response(body, error.status, headers, "application/json")
 
-    def _handler(self, form: Form) -> Answered:
+    def _count_refusal(self, error: ApiError, session: GatewaySession | None = None) -> None:
+        if session is None and error.status != CLIENT_GONE:
+            self._refused[error.status] += 1
+        if session is not None and 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
+            session.free_call_nowait()
+
+    def _handler(self, dialect: Dialect) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
-            return _Stream(partial(self._complete, form))
+            return _CallResponse(partial(self._complete, dialect))
 
         return answer
 
-    async def _complete(self, form: Form, stream: _Stream) -> None:
-        session = self._sessions.find(shown_key(stream.request))
+    async def _complete(self, dialect: Dialect, response: _CallResponse) -> None:
+        session = self._sessions.find(shown_key(response.request))
         try:
-            async with session.in_hand(), session.begun:
-                async with session.reading:
-                    call, is_new = await self._begin(session, form, stream)
-                with stream.watched(call.left_nowait), call.attended(stream.is_there):
-                    await self._answer(session, call, stream, is_new=is_new)
+            async with session.in_hand() as scope, session.open_requests:
+                with response.watched(scope):
+                    await self._answer(session, dialect, response)
         except ApiError as error:
-            _note_refusal(session, error)
-            if not stream.has_begun:
+            self._count_refusal(error, session)
+            if not response.has_begun:
                 raise
-            if error.status != CLIENT_GONE:
-                assert stream.written is not None, "it has written the beginning"
-                self._refused[error.status] += 1
-                await stream.write(stream.written.failed(error), is_last=True)
+            self._count_refusal(error)
+            if error.status != CLIENT_GONE and response.writer is not None:
+                await response.write(response.writer.failed(error), is_last=True)
 
-    async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
-        told = await self._translated(form, session, stream.request)
-        digest, is_retry = _asked_as(form, told.body, stream.request)
-        sent = Sent(form, told.body, digest, is_retry=is_retry)
-        call, asked, is_new = await session.route.begin(session, sent)
-        stream.written = form.written(call, self._model, asked, told.given)
-        return call, is_new
-
-    async def _translated(self, form: Form, session: GatewaySession, request: Request) -> Translated:
-        body = await read_body(request, self._config.max_body_bytes)
-        translated_now = partial(form.translated, body, session.responses)
-        return await session.route.in_turn(translated_now, len(body) if form.translates else 0)
-
-    async def _answer(
-        self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
-    ) -> None:
-        written = stream.written
-        assert written is not None, "_begin() has made it"
-        if is_new:
-            sampling = session.route.sample(session, call)
+    async def _answer(self, session: GatewaySession, dialect: Dialect, response: _CallResponse) -> None:
+        route = session.route
+        body = await read_body(response.request, self._config.max_body_bytes)
+        asked, data = await route.read(session, dialect, body)
+        digest, is_retry = _identity(dialect, body, response.request)
+        if is_retry and (call := session.delivered.get(digest)) is not None:
+            return await response.deliver(call, dialect.writer(call, self._model, asked, data))
+        call = await route.plan(session, dialect, asked, len(body))
+        writer = response.writer = dialect.writer(call, self._model, asked, data)
+        try:
             if call.is_streamed:
-                await asyncio.gather(sampling, self._write_news(call, written, stream))
+                await _stream(route.sample(session, call), call, response)
             else:
-                await sampling
-            await call.wait_done()
-        else:
-            await stream.until(call.wait_done())
-        if session.ended is not None:  # just ended: in_hand() has not been cancelled yet
-            raise session_ended(session.ended)
-        if stream.is_there():
-            session.deliver_nowait(call)
-            written.keep(session.responses)
-        body = written.end() if call.is_streamed else written.whole()
-        for choice in call.choices:
-            choice.let_go()
-        await stream.write(body, is_last=True, is_stream=call.is_streamed)
-
-    async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
-        while not call.is_done and stream.is_there():
-            await call.wait_news()
-            if not call.is_done and (text := written.news()):
-                await stream.write(text)
+                await route.sample(session, call)
+            if not is_connected(response.request):
+                raise client_gone()
+            session.deliver_nowait(call, digest)
+            writer.keep(session.kept)
+        finally:
+            session.withdraw_nowait(call)
+        await response.deliver(call, writer)
 
     async def _count(self, request: Request) -> Response:
         session = self._sessions.find(shown_key(request))
         try:
-            async with session.in_hand(), session.reading:
-                told = await self._translated(self._messages_form, session, request)
-                num_tokens = await session.route.count(session, told.body)
+            async with session.in_hand(), session.open_requests:
+                body = await read_body(request, self._config.max_body_bytes)
+                return JSONResponse(
+                    {"input_tokens": await session.route.count(session, self._messages, body)}
+                )
         except ApiError as error:
-            _note_refusal(session, error)
+            self._count_refusal(error, session)
             raise
-        return JSONResponse({"input_tokens": num_tokens})
-
-    async def _stored(self, request: Request) -> Response:
-        body = self._sessions.find(shown_key(request)).responses.body(request.path_params["name"])
-        return Response(body, media_type="application/json")
 
     async def _models(self, request: Request) -> Response:
         self._sessions.find(shown_key(request))
         return JSONResponse(model_body(self._model, request.path_params.get("model")))
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI, shapes: Sequence[type[BaseModel]]) -> dict[str, Any]:
     """Add body schemas for /docs: routes read bodies after the key check."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        models = [(model, "validation") for model in SCHEMAS.values()]
+        models = [(shape, "validation") for shape in shapes]
         _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
         app.openapi_schema["components"] = {"schemas": schemas["$defs"]}
     return app.openapi_schema
-
-
-def _note_refusal(session: GatewaySession, error: ApiError) -> None:
-    if 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
-        session.refused_nowait()
 
 
 def is_connected(request: Request) -> bool:
     return not request.scope["connection"].transport.is_closing()
 
 
-class _Stream(Response):
+class _CallResponse(Response):
     """Answer of a call, whole or as events. An error before the first event has its own status."""
 
-    def __init__(self, complete: Callable[[_Stream], Awaitable[None]]) -> None:
+    def __init__(self, complete: Callable[[_CallResponse], Awaitable[None]]) -> None:
         super().__init__()
         self._complete = complete
         self.has_begun = False
-        self.written: Written | None = None
+        self.writer: Writer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send, self.request = send, Request(scope, receive)
+        self._send = send
+        self.request = Request(scope, receive)
         await self._complete(self)
 
-    def is_there(self) -> bool:
-        return is_connected(self.request)
-
     @contextlib.contextmanager
-    def watched(self, left: Callable[[], None]) -> Iterator[None]:
-        """Call `left` when the client leaves."""
+    def watched(self, scope: asyncio.Timeout) -> Iterator[None]:
+        """End the scope when the client leaves."""
         connection: Connection = self.request.scope["connection"]
-        connection.on_lost.append(left)
+        connection.on_lost = partial(scope.reschedule, 0.0)
+        if not is_connected(self.request):
+            scope.reschedule(0.0)
         try:
             yield
         finally:
-            connection.on_lost.remove(left)
+            connection.on_lost = lambda: None
 
-    async def until(self, done: Awaitable[None]) -> None:
-        """Wait while the client is connected. Raises ApiError if it leaves; otherwise each retry would hold a
-        place.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if self.is_there() else 0.0) as scope:
-                with self.watched(partial(scope.reschedule, 0.0)):
-                    return await done
-        raise client_gone()
+    async def deliver(self, call: GatewayCall, writer: Writer) -> None:
+        body = writer.end() if call.is_streamed else writer.whole()
+        for choice in call.choices:
+            choice.drop_logprobs()
+        await self.write(body, is_last=True, is_stream=call.is_streamed)
 
     async def write(self, events: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
         """Write events or a whole body; uvicorn drops them if the client left."""
@@ -338,6 +306,21 @@ class _Stream(Response):
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
 
+async def _stream(sample: Coroutine[Any, Any, None], call: GatewayCall, response: _CallResponse) -> None:
+    """Write new text while the call is sampled."""
+    sampling = asyncio.create_task(sample, name=f"sample {call.name}")
+    try:
+        while True:
+            await call.news.wait()
+            call.news.clear()
+            if not call.requests:
+                return await sampling
+            if response.writer is not None and (text := response.writer.news()):
+                await response.write(text)
+    finally:
+        sampling.cancel()
+
+
 def shown_key(request: Request) -> str:
     key = request.path_params.get("key")
     if key is None:
@@ -346,10 +329,11 @@ def shown_key(request: Request) -> str:
     return key.strip()
 
 
-def _asked_as(form: Form, body: bytes, request: Request) -> tuple[bytes, bool]:
+def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
+    """Return (digest of a call, whether its client says that it is a retry)."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
-        body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
+        body, digest_size=16, person=dialect.name.encode(), key=blake2b(key.encode()).digest()
     ).digest()
     retries = request.headers.get("x-stainless-retry-count", "")  # OpenAI clients' retry counter
     return digest, bool(key or retries.strip("0 "))

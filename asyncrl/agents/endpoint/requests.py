@@ -1,4 +1,4 @@
-"""Allow-lists of call parameters. Nothing else reaches a template or engine."""
+"""Parameters of calls, checked. Nothing else reaches a template or engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationErro
 from pydantic_core import from_json, to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, invalid, shown, too_long
-from asyncrl.agents.endpoint.calls.sent_messages import (
-    STRICT,
-    ChatMessage,
-    GivenTool,
-    ResponseFormat,
-    wrong,
-)
+from asyncrl.agents.endpoint.message_schema import STRICT, ChatMessage, GivenTool, ResponseFormat, wrong
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
@@ -32,31 +26,30 @@ MAX_LOGGED = 256
 LOWEST_TEMPERATURE = 0.01
 """Lower values are treated as greedy: vLLM does not sample at them."""
 
-_IGNORED = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction "
-    "verbosity"
+IGNORED = frozenset(
+    (
+        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+        "prediction verbosity max_tool_calls stream_options prompt_cache_options client_metadata "
+        "inference_geo speed cache_control context_management diagnostics betas user_profile_id workspace_id"
+    ).split()
 )
-IGNORED = frozenset(_IGNORED.split())
+"""Parameters without an effect on sampling, where a dialect has no field of this name."""
 
-_CHANGES = "it changes the distribution that is sampled from, and training would not know"
-_TEXT_ONLY = "this model reads and writes text"
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "frequency_penalty": ((0,), _CHANGES),
-    "presence_penalty": ((0,), _CHANGES),
-    "repetition_penalty": ((1,), _CHANGES),
-    "logit_bias": (({},), _CHANGES),
-    "top_k": ((-1, 0), _CHANGES),
-    "min_p": ((0,), _CHANGES),
-    "modalities": ((["text"],), _TEXT_ONLY),
-    "best_of": ((1,), "every sampled completion is an answer"),
-    "echo": ((False,), "prompts are not echoed"),
-    "functions": ((), "it is deprecated; use tools"),
-    "function_call": ((), "it is deprecated; use tool_choice"),
-    "audio": ((), _TEXT_ONLY),
-    "suffix": ((), "this model completes, it does not fill in"),
-    "web_search_options": ((), "there is no web search here"),
+_REASONS = {
+    "frequency_penalty presence_penalty repetition_penalty logit_bias top_k min_p": (
+        "it changes the sampled distribution, which training would not know"
+    ),
+    "modalities audio suffix": "this model reads and continues text",
+    "functions function_call": "it is deprecated; use tools and tool_choice",
+    "best_of echo": "every sampled completion is an answer, without its prompt",
+    "background conversation prompt moderation mcp_servers container web_search_options": (
+        "this server has no such service"
+    ),
 }
-"""Parameters, their "off" values, and the reason to refuse other values."""
+REFUSED = {name: why for names, why in _REASONS.items() for name in names.split()}
+"""Why parameters are refused, unless they are off or the dialect has such a field."""
+OFF: Mapping[str, Any] = {"repetition_penalty": 1, "top_k": -1, "best_of": 1, "modalities": ["text"]}
+"""Values other than 0, false or empty that turn a refused parameter off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +73,7 @@ def _tool_choice(value: Any) -> str:
     match value:
         case "none" | "auto" | "required":
             return str(value)
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return f"function:{name}"
     raise wrong("it must be none, auto, required, or name a function")
 
@@ -100,7 +93,7 @@ def _settings(value: Any) -> Any:
         if not _SETTING.fullmatch(name) or name in _FIXED_SETTINGS or name.endswith("_token"):
             raise wrong(f"{shown(name)} cannot be set by a call")
         if not isinstance(each, (str, int, float, type(None))):
-            raise wrong(f"{name} is {shown(each)}; a text, a number, true, false or null is taken")
+            raise wrong(f"{name} is {shown(each)}; it must be a text, a number, true, false or null")
     if (num_bytes := len(to_json(value))) > MAX_SETTINGS_BYTES:
         raise wrong(f"they have {num_bytes} bytes; {MAX_SETTINGS_BYTES} is the most")
     return value
@@ -111,11 +104,37 @@ def _prompt(value: Any) -> Any:
         value = value[0]
     is_ids = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
     if not value or not (is_ids or isinstance(value, str)):
-        raise wrong("it must be a text that is not empty, or a list of token ids, one of them in a call")
+        raise wrong("it must be one text or one list of token ids, not empty")
     return value
 
 
 # ---- calls
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
+Settings = Annotated[dict[str, Any], BeforeValidator(_settings)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class CallParameters(BaseModel):
+    """Parameters with the same meaning in all dialects."""
+
+    model_config = STRICT
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stream: bool = False
+
+    def common(self) -> dict[str, Any]:
+        """Return the parameters that a translated chat takes over unchanged."""
+        names = {*CallParameters.model_fields, "max_tokens", "chat_template_kwargs"}
+        return self.model_dump(include=names, exclude_unset=True)
+
 
 _NO_SHAPE = frozenset(
     "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
@@ -124,38 +143,17 @@ _NO_SHAPE = frozenset(
 """Parameters in the prompt, with separate keys, or without effect on tokens."""
 
 
-class CallRequest(BaseModel):
-    """Body of a call. Once read, `temperature` and `top_p` are None for the run's values."""
+class CallRequest(CallParameters):
+    """A call to sample. Once read, `temperature` and `top_p` are None for the run's values."""
 
-    model_config = STRICT
     param: ClassVar[str]
 
-    model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1024)]],
-        Field(max_length=MAX_STOPS),
-        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
-    ] = []
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stream: bool = False
+    stop: Stops = []
+    max_tokens: Count | None = None
     stream_options: dict[str, Any] = {}
-    logprobs: bool | int | None = None
-
-    @property
-    def num_top_logprobs(self) -> int:
-        return 0
-
-    @property
-    def has_logprobs(self) -> bool:
-        return self.logprobs is not None and self.logprobs is not False
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options.get("include_usage") is True
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     @property
     def is_as_configured(self) -> bool:
@@ -170,8 +168,8 @@ class CallRequest(BaseModel):
         """Return the parameters other than the prompt that shape the answers; empty if none. Different shapes
         have different seeds.
         """
-        said = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
-        return to_json(said) if said else b""
+        shape = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
+        return to_json(shape) if shape else b""
 
 
 class ChatRequest(CallRequest):
@@ -187,16 +185,10 @@ class ChatRequest(CallRequest):
     tools: Annotated[list[GivenTool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     response_format: ResponseFormat = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     reasoning_effort: Annotated[str, Field(pattern=r"^[a-z]{1,16}\z")] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_settings)] = {}
-
-    @property
-    def num_top_logprobs(self) -> int:
-        return self.top_logprobs
+    chat_template_kwargs: Settings = {}
 
     @property
     def has_one_call(self) -> bool:
@@ -213,12 +205,7 @@ class TextRequest(CallRequest):
     param = "prompt"
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's default
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-
-    @property
-    def num_top_logprobs(self) -> int:
-        return self.logprobs or 0
+    max_tokens: Count | None = 16  # OpenAI's default
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -226,24 +213,25 @@ class TextRequest(CallRequest):
 
 
 AnyRequest = ChatRequest | TextRequest
-Call = TypeVar("Call", bound=CallRequest)
+Shape = TypeVar("Shape", bound=CallParameters)
 
 
 class RequestReader:
-    """Parser of bodies into CallRequests. Logs each ignored name once."""
+    """Parser of JSON bodies. Logs each ignored name once."""
 
     def __init__(self, rules: CallRules) -> None:
         self._rules = rules
         self._logged: set[str] = set()
 
-    def chat(self, body: bytes) -> ChatRequest:
+    def chat(self, body: dict[str, Any]) -> ChatRequest:
         """Raises ApiError; for too many messages before it checks any."""
-        given, most = parse_json(body), self._rules.max_prompt_tokens
-        messages = given.get("messages")
+        most = self._rules.max_prompt_tokens
+        messages = body.get("messages")
         if isinstance(messages, list) and len(messages) > most:
             why = f"{len(messages)} messages are more than rollout.max_prompt_tokens={most}: each is a token."
             raise too_long(why, "messages")
-        asked = self._checked(given, ChatRequest)
+        asked = self.checked(body, ChatRequest)
+        self._settle_sampling(asked)
         if asked.top_logprobs and not asked.logprobs:
             raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
         names = [f"function:{tool['function']['name']}" for tool in asked.tools]
@@ -251,67 +239,69 @@ class RequestReader:
             asked.tool_choice = "none"
         if asked.tool_choice not in (("none", "auto", "required", *names) if names else ("none",)):
             raise invalid(f"tool_choice {shown(asked.tool_choice)} is not among the tools.", "tool_choice")
-        asked.tools = [] if asked.tool_choice == "none" else given["tools"]  # unchanged, keys in order
+        asked.tools = [] if asked.tool_choice == "none" else body["tools"]  # unchanged, keys in order
         limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
         asked.max_tokens = min(limits, default=None)
         if (effort := asked.reasoning_effort) is not None and self._rules.reads_effort:
             asked.chat_template_kwargs = {"reasoning_effort": effort, **asked.chat_template_kwargs}
         elif effort is not None:
-            self._log_once(
-                "reasoning_effort", "calls give `reasoning_effort`, which the template does not read"
-            )
+            self.log_once("reasoning_effort", "the chat template does not read `reasoning_effort` of calls")
         return asked
 
-    def text(self, body: bytes) -> TextRequest:
+    def text(self, body: Mapping[str, Any]) -> TextRequest:
         """Raises ApiError."""
-        asked, known = self._checked(parse_json(body), TextRequest), self._rules.vocab_size
-        if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) >= known:
-            raise invalid(f"prompt holds {shown(largest)}; the model knows ids 0 to {known - 1}.", "prompt")
+        if type(top := body.get("logprobs")) is int:
+            body = {**body, "logprobs": True, "top_logprobs": top}
+        asked = self.checked(body, TextRequest)
+        self._settle_sampling(asked)
+        last = self._rules.vocab_size - 1
+        if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) > last:
+            raise invalid(f"prompt contains {shown(largest)}; the model has ids 0 to {last}.", "prompt")
         return asked
 
-    def _checked(self, body: Mapping[str, Any], shape: type[Call]) -> Call:
+    def checked(self, body: Mapping[str, Any], shape: type[Shape]) -> Shape:
         """Raises ApiError."""
         given = {}
         for name, value in body.items():
-            off, why = REFUSED.get(name, ((), ""))
-            if value is None or value in off:
+            if value is None:
                 continue
-            if why:
-                raise invalid(f"{name}={shown(value)} is refused: {why}.", name)
-            if name in IGNORED:
-                self._log_once(name, f"calls give `{name}`, which changes nothing of what is sampled")
-            else:
+            if name in shape.model_fields:
                 given[name] = value
+            elif name in IGNORED:
+                self.log_once(name, f"calls give `{name}`, which has no effect")
+            elif name not in REFUSED:
+                why = f"{name}={shown(value)} is refused: there is no such parameter here."
+                raise invalid(why, name, code="unknown_parameter")
+            elif value and value != OFF.get(name):
+                raise invalid(f"{name}={shown(value)} is refused: {REFUSED[name]}.", name)
         try:
-            asked = shape.model_validate(given, context=self._log_ignored)
+            return shape.model_validate(given, context=self._log_ignored)
         except ValidationError as error:
             raise refused(error, given) from None
-        self._settle_sampling(asked)
-        return asked
 
     def _settle_sampling(self, asked: CallRequest) -> None:
         """Set temperature and top_p, or None for the run's values. Raises ApiError."""
         rule = self._rules.on_sampling_override
         if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
-            asked.temperature, asked.top_p = 0.0, None  # greedy: the most likely token
+            asked.temperature = 0.0  # greedy: the most likely token
+            asked.top_p = None
         for name in ("temperature", "top_p"):
-            value, fixed = getattr(asked, name), getattr(self._rules, name)
+            value = getattr(asked, name)
+            fixed = getattr(self._rules, name)
             if value is None or (value != fixed and rule == "honour"):
                 continue
             if value != fixed and rule == "refuse":
                 why = f"training samples at {name}={fixed}. Leave it out, or set gateway.on_sampling_override"
                 raise invalid(f"{name}={value} is refused: {why} to use_config.", name)
             if value != fixed:
-                self._log_once(
-                    name, f"a call asks for {name}={value} and gets {name}={fixed}, as every one will"
-                )
+                self.log_once(name, f"calls ask for {name}={value} and get {name}={fixed}")
             setattr(asked, name, None)
 
     def _log_ignored(self, keys: Collection[str]) -> None:
         for key in sorted(keys):
-            self._log_once(f"messages.{key}", f"messages have `{key[:80]}`, which no template gets")
+            self.log_once(f"messages.{key}", f"messages have `{key[:80]}`, which no template gets")
 
-    def _log_once(self, name: str, text: str) -> None:
+    def log_once(self, name: str, text: str) -> None:
         if name not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(name)
             log.warning("gateway: %s", text)
@@ -330,7 +320,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def refused(error: ValidationError, body: Any) -> ApiError:
-    first, param, here = error.errors(include_url=False)[0], "", body
+    """Return a 400 for the first invalid value of the body."""
+    first = error.errors(include_url=False)[0]
+    param = ""
+    here = body
     for number, part in enumerate(first["loc"], 1):
         if isinstance(part, int):
             param += f"[{part}]"
@@ -343,11 +336,5 @@ def refused(error: ValidationError, body: Any) -> ApiError:
         except (LookupError, TypeError):  # the value was made by a validator
             here = None
     param = param.lstrip(".")[:200]
-    if first["type"] == "extra_forbidden":
-        return unknown_parameter(param, first["input"], "there is no such parameter here")
     given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
     return invalid(f"{param}: {first['msg']}{given}.", param)
-
-
-def unknown_parameter(param: str, value: object, why: str) -> ApiError:
-    return invalid(f"{param}={shown(value)} is refused: {why}.", param, code="unknown_parameter")

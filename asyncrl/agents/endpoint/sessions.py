@@ -7,19 +7,18 @@ import contextlib
 import heapq
 import math
 import secrets
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, invalid
+from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError
 from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
-from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, Room
 from asyncrl.agents.endpoint.capture import Capture
-from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
+from asyncrl.agents.endpoint.dialects.dialect import KeptAnswers
+from asyncrl.agents.endpoint.gateway_call import GatewayCall
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
@@ -34,29 +33,26 @@ USER_SHARE = 16
 """Multiple of one rollout's limits that a user's key keeps until an outcome is posted; older conversations
 are forgotten.
 """
-USER_ROOM = 4
+USER_CONCURRENCY = 4
 """Multiple of max_concurrent_calls for a user's key."""
-BEGUN_SHARE = 4
-"""Calls of a session that are read, per call being sampled."""
-MAX_TIMES = 2**16
+OPEN_SHARE = 4
+"""Requests of a session that are read, per answer being sampled."""
+MAX_NUMBERED = 2**16
 """Distinct calls whose repeats are counted."""
-REFUSALS_PER_CALL = 10
+NUM_RETRIED = 16
+"""Newest calls of a session that a client's retry finds."""
+FREE_SHARE = 10
+"""Refused calls and counted chats, per call of max_calls."""
 
 
 def unknown_key() -> ApiError:
     """Return a 401 without the key: answers end up in logs."""
     why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
-    why += "/s/KEY/v1/...."
-    return ApiError(401, why, code="invalid_api_key")
+    return ApiError(401, why + "/s/KEY/v1/....", code="invalid_api_key")
 
 
 def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
-
-
-def used_up(why: str) -> ApiError:
-    """Return a 429 that waiting does not reset."""
-    return ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
 
 
 @dataclass(eq=False, repr=False)
@@ -65,8 +61,7 @@ class GatewaySession:
 
     Life: open -> ended, with a reason. The gateway then forgets all but the reason; the owner may still get
         the rollout, unless fail_nowait ended the session.
-    Waits: none; its calls wait in `room` and in the engine, within in_hand(), and its owner in while_open().
-        A call that waits for a place holds no lock.
+    Waits: none; its calls wait in `slots` and in the engine, within in_hand(), and its owner in while_open().
     Invariant: no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
         410. All of `capture` was delivered: only deliver_nowait records.
     """
@@ -84,38 +79,37 @@ class GatewaySession:
     shows_special: bool = True
 
     def __post_init__(self) -> None:
-        self.key, self.is_users = self.user_key or secrets.token_hex(24), self.user_key is not None
+        self.key = self.user_key or secrets.token_hex(24)
+        self.is_users = self.user_key is not None
         self.limits = self.sessions.limits
-        self.room = Room(self.limits.max_concurrent_calls * (USER_ROOM if self.is_users else 1))
-        marks = self.route.tool_format.thinking
-        self.capture = Capture(self.route.tokenizer, self.route.counts, marks)
+        num_slots = self.limits.max_concurrent_calls * (USER_CONCURRENCY if self.is_users else 1)
+        self.slots = asyncio.Semaphore(num_slots)
+        """Held while an answer is sampled; first come, first served."""
+        self.open_requests = asyncio.Semaphore(OPEN_SHARE * num_slots)
+        """Held until a request is answered; bounds the bodies in memory."""
+        self.capture = Capture(self.route.tokenizer, self.route.counts, self.route.tool_format.thinking)
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
         """Receives conversations that a user's key drops."""
-        self.responses = KeptResponses(USER_SHARE * self.limits.max_calls)
-        self.num_counted = 0
+        self.kept = KeptAnswers(USER_SHARE * self.limits.max_calls)
         self.opening: Messages | None = None
         """Messages of a user session's first call."""
         self.last_span: VersionSpan | None = None
         """End of the newest completion; its engine has the cache."""
         self.ended: str | None = None
         """Reason of the end; None while open."""
-        self.num_calls = self.num_refused = 0
+        self.num_calls = 0
+        self.num_free_calls = 0
         self.num_spent = 0
         self.has_trained = False
         self.overflow: str | None = None
         """Limit that a call hit, if no later call was answered."""
-        self._overflow_order, self._overflowed = 0, dict[ChatNode | None, None]()
-        self.begun = asyncio.Semaphore(BEGUN_SHARE * self.room.most)
-        """Held until a call is answered; bounds the prompts in memory."""
-        self.reading = asyncio.Semaphore(self.room.most)
-        """Held while a body is received; bounds the bodies in memory."""
-        self.beginning = asyncio.Lock()
-        """Held from the search for an equal call until a new one is in `calls`."""
-        self.calls: dict[bytes, list[GatewayCall]] = {}
-        self._newest: deque[GatewayCall] = deque()
-        """Finished calls kept for repeats, oldest first."""
-        self._times_asked: OrderedDict[bytes, tuple[int, list[int]]] = OrderedDict()
-        """Number of equal calls, and their free numbers, by hash."""
+        self.delivered: dict[bytes, GatewayCall] = {}
+        """Newest delivered calls by digest, for clients that retry."""
+        self._overflow_order = 0
+        self._cut: dict[ChatNode | None, None] = {}
+        """Completions that a limit kept from being continued, newest last; None: any."""
+        self._free_numbers: dict[bytes, list[int]] = {}
+        """Heap of free numbers of equal calls, by hash; the largest is followed only by free ones."""
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
         self.sessions.add(self)
@@ -128,10 +122,9 @@ class GatewaySession:
         if self.ended is not None:
             return
         self.ended = reason
-        self.calls.clear()
-        self._newest.clear()
-        self._times_asked.clear()
-        self.responses = KeptResponses(0)
+        self.delivered.clear()
+        self._free_numbers.clear()
+        self.kept = KeptAnswers(0)
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
@@ -141,75 +134,60 @@ class GatewaySession:
             self._failure = failure
             self.end_nowait(f"the rollout failed: {failure.what}")
 
-    def refused_nowait(self) -> None:
-        """Refusals cost time, so too many end the session."""
-        self.num_refused += 1
-        if self.num_refused > REFUSALS_PER_CALL * self.limits.max_calls and not self.is_users:
-            if self.overflow is not None:
-                self.end_nowait(f"it has met a limit, and called on: {self.overflow}")
-                return
-            what = f"{self.rollout_id}: {self.num_refused} of its calls were refused"
-            rule = f"{REFUSALS_PER_CALL} times gateway.max_calls={self.limits.max_calls} is the limit"
-            self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
+    def free_call_nowait(self) -> None:
+        """Count a refused call or a counted chat: they cost time, so too many end the session."""
+        self.num_free_calls += 1
+        if self.num_free_calls <= FREE_SHARE * self.limits.max_calls or self.is_users:
+            return
+        if self.overflow is not None:
+            self.end_nowait(f"the agent kept calling after a limit: {self.overflow}")
+            return
+        what = f"{self.rollout_id}: {self.num_free_calls} of its calls were refused or only counted tokens"
+        rule = f"{FREE_SHARE} times gateway.max_calls={self.limits.max_calls} is the limit"
+        self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
-    def count_nowait(self) -> None:
-        """Raises ApiError (429) above the limit."""
-        most = REFUSALS_PER_CALL * self.limits.max_calls
-        if self.num_counted >= most and not self.is_users:
-            why = f"{most} chats were counted, {REFUSALS_PER_CALL} for each of gateway.max_calls."
-            raise used_up(why)
-        self.num_counted += 1
-
-    def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
-        """Return the repeated call: marked as a retry, or equal and undelivered."""
-        same = self.calls.get(digest, [])
-        abandoned = next((call for call in same if call.is_abandoned), None)
-        return same[-1] if abandoned is None and is_retry and same else abandoned
-
-    def keep_nowait(self, call: GatewayCall) -> None:
-        """Keep a finished call for repeats."""
-        self._newest.append(call)
-        if len(self._newest) > self.limits.max_calls:
-            self._drop(self._newest.popleft())
-
-    def forget_nowait(self, call: GatewayCall) -> None:
-        """Forget a call without an answer: the next equal call gets the same seed. Idempotent: a call that
-        was given up is forgotten before its sampling ends, and its number may be in use again.
-        """
-        self._drop(call)
-        planned, call.undelivered = call.undelivered, None
-        if planned is not None:
-            self.capture.withdraw(planned)
-        digest, number = call.time_asked or (b"", 0)
-        call.time_asked = None
-        if digest in self._times_asked:
-            heapq.heappush(self._times_asked[digest][1], number)
-
-    def _drop(self, call: GatewayCall) -> None:
-        same = self.calls.get(call.digest, [])
-        if call in same:
-            same.remove(call)
-        if not same:
-            self.calls.pop(call.digest, None)
-
-    def number_of(self, digest: bytes) -> int:
-        times, free = self._times_asked.pop(digest, (0, []))
-        number = heapq.heappop(free) if free else times
-        self._times_asked[digest] = max(times, number + 1), free
-        if len(self._times_asked) > MAX_TIMES:
-            self._times_asked.popitem(last=False)
+    def take_number(self, digest: bytes) -> int:
+        """Return the lowest free number among equal calls."""
+        free = self._free_numbers.setdefault(digest, [0])
+        number = heapq.heappop(free)
+        if not free:
+            free.append(number + 1)
+        if len(self._free_numbers) > MAX_NUMBERED:
+            del self._free_numbers[next(iter(self._free_numbers))]
         return number
 
-    def deliver_nowait(self, call: GatewayCall) -> None:
-        """Record the answers at delivery to a connected client."""
-        planned, call.undelivered = call.undelivered, None
-        if planned is None:
+    def withdraw_nowait(self, call: GatewayCall) -> None:
+        """Forget a call that was not delivered: the next equal call gets the same seed."""
+        if call.planned is None:
             return
+        self.capture.withdraw(call.planned)
+        call.planned = None
+        digest, number = call.number or (b"", 0)
+        if digest in self._free_numbers:
+            heapq.heappush(self._free_numbers[digest], number)
+
+    def deliver_nowait(self, call: GatewayCall, digest: bytes) -> None:
+        """Record the answers of a call, just before they are written to a connected client. Raises ApiError
+        if the session has just ended.
+        """
+        if self.ended is not None:
+            raise session_ended(self.ended)
+        assert call.planned is not None, "a call is delivered once"
         for choice in call.choices:
             name = call.name if choice.index == 0 else f"{call.name}/{choice.index}"
-            completion, number = choice.take_completion(), choice.index
-            about: dict[str, Any] = {"is_trained": call.is_trained, "grammar": call.grammar}
-            self.capture.record(planned, completion, choice.message, name, choice=number, **about)
+            self.capture.record(
+                call.planned,
+                choice.take_completion(),
+                choice.message,
+                name,
+                choice=choice.index,
+                is_trained=call.is_trained,
+                grammar=call.grammar,
+            )
+        call.planned = None
+        self.delivered[digest] = call
+        if len(self.delivered) > NUM_RETRIED:
+            del self.delivered[next(iter(self.delivered))]
         self.has_trained |= call.is_trained
         if call.order > self._overflow_order:
             self.overflow = None
@@ -218,36 +196,36 @@ class GatewaySession:
 
     def _forget_oldest(self) -> None:
         """Forget conversations down to three quarters of a user's limits."""
-        tokens, limits = self.limits.max_rollout_tokens, self.limits
-        most, most_tokens = USER_SHARE * limits.max_calls, math.inf if tokens is None else USER_SHARE * tokens
+        tokens = self.limits.max_rollout_tokens
+        most = USER_SHARE * self.limits.max_calls
+        most_tokens = math.inf if tokens is None else USER_SHARE * tokens
         if self.capture.num_completions <= most and self.capture.num_branch_tokens <= most_tokens:
             return
         forgotten = self.capture.forget_oldest(3 * most // 4, 0.75 * most_tokens)
         with contextlib.suppress(RolloutFailure):  # nothing in it is trained
             self.on_forgotten(self._marked(make_rollout(forgotten, 0, Outcome(), 0.0)))
         for node in forgotten:
-            self._overflowed.pop(node, None)
+            self._cut.pop(node, None)
 
-    def check_limits(self, num_choices: int) -> None:
-        """Raise ApiError if the session may not sample this call: 429, or 400 if it never may. Users'
-        sessions have no such limits except on `num_choices`.
-        """
-        if num_choices > self.room.most:
-            raise invalid(f"n={num_choices} is refused: gateway.max_concurrent_calls={self.room.most}.", "n")
-        for number, what, name in (
+    def check_limits(self) -> None:
+        """Raise ApiError (429) if the session has used up a limit. Users' sessions have none."""
+        for number, unit, name in (
             (self.num_calls, "calls", "max_calls"),
             (self.capture.num_branch_tokens, "tokens in its branches", "max_rollout_tokens"),
         ):
             limit = getattr(self.limits, name)
             if limit is not None and number >= limit and not self.is_users:
-                why = f"This rollout has {number} {what}; gateway.{name}={limit} is the limit."
+                why = f"This rollout has {number} {unit}; gateway.{name}={limit} is the limit."
                 self.overflowed_nowait(why)
-                raise used_up(why)
+                raise ApiError(
+                    429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY
+                )  # waiting does not help
 
     def overflowed_nowait(self, why: str, cut: ChatNode | None = None) -> None:
-        self.overflow, self._overflow_order = why, self.num_calls
-        self._overflowed.pop(cut, None)
-        self._overflowed[cut] = None  # the newest is last
+        self.overflow = why
+        self._overflow_order = self.num_calls
+        self._cut.pop(cut, None)
+        self._cut[cut] = None
 
     @property
     def num_completions(self) -> int:
@@ -266,8 +244,8 @@ class GatewaySession:
         return self._marked(self.capture.rollout(sample_index, outcome, reward))
 
     def _marked(self, rollout: Rollout) -> Rollout:
-        ends = [node.all_ids() for node in self._overflowed if node is not None]
-        is_any = self.overflow is not None and next(reversed(self._overflowed)) is None
+        ends = [node.all_ids() for node in self._cut if node is not None]
+        is_any = self.overflow is not None and next(reversed(self._cut)) is None
         return tuple(
             replace(branch, is_truncated=True)
             if is_any or any(np.array_equal(branch.token_ids, ids) for ids in ends)
@@ -275,33 +253,42 @@ class GatewaySession:
             for branch in rollout
         )
 
-    def in_hand(self) -> AbstractAsyncContextManager[None]:
-        """Return a block that raises ApiError 410 when the session ends."""
-        return self._until_end(session_ended)
+    def in_hand(self) -> AbstractAsyncContextManager[asyncio.Timeout]:
+        """Return a block that raises ApiError when the session ends (410), or when its scope is rescheduled
+        because the client has left.
+        """
+        return self._until_end(lambda reason: client_gone() if reason is None else session_ended(reason))
 
-    def while_open(self) -> AbstractAsyncContextManager[None]:
+    def while_open(self) -> AbstractAsyncContextManager[asyncio.Timeout]:
         """Return a block that raises RolloutFailure when the session ends."""
-
-        def failure(reason: str) -> RolloutFailure:
-            return self._failure or RolloutFailure(f"the session of {self.rollout_id} ended: {reason}")
-
-        return self._until_end(failure)
+        return self._until_end(
+            lambda reason: (
+                self._failure or RolloutFailure(f"the session of {self.rollout_id} ended: {reason}")
+            )
+        )
 
     @asynccontextmanager
-    async def _until_end(self, error: Callable[[str], Exception]) -> AsyncIterator[None]:
+    async def _until_end(self, error: Callable[[str | None], Exception]) -> AsyncIterator[asyncio.Timeout]:
         if self.ended is not None:
             raise error(self.ended)
         try:
             async with asyncio.timeout(None) as scope:
                 self._scopes.add(scope)
                 try:
-                    yield
+                    yield scope
                 finally:
                     self._scopes.discard(scope)
         except TimeoutError:
-            if scope.expired() and self.ended is not None:
+            if scope.expired():
                 raise error(self.ended) from None
             raise
+
+
+CLIENT_GONE = 499
+
+
+def client_gone() -> ApiError:
+    return ApiError(CLIENT_GONE, "The client has disconnected.")
 
 
 class Expired:
@@ -329,7 +316,8 @@ class Sessions:
     def __init__(self, limits: GatewayConfig) -> None:
         self.limits = limits
         self._open: dict[str, GatewaySession] = {}
-        self._expired, self._closed = Expired(MAX_EXPIRED), ""
+        self._expired = Expired(MAX_EXPIRED)
+        self._closed = ""
 
     def add(self, session: GatewaySession) -> None:
         self._open[session.key] = session

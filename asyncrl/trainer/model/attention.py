@@ -2,16 +2,12 @@
 
 A path's tokens attend causally to their own path, and to earlier paths up to the branching point (tree.py).
 Partial results are merged exactly by their log-sum-exps. In the backward pass each partial flash kernel gets
-the merged output and log-sum-exp, so that its softmax probabilities and row sums of grad * output are those
-of the whole, and the gradients add up exactly.
-
-On CPU a kernel call costs more than a short path's tokens: many short paths share tiles, which one masked
-call handles with all their keys.
+the merged output and log-sum-exp, so the gradients add up exactly.
 
 Kernels: flash attention on CPU and, for bfloat16 and float16, on CUDA; otherwise plain SDPA per sequence.
 Grouped-query heads (K < H) are never expanded. Registered with transformers as ATTENTION; layers get the
-keyword `packed_layout`. Compiled layers get a layout's number (number_of), so that torch.compile sees one
-operator and a tensor.
+keyword `packed_layout`. The operator takes a layout's number, so that torch.compile sees one operator and a
+tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ _numbers = itertools.count()
 
 
 class CannotPackError(Exception):
-    """A model's attention cannot be packed; the policy runs sequence by sequence."""
+    """A model's attention cannot be packed."""
 
 
 def attention(
@@ -62,7 +58,7 @@ def attention(
     plain SDPA.
     """
     layout: Layout | Tensor | None = options.pop("packed_layout", None)
-    windows: set[int] | None = options.pop("windows_seen", None)
+    windows: set[int] = options.pop("windows_seen", set())
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if present := [name for name in UNSUPPORTED if options.get(name) is not None]:
@@ -72,16 +68,16 @@ def attention(
     size = value.shape[3]
     if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
-    if isinstance(layout, Tensor):
-        output = _numbered_forward(query, key, value, layout, scale)[0]
-    else:
+    if isinstance(layout, Layout):
         is_whole = query.shape[::2] == (1, layout.num_tokens)
         if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
             shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
             raise CannotPackError(shapes)
-        if windows is not None and options.get("sliding_window") is not None:
+        if options.get("sliding_window") is not None:
             windows.add(int(options["sliding_window"]))
         output = packed_attention(query, key, value, layout, scale).transpose(1, 2)
+    else:
+        output = _attend(query, key, value, layout, scale)[0]
     return output if size == output.shape[3] else output[..., :size], None
 
 
@@ -92,13 +88,14 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
     """Map query [1, H, N, D], key and value [1, K, N, D], K divides H, to output [1, H, N, D]."""
     if query.is_cpu or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
-        return _Packed.apply(query, key, value, layout, scale)  # type: ignore[no-any-return, no-untyped-call]
+        output: Tensor = _attend(query, key, value, number_of(layout), scale)[0]
+        return output.transpose(1, 2)
     return plain_attention(query, key, value, layout, scale)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Compute the same with SDPA and autograd, for any device and dtype: each sequence's last stretch with a
-    copy of its earlier keys.
+    """Compute the same with SDPA, for any device and dtype: each sequence's last stretch with a copy of its
+    earlier keys.
     """
     output = torch.empty_like(query)
     for runs in layout.rows:
@@ -120,25 +117,8 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, s
     return output
 
 
-class _Packed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        # A token's heads are contiguous, for fast gathering.
-        query, key, value = (_by_token(tensor) for tensor in (query, key, value))
-        output, logsum = _merged(query, key, value, layout, scale)
-        ctx.save_for_backward(query, key, value, output, logsum)
-        ctx.layout, ctx.scale = layout, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsum = ctx.saved_tensors
-        tensors = (_by_token(grads[0]), query, key, value, output)
-        return *_merged_backward(tensors, logsum, ctx.layout, ctx.scale), None, None
-
-
 def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N] of tensors by token."""
+    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N]."""
     run = _forward_cuda if query.is_cuda else _forward_cpu
     output = torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -162,9 +142,7 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
 def _merged_backward(
     tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float
 ) -> list[Tensor]:
-    """Return gradients of query, key and value; tensors, by token, are the output's gradient, query, key,
-    value, output.
-    """
+    """Return the inputs' gradients. `tensors`: gradient of the output, query, key, value, output."""
     _, *inputs, _ = tensors
     query = inputs[0]
     run = _backward_cuda if query.is_cuda else _backward_cpu
@@ -183,23 +161,22 @@ def _merged_backward(
 
 
 def number_of(layout: Layout) -> Tensor:
-    """Return the layout's number, int64 on CPU, for compiled layers."""
+    """Return a number for the layout, int64 on CPU. Keep the layout until the backward pass has run."""
     number = next(_numbers)
     _layouts[number] = layout
     return torch.tensor(number)
 
 
 @torch.library.custom_op("asyncrl::packed_attention", mutates_args=())
-def _numbered_forward(
-    query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return packed_attention as [1, N, H, D], like attention(), and its log-sum-exp [1, N, H]."""
+    # A token's heads are contiguous, for fast gathering.
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
     output, logsum = _merged(query, key, value, _layouts[int(number)], scale)
     return output.transpose(1, 2).contiguous(), logsum.transpose(1, 2).contiguous()
 
 
-@_numbered_forward.register_fake
+@_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     _, num_heads, num_tokens, size = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -208,7 +185,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -
 
 
 @torch.library.custom_op("asyncrl::packed_attention_backward", mutates_args=())
-def _numbered_backward(
+def _attend_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -218,7 +195,6 @@ def _numbered_backward(
     number: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of query, key and value, each [1, N, H, D]."""
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
     grad, output, logsum = (tensor.contiguous().transpose(1, 2) for tensor in (grad, output, logsum))
     found = _merged_backward((grad, query, key, value, output), logsum, _layouts[int(number)], scale)
@@ -226,7 +202,7 @@ def _numbered_backward(
     return grad_query, grad_key, grad_value
 
 
-@_numbered_backward.register_fake
+@_attend_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     like = (one.new_empty((1, one.shape[2], one.shape[1], one.shape[3])) for one in (query, key, value))
     grad_query, grad_key, grad_value = like
@@ -240,16 +216,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, number, output, logsum = ctx.saved_tensors
-    found = _numbered_backward(grad, query, key, value, output, logsum, number, ctx.scale)
+    found = _attend_backward(grad, query, key, value, output, logsum, number, ctx.scale)
     return *(one.transpose(1, 2) for one in found), None, None
 
 
-_numbered_forward.register_autograd(_differentiate, setup_context=_keep)
+_attend.register_autograd(_differentiate, setup_context=_keep)
 
 
 def choose_flash(capability: tuple[int, int]) -> str:
-    """Activate FA3 (https://arxiv.org/abs/2407.08608), which torch's operators then use, if it is installed
-    and supports this compute capability; otherwise keep torch's FA2.
+    """Activate FA3 (https://arxiv.org/abs/2407.08608) if it is installed and fits this compute capability;
+    return the version in use.
     """
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or capability != (9, 0) or importlib.util.find_spec("flash_attn_interface") is None:
@@ -274,9 +250,7 @@ def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
 
 
 def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q] of this call's tokens; tensors are query, key,
-    value.
-    """
+    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q] of this call. `tensors`: query, key, value."""
     query, key, value = tensors
     tiles = call.tiles
     if tiles is None:
@@ -295,9 +269,7 @@ def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) ->
 def _backward_cpu(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return gradients of query, key and value; tensors are the output's gradient, query, key, value,
-    output.
-    """
+    """Return gradients of query, key and value. `tensors` as in _merged_backward."""
     tiles = call.tiles
     if tiles is None:
         own, keys = call.queries, call.keys

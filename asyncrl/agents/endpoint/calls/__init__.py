@@ -1,1 +1,0 @@
-"""Calls: accepted messages, sampling, delivery."""

@@ -1,0 +1,191 @@
+"""What the dialects share: their interface, answers in blocks, and answers kept for later calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pydantic_core import to_json
+
+from asyncrl.agents.endpoint.answers import Answer, ApiError, shown
+
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.gateway_call import GatewayCall
+    from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
+
+NOT_KEPT = "previous_response_not_found"
+
+
+class Writer(Protocol):
+    """The output of one call: whole(), or events from news(), end() and failed()."""
+
+    def whole(self) -> bytes: ...
+
+    def news(self) -> bytes:
+        """Return new text that may be shown; possibly nothing."""
+
+    def end(self) -> bytes:
+        """Return the last text and the closing events."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Report a failure after the first event."""
+
+    def keep(self, kept: KeptAnswers) -> None:
+        """Keep the delivered answer for later calls."""
+
+
+class Dialect(Protocol):
+    name: str
+    """Prefix of its answers' ids."""
+    splits_thoughts: bool | None
+    """None: as gateway.thoughts says."""
+
+    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> tuple[AnyRequest, Any]:
+        """Return the call, and data for its writer. Raises ApiError."""
+
+    def writer(self, call: GatewayCall, model: str, asked: AnyRequest, data: Any) -> Writer: ...
+
+
+# ---- answers in blocks
+
+Block = Literal["thought", "text"]
+Event = dict[str, Any]
+"""Body of a server-sent event, with its name as `type`."""
+
+
+class BlockWriter(ABC):
+    """One answer in blocks: thought, text, tool calls. Its events add up to the whole answer."""
+
+    def __init__(self, call: GatewayCall, model: str) -> None:
+        (self.choice,) = call.choices
+        self.call = call
+        self.model = model
+        self.blocks: list[dict[str, Any]] = []
+        """Finished blocks."""
+        self._open: Block | None = None
+        self._has_begun = False
+        self._takes: dict[Block, Callable[[int], str]] = {
+            "thought": self.choice.take_thought,
+            "text": self.choice.take,
+        }
+        self._num_written: dict[Block, int] = {"thought": 0, "text": 0}
+
+    def whole(self) -> bytes:
+        self._rest()
+        return to_json(self.answer(), inf_nan_mode="null")
+
+    def news(self) -> bytes:
+        return self.encoded(self._news())
+
+    def end(self) -> bytes:
+        return self.encoded([*self._rest(), *self.finish()])
+
+    def encoded(self, events: Sequence[Event]) -> bytes:
+        return b"".join(
+            b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event, inf_nan_mode="null"))
+            for event in events
+        )
+
+    def _news(self) -> list[Event]:
+        events: list[Event] = []
+        for block, take in self._takes.items():
+            if text := take(self._num_written[block]):
+                self._num_written[block] += len(text)
+                events += [*self._opened(block), *self.delta(block, text)]
+        return events
+
+    def _rest(self) -> list[Event]:
+        events = [*self._news(), *self._closed()]
+        for number, call in enumerate(self.choice.tool_calls):
+            events += [*self._begun(), *self.tool_call(number, call)]
+        if not self.blocks:
+            events += [*self._opened("text"), *self._closed()]
+        return events
+
+    def _begun(self) -> list[Event]:
+        has_begun = self._has_begun
+        self._has_begun = True
+        return [] if has_begun else self.begin()
+
+    def _opened(self, block: Block) -> list[Event]:
+        if self._open == block:
+            return []
+        events = [*self._begun(), *self._closed()]
+        self._open = block
+        return events + self.open(block)
+
+    def _closed(self) -> list[Event]:
+        block = self._open
+        self._open = None
+        return [] if block is None else self.close(block)
+
+    @abstractmethod
+    def begin(self) -> list[Event]:
+        """Return the events before all blocks."""
+
+    @abstractmethod
+    def open(self, block: Block) -> list[Event]: ...
+
+    @abstractmethod
+    def delta(self, block: Block, text: str) -> list[Event]: ...
+
+    @abstractmethod
+    def close(self, block: Block) -> list[Event]:
+        """Add the finished block to `blocks`; return its last events."""
+
+    @abstractmethod
+    def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]:
+        """Add the block of a tool call to `blocks`; return its events."""
+
+    @abstractmethod
+    def finish(self) -> list[Event]:
+        """Return the events after all blocks."""
+
+    @abstractmethod
+    def answer(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+
+# ---- answers that later calls continue
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptAnswer:
+    """A delivered answer, the messages before it since its predecessor, and their tools."""
+
+    before: KeptAnswer | None
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def history(self) -> list[Mapping[str, Any]]:
+        answers = [self]
+        while (before := answers[-1].before) is not None:
+            answers.append(before)
+        return [message for answer in reversed(answers) for message in answer.messages]
+
+    def with_answer(self, choice: Answer) -> KeptAnswer:
+        message = {name: value for name, value in choice.message.items() if name != "refusal"}
+        message["content"] = message["content"] or ""
+        return KeptAnswer(self.before, [*self.messages, message], self.tools)
+
+
+class KeptAnswers:
+    """The newest `most` answers of a session that later calls may continue, by id."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._answers: dict[str, KeptAnswer] = {}
+
+    def add(self, name: str, answer: KeptAnswer) -> None:
+        self._answers[name] = answer
+        if len(self._answers) > self._most:
+            del self._answers[next(iter(self._answers))]
+
+    def get(self, name: str, param: str) -> KeptAnswer:
+        """Return the answer that `param` names. Raises ApiError: 404."""
+        if (answer := self._answers.get(name)) is not None:
+            return answer
+        why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or "
+        raise ApiError(404, f"{why}is older than the newest {self._most}.", code=NOT_KEPT, param=param)

@@ -1,1 +1,0 @@
-"""Request and answer formats of the endpoints."""

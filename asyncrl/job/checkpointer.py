@@ -1,0 +1,135 @@
+"""Checkpoints of a run, and the recovery of a restarted trainer from them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from asyncrl.base.errors import CheckpointError, TrainerLost
+from asyncrl.base.spans import note_span
+from asyncrl.base.waits import waiting
+from asyncrl.job.lifecycle import Lifecycle
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside
+from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import ResumeState
+from asyncrl.messages.records import Batch
+from asyncrl.trainer.trainer_client import TrainerClient
+
+logger = logging.getLogger("asyncrl.job.checkpointer")
+
+
+async def recover_trainer(
+    client: TrainerClient, version: int, *, journal: Journal, checkpoints: Checkpoints, num_batches: int
+) -> None:
+    """Bring a restarted trainer to `version` from the newest whole checkpoint and the journal's batches.
+
+    Raises JournalError if batches in between are gone, CheckpointError for an unreadable checkpoint,
+    TrainerError.
+    """
+    # Hold the lock until recovery ends: a checkpoint that completes meanwhile would prune this one and its
+    # journaled batches.
+    async with checkpoints.in_use:
+        whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+        start = 0 if whole is None else whole.version
+        state = await journal.read_resume(start)
+        journal.restored_nowait(start)
+        stop = min(max(version, start), num_batches)
+        folder = None if whole is None else whole.trainer_dir
+        await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)
+        for text in [found.why for found in damaged] + await asyncio.to_thread(set_aside, damaged):
+            logger.warning("%s", text)
+
+
+async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
+    for version in range(start, stop):
+        yield await asyncio.to_thread(state.load_batch, version)
+
+
+class Checkpointer:
+    """Makes checkpoints in parallel with training.
+
+    Life: after_step() -> begun (the copy is made during the next step) -> written, checked, renamed,
+        journaled -> idle.
+    Waits: the train loop sleeps in after_step until the copy has begun. A separate task sleeps until the
+        state is written, then while a restarted trainer goes back to an older one.
+    Invariant: one at a time: a checkpoint due during another write is skipped with a warning. A failed write
+        is a warning each time; older checkpoints and the run are unaffected.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        trainer: SupervisedTrainer,
+        journal: Journal,
+        controller_state: Callable[[], ControllerState],
+        life: Lifecycle,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._trainer = trainer
+        self._journal = journal
+        self._controller_state = controller_state
+        self._life = life
+        self._writing: asyncio.Task[None] | None = None
+        self.num_made = 0
+        self.num_failed = 0
+
+    def gauges(self) -> dict[str, float]:
+        return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
+
+    async def after_step(self, version: int) -> None:
+        every = self._checkpoints.config.every
+        if every is None or version % every:
+            return
+        if self._writing is not None and not self._writing.done():
+            text = "the previous one is still being written"
+            self._life.log.warn(f"checkpoint of version {version} skipped: {text}")
+        elif (begun := await self._begin()) is not None:
+            self._writing = self._life.spawn(self._finish(*begun), name=f"checkpoint {version}")
+
+    async def make_last(self, version: int) -> None:
+        """Make the final checkpoint, after the one in progress, and wait for it."""
+        if self._checkpoints.config.every is None or version == 0:
+            return
+        if self._writing is not None:
+            with waiting("the previous checkpoint", on="checkpoint"):
+                await asyncio.wait({self._writing})
+        if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
+            await self._finish(*begun)
+
+    async def _begin(self) -> tuple[Pending, int, ControllerState] | None:
+        """Return (pending folder, version, controller state); None, after a warning, if it fails."""
+        pending = None
+        try:
+            pending = await asyncio.to_thread(self._checkpoints.begin)
+            version = await self._trainer.begin_save_state(pending.trainer_dir)
+            return pending, version, self._controller_state()
+        except (CheckpointError, TrainerLost) as error:
+            await self._failed(pending, error)
+            return None
+
+    async def _finish(self, pending: Pending, version: int, controller: ControllerState) -> None:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            await self._trainer.wait_save_state()
+            # only now: if the trainer had died, it would need to go back first
+            async with self._checkpoints.in_use:
+                with waiting("the files of a checkpoint to be whole", on="disk"):
+                    folder = await asyncio.to_thread(
+                        self._checkpoints.finish, pending, version, controller.model_dump()
+                    )
+                self.num_made += 1
+                note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)
+                self._journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
+                if self._life.config.journal.keep == "checkpoint":
+                    await self._journal.compact(self._checkpoints.oldest_version())
+        except (CheckpointError, TrainerLost) as error:
+            await self._failed(pending, error)
+
+    async def _failed(self, pending: Pending | None, error: CheckpointError | TrainerLost) -> None:
+        if pending is not None:
+            await asyncio.to_thread(self._checkpoints.abandon, pending)
+        self.num_failed += 1
+        logger.warning("no checkpoint: %s", error)
+        self._life.log.warn(f"no checkpoint: {error.what}")

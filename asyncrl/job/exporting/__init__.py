@@ -1,1 +1,0 @@
-"""Export weights as a model folder with a card, and to the hub."""

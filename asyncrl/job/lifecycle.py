@@ -1,0 +1,417 @@
+"""Lifecycle of a command that starts processes: run directory, log, signals, tasks and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import secrets
+import shlex
+import shutil
+import signal
+import stat
+import sys
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
+from asyncrl.base.files import write_whole
+from asyncrl.base.staging import clear_own_staging
+from asyncrl.base.waits import uncut
+from asyncrl.config import RunConfig
+from asyncrl.journal.read import reading
+from asyncrl.launch.nodes import Launcher
+from asyncrl.launch.server import Server, first_death
+from asyncrl.observe.console import outliving
+
+logger = logging.getLogger("asyncrl.job.lifecycle")
+
+CLOSE_TIMEOUT_S = 15.0
+MAX_WARNINGS = 100
+FEW_FILES = 256
+"""Open files of a run without rollouts: logs, sockets, libraries."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Signals for a run outside the main thread, where the process receives them.
+
+    Life: keeps signals until receive_by() names a receiver. Any thread may call send().
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may interrupt another one
+        self._kept: list[int] = []
+        self._receive: Callable[[int], None] | None = None
+
+    def send(self, number: int) -> None:
+        with self._lock:
+            if self._receive is None:
+                self._kept.append(number)
+            else:
+                self._receive(number)
+
+    def receive_by(self, receive: Callable[[int], None] | None) -> None:
+        """Pass kept and future signals to `receive` (None: keep them)."""
+        with self._lock:
+            self._receive = receive
+            while self._kept and receive is not None:
+                receive(self._kept.pop(0))
+
+
+class RunLog:
+    """Messages to the user, which also go to logs/controller.log.
+
+    `write` prints a line; a closed console is no error. `show_activity` shows the current phase.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None] = lambda text: print(text, file=outliving()),
+        show_activity: Callable[[str], None] | None = None,
+    ) -> None:
+        self.print_secret = write
+        """Print a line that contains a key; do not log it."""
+        self._show_activity = show_activity or (lambda text: self.info(f"{text} ..."))
+        self.current_activity = ""
+        self.warnings: list[str] = []
+        """At most MAX_WARNINGS; the log file has all."""
+        self._warned = set[str]()
+
+    def info(self, text: str) -> None:
+        logger.info("%s", text)
+        self.print_secret(text)
+
+    def activity(self, text: str) -> None:
+        self.current_activity = text
+        self._show_activity(text)
+
+    def warn(self, text: str) -> None:
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(text)
+        logger.warning("%s", text)
+        self.print_secret(f"WARNING: {text}")
+
+    def warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warn(text)
+
+
+class Lifecycle:
+    """Signals, tasks and shutdown of a command that starts processes. Owns the only TaskGroup.
+
+    Life: run(live) awaits live(), which starts everything; shutdown happens in reverse order.
+    Waits: run() waits for live(). A task that raises, or on_broken, ends it.
+    Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop` while `can_stop`, so
+        that live() ends by itself, and otherwise cancels it; the second kills all processes and exits at
+        once.
+
+    `on_end` gets the final state (done, interrupted or failed), the reason, and whether a rerun may succeed.
+    `on_exit` is awaited last; a signal cuts it short.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        log: RunLog,
+        launcher: Launcher,
+        *,
+        ending: str = "ending",
+        on_end: Callable[[str, str, bool], None] = lambda *_: None,
+        on_exit: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        # processes on other nodes have another working directory
+        self.run_dir = run_dir if config.launcher == "local" else run_dir.absolute()
+        self.config = config
+        self.log = log
+        self.launcher = launcher
+        self.servers: Sequence[Server] = ()
+        """Servers that the command needs. Their deaths replace the failed calls that they cause."""
+        self.stack = AsyncExitStack()
+        self.stop = asyncio.Event()
+        self.can_stop = False
+        self.signal: int | None = None
+        self.interrupts: Interrupts | None = None
+        """Signals from a caller that runs this outside the main thread."""
+        self._ending = ending
+        self._on_end = on_end
+        self._on_exit = on_exit
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # weak: the group holds running tasks
+        self._broken: Future[None] = Future()
+
+    async def run(self, live: Callable[[], Awaitable[int]]) -> int:
+        """Return the exit code of live(), or 128 + the interrupting signal. Raises the AsyncrlError that
+        ended it.
+        """
+        main = asyncio.current_task()
+        assert main is not None
+        self._listen(main)
+        try:
+            code = await self._live(live)
+            self._on_end(*_end_of(code))
+            return code
+        except asyncio.CancelledError:
+            if self.signal is None:
+                raise
+            main.uncancel()
+            self._on_end(*_end_of(128 + self.signal))
+            return 128 + self.signal
+        except BaseExceptionGroup as errors:
+            raise self._fail(first_cause(errors)) from errors
+        except Exception as error:  # outermost frame: foreign exceptions become AsyncrlError
+            raise self._fail(error) from error
+        finally:
+            self.can_stop = False  # a signal now cuts this wait and nothing else
+            if self._on_exit is not None:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._on_exit()
+            self._stop_listening()
+
+    def _listen(self, main: asyncio.Task[Any]) -> None:
+        loop = asyncio.get_running_loop()
+        if self.interrupts is not None:
+
+            def receive(number: int) -> None:
+                loop.call_soon_threadsafe(self._on_signal, number, main)
+
+            self.interrupts.receive_by(receive)
+        elif threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                loop.add_signal_handler(number, self._on_signal, number, main)
+
+    def _stop_listening(self) -> None:
+        if self.interrupts is not None:
+            self.interrupts.receive_by(None)
+        elif threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
+        async with self.stack:
+            self.closes("launcher", self.launcher.aclose)
+            try:
+                async with asyncio.TaskGroup() as self._group:
+                    code = await live()
+                    self.cancel_tasks()
+            except BaseExceptionGroup as errors:
+                # a broken call may mean that its process just died: give the kernel a moment to report it
+                timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
+                if (death := await first_death(self.servers, timeout_s)) is not None:
+                    raise death from errors
+                raise
+        return code
+
+    def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Start a task; if it raises, everything ends."""
+        assert self._group is not None, "tasks are started while run() is under way"
+        task = self._group.create_task(coro, name=name)
+        self._tasks.add(task)
+        return task
+
+    def cancel_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
+        """Cancel tasks, except names with a prefix in `all_but`."""
+        for task in self._tasks:
+            if not task.get_name().startswith(all_but):
+                task.cancel()
+
+    def closes(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
+        """Register `close` for the end, before earlier registrations."""
+        self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
+
+    def on_broken(self, error: RoomError) -> None:
+        """Report a broken part that answers clients, for wait_broken to raise."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def wait_broken(self) -> None:
+        await asyncio.wrap_future(self._broken)
+
+    def _fail(self, error: BaseException) -> AsyncrlError:
+        if isinstance(error, OSError):
+            error = system_error(error, self.run_dir)
+        elif not isinstance(error, AsyncrlError):
+            log_path = self.run_dir / "logs" / "controller.log"
+            what = f"internal error {type(error).__name__}: {error}"
+            error = RoomError("controller", what, way_out=f"report it with the traceback in {log_path}.")
+        logger.error("ended by %s", error, exc_info=error)
+        with contextlib.suppress(RoomError, CallbackError):  # keep the first error
+            self._on_end("failed", str(error), not isinstance(error, ConfigError))
+        return error
+
+    def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
+        if self.signal is not None and self.interrupts is not None:
+            main.cancel()
+            return
+        if self.signal is not None:
+            for server in self.servers:  # all other processes end with our pipe
+                server.child.kill_nowait()
+            clear_own_staging()
+            os._exit(128 + number)
+        self.signal = number
+        self.log.activity(f"{self._ending} (press Ctrl-C again to end at once)")
+        if self.can_stop:
+            self.stop.set()
+        else:
+            main.cancel()
+
+
+def _end_of(code: int) -> tuple[str, str, bool]:
+    if code > 128:
+        return "interrupted", f"interrupted by {signal.Signals(code - 128).name}", True
+    return "done", "", True
+
+
+async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
+    """Close a resource within a time limit, shielded from cancellation; log a timeout or failure.
+
+    A cancellation during the close (the first Ctrl-C after a finished run) passes on afterwards.
+    """
+    closing = asyncio.ensure_future(close())
+    _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
+    if not closing.done():
+        closing.cancel()
+        logger.warning("closing %s took longer than %s s and was given up", name, timeout_s)
+    elif not closing.cancelled() and (error := closing.exception()) is not None:
+        logger.warning("closing %s failed: %s", name, error)
+    if cancelled is not None:
+        raise cancelled
+
+
+def new_run_dir(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+
+
+def make_run_dir(folder: Path, mode: int) -> None:
+    """Create or reuse the directory with these permissions. Raises ConfigError if it cannot be written.
+
+    A directory with foreign files keeps its permissions; the caller refuses it next.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if (folder / "run.lock").exists() or not any(folder.iterdir()):
+            has = stat.S_IMODE(folder.stat().st_mode)
+            try:
+                folder.chmod(has & ~0o777 | mode)
+            except PermissionError:  # such as a mounted volume of another user
+                stays = f"is another user's and stays at mode {has:04o}, for {mode:04o}"
+                print(f"WARNING: {folder} {stays} (observe.readable_by).", file=sys.stderr)
+        (folder / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        what = f"cannot write to {folder}: {error.strerror}"
+        raise ConfigError(what, way_out="choose another --run-dir.") from error
+
+
+@contextlib.contextmanager
+def removed_if_refused(folder: Path) -> Iterator[None]:
+    """Remove a new directory if the block raises ConfigError before a group is admitted."""
+    is_new = not folder.exists()
+    try:
+        yield
+    except ConfigError:
+        if is_new and not has_begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Return True if a group was admitted or a checkpoint made; otherwise corrected settings may restart
+    the run.
+    """
+    if any((run_dir / "checkpoints").glob("step_*")):
+        return True
+    journal = run_dir / "journal.sqlite"
+    if not journal.exists():
+        return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
+    with reading(journal) as connection:
+        return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
+
+
+def run_id(run_dir: Path) -> str:
+    """Return the run's id, created if missing. Moving or copying the directory keeps it."""
+    path = run_dir / "run.id"
+    if not path.exists():
+        write_whole(path, secrets.token_hex(8) + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def run_again(folder: Path, *more: str) -> str:
+    return shlex.join(["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more])
+
+
+COLLECT_AFTER = (1_000, 20_000, 10)
+"""gc.set_threshold: check new objects once, thousands at a time, older ones after about 20 million net
+allocations.
+"""
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Make the cycle collector skip existing objects and rarely check new ones inside the block: it blocks
+    the event loop for a microsecond per object, with about 50 per rollout, and finished rollouts contain
+    no cycles.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def logging_to(folder: Path) -> Iterator[None]:
+    """Log to logs/controller.log only."""
+    handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
+    # a log that cannot be written (a full disk) must not hide the error being reported
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("asyncrl")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        with contextlib.suppress(OSError):  # a full disk was already reported
+            handler.close()
+
+
+def system_error(error: OSError, run_dir: Path) -> RoomError:
+    what = f"cannot use the run directory {run_dir}: {error}"
+    return RoomError("controller", what, way_out="free space on its disk, then start again.")
+
+
+def refuse_few_files(config: RunConfig) -> None:
+    """Raise the limit of open files, which children inherit, to its maximum. Raises ConfigError if it is
+    below what the connections of this run need.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    rollout = config.rollout
+    num_rollouts = rollout.slots * rollout.max_engines
+    if config.generator.concurrency != "auto":
+        num_rollouts = config.generator.concurrency
+    needed = FEW_FILES + num_rollouts * (2 if config.generator.is_harness else 1)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"this process may open {hard} files, and {num_rollouts} concurrent rollouts need about {needed}",
+            rule="every request in flight is a connection, and the hard limit of RLIMIT_NOFILE holds",
+            way_out=f"raise it (ulimit -Hn {needed}), or lower rollout.slots or generator.concurrency.",
+        )

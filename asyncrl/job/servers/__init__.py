@@ -1,1 +1,0 @@
-"""Servers of a run and their start arguments."""

@@ -1,0 +1,237 @@
+"""Watch servers and restart them. Too many restarts end the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.base.errors import (
+    AsyncrlError,
+    EngineLost,
+    JournalError,
+    NodeLost,
+    PublishError,
+    RoomError,
+    TrainerError,
+    TrainerLost,
+)
+from asyncrl.base.spans import note_span
+from asyncrl.base.waits import waiting
+from asyncrl.config import SupervisionConfig
+from asyncrl.launch.restarts import Restarts
+from asyncrl.launch.server import Server, cancel_all, start_all
+
+logger = logging.getLogger("asyncrl.launch.supervise")
+
+HEARTBEAT_PERIOD_S = 1.0
+GRACE_S = 1.0
+"""Wait after a broken call for the kernel to report the process's death, the better error."""
+MAX_BACKOFF_S = 30.0
+NODE_PERIOD_S = 5.0
+"""Interval of searches for a missing node."""
+NO_LOSS = (PublishError, JournalError, TrainerError)
+"""Errors that a new process would not fix. TrainerLost, a subclass of TrainerError, is excepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """Settings of all supervisors. `on_event` journals an event with its details."""
+
+    config: SupervisionConfig
+    heartbeat_s: float
+    warn: Callable[[str], None]
+    on_event: Callable[[str, Mapping[str, Any]], None]
+
+
+class Supervisor:
+    """Watches processes that live and die together; if one is lost, all restart. Subclasses override hooks.
+
+    Life: up -> lost: a process died, gave no answer for heartbeat_s, or broke a call (reported) -> down: all
+        are killed -> backoff -> free memory on shared devices -> new ones answer -> they get the old ones'
+        state -> up. A loss on the way counts like the first.
+    Waits: run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for free
+        devices, for the start, and for bring_back, during which it still watches.
+    Invariant: more than max_restarts (see Restarts) end the run with the last failure; with 0, the first one
+        does. If the run can do without a missing node, it retries every NODE_PERIOD_S.
+    """
+
+    kind = ""
+
+    def __init__(self, processes: Sequence[Server], supervision: Supervision) -> None:
+        self._processes = tuple(processes)
+        self.config = supervision.config
+        self.heartbeat_s = supervision.heartbeat_s
+        self._warn = supervision.warn
+        self._on_event = supervision.on_event
+        self._restarts = Restarts(supervision.config)
+        self.is_up = True
+        self.is_starting = False
+        """Processes end or start, within limits of their own. False while they wait for devices or weights,
+        or train again: that progress is visible.
+        """
+        self._report: RoomError | None = None
+        self._reported = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self._processes[0].name
+
+    @property
+    def num_restarts(self) -> int:
+        return self._restarts.num
+
+    def lost_nowait(self, error: EngineLost) -> None:
+        """Report a call without an answer. The component is down on return; run restarts it."""
+        if not error.is_told:
+            self._lost_by(error)
+
+    async def run(self) -> None:
+        """Watch and restart until cancelled. Raises the RoomError that ends the run."""
+        lost = None if self.is_up else await self._start()
+        while True:
+            if lost is None:
+                self._restarts.works_nowait()
+                lost = await self._until_lost(self._wait_unfit())
+            else:
+                lost = await self._replace(lost)
+
+    async def _replace(self, lost: RoomError) -> RoomError | None:
+        """Restart once; return the reason of another loss, if any."""
+        was_node_gone = self._restarts.is_node_gone
+        try:
+            allowance = self._restarts.again_nowait(lost, is_dispensable=self._is_dispensable())
+        except RoomError:
+            if self.config.max_restarts:  # report this error instead of the plain death of the process
+                for process in self._processes:
+                    await process.end()
+            raise
+        is_node_gone = isinstance(lost, NodeLost)
+        self._down(lost)
+        self.is_starting = not is_node_gone
+        about = {"name": self.name, "restart": self.num_restarts}
+        try:
+            await self._end()
+            if not (is_node_gone and was_node_gone):  # once, and not every few seconds
+                logger.warning("%s is lost: %s", self.name, lost)
+                self._warn(f"{summary_of(lost)}; restarting {self.name}, {allowance}")
+                self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
+            since_s = asyncio.get_running_loop().time()
+            backoff_s = self.config.backoff_s * 2.0 ** (self._restarts.num_counting - 1)
+            await asyncio.sleep(NODE_PERIOD_S if is_node_gone else min(backoff_s, MAX_BACKOFF_S))
+        finally:
+            self.is_starting = False
+        again = await self._start()
+        if again is None:
+            now_s = asyncio.get_running_loop().time()
+            note_span("restarts", "down", since_s, now_s, text=f"{self.name}: {summary_of(lost)}")
+            self._on_event(f"{self.kind} up", {**about, "down_s": now_s - since_s})
+        return again
+
+    async def _end(self) -> None:
+        for process in self._processes:
+            if left := await process.end():
+                self._warn(left)
+
+    async def _start(self) -> RoomError | None:
+        """Start new processes; return the reason of another loss, if any."""
+        self._report = None
+        self._reported = asyncio.Event()
+        async with self._room():
+            await self._before_start()
+            self.is_starting = True
+            try:
+                with waiting("its new process", on=self._processes[0].name):
+                    await start_all(self._processes)
+            except RoomError as error:
+                return error
+            finally:
+                self.is_starting = False
+            again = await self._until_lost(self._bring_back()) or self._report
+            if again is not None:
+                return again
+        self.is_up = True
+        await self._works_again()
+        return None
+
+    async def _until_lost(self, work: Coroutine[Any, Any, None]) -> RoomError | None:
+        return await until_lost(self._processes, self.heartbeat_s, self._raise_report(), work)
+
+    async def _raise_report(self) -> None:
+        await self._reported.wait()
+        assert self._report is not None
+        raise self._report
+
+    def _lost_by(self, error: RoomError) -> None:
+        if self._report is None:
+            self._report = error
+            self._down(error)
+            self._reported.set()
+
+    # hooks
+
+    def _is_dispensable(self) -> bool:
+        """Return True if the run can do without the component for now."""
+        return False
+
+    def _down(self, lost: RoomError) -> None:
+        """Stop sending requests. Idempotent."""
+        self.is_up = False
+
+    def _room(self) -> AbstractAsyncContextManager[None]:
+        """Wait for free devices and hold them."""
+        return contextlib.nullcontext()
+
+    async def _before_start(self) -> None:
+        """Forget the old processes' state."""
+
+    async def _bring_back(self) -> None:
+        """Restore the old processes' state."""
+
+    async def _works_again(self) -> None:
+        """Resume normal use."""
+
+    async def _wait_unfit(self) -> None:
+        """Raise RoomError if processes answer but are unusable."""
+        await asyncio.Event().wait()
+
+
+async def until_lost(
+    processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
+) -> RoomError | None:
+    """Watch processes until `work` ends (None) or a process is lost (the reason). A death takes precedence
+    over a broken call, and that over a missed heartbeat. Raises other errors of `work`.
+    """
+    watching = [asyncio.ensure_future(process.watch()) for process in processes]
+    working = [asyncio.ensure_future(coro) for coro in work]
+    beating = [asyncio.ensure_future(heartbeat(process, heartbeat_s)) for process in processes]
+    tasks = [*watching, *working, *beating]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if any(task.exception() for task in done) and not any(task.done() for task in watching):
+            await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            error = task.exception() if task in done or (task in watching and task.done()) else None
+            ends_run = isinstance(error, NO_LOSS) and not isinstance(error, TrainerLost)
+            if isinstance(error, RoomError) and not ends_run:
+                return error
+            if error is not None:
+                raise error
+        return None
+    finally:
+        await cancel_all(tasks)
+
+
+async def heartbeat(process: Server, limit_s: float) -> None:
+    """Poll a process's health forever. Raises RoomError without an answer within `limit_s`."""
+    while True:
+        await process.check_alive(limit_s)
+        await asyncio.sleep(HEARTBEAT_PERIOD_S)
+
+
+def summary_of(lost: AsyncrlError) -> str:
+    return lost.what.splitlines()[0].split("; the end of ")[0]

@@ -1,0 +1,359 @@
+"""What all dialects of the gateway have in common: refusals, ignored parameters, streams, logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from gateway_cases import HI, RULES, ByteTokenizer, ScriptedEngine, gateway_world, in_loop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.agents.endpoint.answers import ApiError
+from asyncrl.agents.endpoint.capture import Capture
+from asyncrl.agents.endpoint.dialects.anthropic import MessagesDialect, anthropic_error
+from asyncrl.agents.endpoint.dialects.chat import ChatDialect, TextDialect
+from asyncrl.agents.endpoint.dialects.dialect import Dialect, KeptAnswers
+from asyncrl.agents.endpoint.dialects.responses import ResponsesDialect
+from asyncrl.agents.endpoint.engine_route import LONG_BODY
+from asyncrl.agents.endpoint.reasoning import signature_of
+from asyncrl.agents.endpoint.requests import MAX_LOGGED, CallRequest, ChatRequest, RequestReader
+from asyncrl.base.errors import EngineError, RequestRefused
+from asyncrl.messages.records import Completion, Outcome, SamplingRequest
+
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+BASES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI},
+    TEXT: {"prompt": "x"},
+    RESPONSES: {"input": "x"},
+    MESSAGES: {"messages": HI},
+}
+
+
+def said(*messages: Any) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function}
+    return said(*HI, {"role": "assistant", "tool_calls": [call]})
+
+
+def user(**block: Any) -> dict[str, Any]:
+    return said({"role": "user", "content": [block]})
+
+
+def assistant(**block: Any) -> dict[str, Any]:
+    return said(*HI, {"role": "assistant", "content": [block]}, *HI)
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [fields]}
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    *((path, {**base, "guided_json": 1}, "guided_json=1 is refused") for path, base in BASES.items()),
+    *((path, [1], "JSON object") for path in BASES),
+    *((path, {}, "") for path in BASES),
+    *((path, {**base, "frequency_penalty": 1}, "frequency_penalty") for path, base in BASES.items()),
+    *((path, {**base, "temperature": "hot"}, "temperature") for path, base in BASES.items()),
+    (CHAT, b"\xff\xfe", "not JSON"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}', "temperature"),
+    (CHAT, b"[" * 100_000, "recursion"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
+    (CHAT, b'{"messages": [], "n": ' + b"9" * 4000 + b"}", "an integer of"),
+    (CHAT, said(*[7] * 2001), "2001 messages are more"),
+    (CHAT, user(type="image_url", image_url={"url": "x"}), "text parts"),
+    (CHAT, said({"role": "wizard", "content": "x"}), "wizard"),
+    (CHAT, said(*HI, {"role": "user", "content": 7}), "messages[1].content"),
+    (CHAT, said(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
+    (CHAT, said({"role": "user", "content": "x", "tool_calls": [1]}), "assistant"),
+    (CHAT, calling("[1]"), "arguments"),
+    (CHAT, calling('{"a": "\\ud800"}'), "arguments"),
+    (CHAT, said(*HI) | {"tools": [{"type": "web_search"}]}, "tools"),
+    (CHAT, said(*HI) | {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, said(*HI) | {"chat_template_kwargs": {"messages": 1}}, "'messages' cannot be set"),
+    (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
+    (CHAT, said(*HI) | {"chat_template_kwargs": {"x": "y" * 5000}}, "4096 is the most"),
+    (CHAT, said(*HI) | {"reasoning_effort": "<|end|>"}, "reasoning_effort"),
+    (CHAT, said(*HI) | {"seed": 2**63}, "seed"),
+    (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
+    (RESPONSES, item(x=1), "input[0]: an item of type None"),
+    (RESPONSES, item(type="computer_call"), "computer_call"),
+    (RESPONSES, item(role="user", content=[{"type": "input_image"}]), "input_image"),
+    (RESPONSES, item(role="wizard", content="x"), "role"),
+    (RESPONSES, item(type="function_call", call_id="c", name="f", arguments="[1]"), "arguments"),
+    (RESPONSES, item(type="function_call_output", output="x"), "function_call_output"),
+    (RESPONSES, item(type="reasoning", encrypted_content="gAAA"), "input[0].encrypted_content"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "custom", "name": "f"}]}, "custom"),
+    (RESPONSES, {"input": "x", "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    (RESPONSES, {"input": "x", "background": True}, "background"),
+    (RESPONSES, {"input": "x", "conversation": "c"}, "conversation"),
+    (MESSAGES, said({"role": "wizard", "content": "x"}), "messages[0]"),
+    (MESSAGES, user(type="image", source={}), "messages[0].content[0]: a block of type 'image'"),
+    (MESSAGES, user(type="tool_result", content="x"), "tool_result"),
+    (MESSAGES, user(type="tool_result", tool_use_id="c", content=[{"type": "image"}]), "image"),
+    (MESSAGES, user(type="tool_use", id="c", name="f", input={}), "tool_use"),
+    (MESSAGES, assistant(type="tool_use", id="c", name="f", input=[1]), "tool_use"),
+    (MESSAGES, assistant(type="thinking", thinking="x", signature=signature_of("y")), "Invalid `signature`"),
+    (MESSAGES, assistant(type="redacted_thinking", data="x"), "redacted_thinking"),
+    (MESSAGES, said(*HI, {"role": "assistant", "content": "The"}), "cannot continue it"),
+    (MESSAGES, said(*HI) | {"tools": [{"type": "web_search_2025", "name": "web"}]}, "web_search_2025"),
+    (MESSAGES, said(*HI) | {"tool_choice": {"type": "tool"}}, "tool_choice"),
+    (MESSAGES, said(*HI) | {"mcp_servers": [{}]}, "mcp_servers"),
+]
+
+
+@in_loop
+async def test_gateway_refuses_invalid_bodies_in_all_dialects() -> None:
+    async with gateway_world() as world:
+        for path, body, message in REFUSED:
+            status, answer = await world.post(body, path=path)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), (body, answer)
+            assert message in answer["error"]["message"][:600], (body, answer)
+            assert (answer.get("type") == "error") == (path == MESSAGES)
+        assert world.engine.requests == []
+        assert world.gateway.stats().refused == {400: len(REFUSED)}
+        assert (await world.ask())[0] == 200
+
+
+def texts(*words: str) -> st.SearchStrategy[str]:
+    return st.sampled_from(words)
+
+
+KEYS = texts(*"type role content text name input id thinking arguments call_id output function".split())
+VALUES = texts("message", "user", "assistant", "text", "tool_use", "tool_result", "function_call", "x")
+FIELDS = "messages input prompt system instructions tools tool_choice thinking thread reasoning text n stop"
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner),
+    max_leaves=10,
+)
+
+
+@pytest.mark.parametrize(
+    "dialect", [ChatDialect(), TextDialect(), ResponsesDialect(), MessagesDialect(can_turn_off=True)]
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(texts(*FIELDS.split()), json_values), st.lists(json_values, max_size=2))
+def test_any_json_is_a_call_or_an_api_error(dialect: Dialect, body: dict[str, Any], items: list[Any]) -> None:
+    turns = [{"role": "user", "content": items}, {"role": "assistant", "content": items}]
+    for more in ({}, {"messages": items}, {"input": items}, {"messages": turns}, {"input": turns}):
+        try:
+            outcome: CallRequest | ApiError = dialect.read(
+                RequestReader(RULES), json.loads(json.dumps({**body, **more})), KeptAnswers(9)
+            )[0]
+        except ApiError as error:
+            outcome = error
+        if isinstance(outcome, ApiError):
+            assert outcome.status in (400, 404)
+            assert anthropic_error(outcome)["error"]["message"]
+
+
+def read(messages: list[Any], **more: Any) -> ChatRequest:
+    return RequestReader(RULES).chat({"messages": messages, **more})
+
+
+LITELLM: dict[str, Any] = {
+    "provider_specific_fields": {"refusal": None},
+    "annotations": [],
+    "audio": None,
+    "refusal": None,
+}
+LITELLM |= {"function_call": None, "thinking_blocks": [{"type": "thinking", "thinking": "hm"}], "id": "msg_1"}
+PART = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+MINE = {"role": "assistant", "content": "yes"}
+DETAILS = [{"text": "a"}, {"data": 1}, {"text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("sent", "read_as"),
+    [
+        ({**MINE, **LITELLM}, MINE),
+        ({"role": "user", "content": [PART], "cache_control": {}}, {"role": "user", "content": "Hi"}),
+        ({**MINE, "reasoning": "hm"}, {**MINE, "reasoning_content": "hm"}),
+        ({**MINE, "reasoning_content": "hm", "reasoning": "no"}, {**MINE, "reasoning_content": "hm"}),
+        ({**MINE, "reasoning_details": DETAILS}, {**MINE, "reasoning_content": "ab"}),
+        ({**MINE, "reasoning": {"effort": 1}, "reasoning_content": ""}, MINE),
+    ],
+)
+def test_templates_get_only_the_keys_they_may_read(sent: Any, read_as: Any) -> None:
+    assert read([sent]).messages == [read_as]
+
+
+def test_ignored_keys_are_logged_once_and_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    reader = RequestReader(RULES)
+    for number in range(2 * MAX_LOGGED):
+        reader.chat({"messages": [{**HI[0], "cache_control": 1, f"made up {number}": 1}]})
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "`cache_control`" in line]) == 1
+    assert len(lines) == MAX_LOGGED
+
+
+@in_loop
+async def test_parameters_without_effect_are_accepted() -> None:
+    off: dict[str, Any] = {"frequency_penalty": 0, "logit_bias": {}, "max_completion_tokens": 10**30}
+    off |= {"response_format": {"type": "text"}, "modalities": ["text"], "top_p": None, "stop": None}
+    async with gateway_world() as world:
+        assert (await world.ask(user="me", store=True, temperature=0.3, **off))[0] == 200
+        (request,) = world.engine.requests
+        assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 400)
+
+
+@in_loop
+async def test_sampling_overrides_follow_the_config() -> None:
+    cases: Any = (
+        {"temperature": 0.0, "top_p": 0.5},
+        {"top_p": 0.5},
+        {"top_p": 0},
+        {"temperature": 0.001},
+        {},
+    )
+    async with gateway_world(on_sampling_override="honour") as world:
+        for asked in cases:
+            assert (await world.ask(**asked))[0] == 200
+        sampled = [(each.temperature, each.top_p) for each in world.engine.requests]
+        assert sampled == [(0, 1), (1, 0.5), (0, 1), (0, 1), (1, 1)]
+        rollout = world.session.rollout(0, Outcome(1.0), 1.0)
+        assert sum(branch.num_sampled for branch in rollout) == 13, "only the last call is trained"
+    async with gateway_world(on_sampling_override="refuse") as world:
+        status, answer = await world.ask(temperature=0.3)
+        assert (status, answer["error"]["param"]) == (400, "temperature")
+        assert (await world.ask(temperature=1))[0] == 200
+
+
+@in_loop
+async def test_template_settings_and_effort_reach_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_settings: list[Any] = []
+    draft = Capture.match
+
+    def drafting(*args: Any, settings: Any = None, **more: Any) -> Any:
+        given_settings.append(settings)
+        return draft(*args, **more)
+
+    monkeypatch.setattr(Capture, "match", drafting)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for reads_effort, effort in ((True, {"reasoning_effort": "low"}), (False, {})):
+        async with gateway_world(reads_effort=reads_effort) as world:
+            for asked in ({}, off, {"reasoning_effort": "low", "verbosity": "high", **off}):
+                assert (await world.ask(**asked))[0] == 200
+        assert given_settings == [None, off["chat_template_kwargs"], effort | off["chat_template_kwargs"]]
+        given_settings.clear()
+
+
+@in_loop
+async def test_errors_are_the_exceptions_of_each_client() -> None:
+    async with gateway_world() as world:
+        key: Any = {"api_key": world.session.key, "max_retries": 0}
+        async with (
+            openai.AsyncOpenAI(base_url=world.url + "/v1", **key) as gpt,
+            anthropic.AsyncAnthropic(base_url=world.url, **key) as claude,
+        ):
+            with pytest.raises(openai.BadRequestError, match="logit_bias") as bad:
+                await gpt.chat.completions.create(model="m", messages=HI, logit_bias={"5": 1})
+            assert (bad.value.param, bad.value.type) == ("logit_bias", "invalid_request_error")
+            with pytest.raises(anthropic.BadRequestError, match="top_k"):
+                await claude.messages.create(model="m", max_tokens=9, messages=HI, extra_body={"top_k": 5})
+            with pytest.raises(openai.AuthenticationError, match="session key"):
+                await gpt.with_options(api_key="wrong").models.list()
+            with pytest.raises(anthropic.AuthenticationError):
+                await claude.with_options(api_key="wrong").models.list()
+            with pytest.raises(anthropic.NotFoundError):
+                await claude.models.retrieve("x")
+            for error, raised, message in (
+                (RequestRefused("engine-0 refused it", why="too long"), openai.BadRequestError, "too long"),
+                (EngineError("engine-0", "nonsense"), openai.InternalServerError, "The run is ending"),
+            ):
+                world.engine.error = error
+                with pytest.raises(raised, match=message):
+                    await gpt.chat.completions.create(model="m", messages=HI)
+            assert [each.room for each in world.broken] == ["engine-0"]
+
+
+@in_loop
+async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
+    async with gateway_world(ScriptedEngine(gate=asyncio.Event())) as world:
+        key: Any = {"api_key": world.session.key, "max_retries": 0}
+        async with (
+            openai.AsyncOpenAI(base_url=world.url + "/v1", **key) as gpt,
+            anthropic.AsyncAnthropic(base_url=world.url, **key) as claude,
+        ):
+            streams: list[Any] = [
+                await gpt.chat.completions.create(model="m", messages=HI, stream=True),
+                await gpt.responses.create(model="m", input="Hi", stream=True),
+                await claude.messages.create(model="m", max_tokens=200, messages=HI, stream=True),
+            ]
+            for stream in streams:
+                await anext(aiter(stream))
+            world.session.end_nowait("the harness is done")
+            for stream in streams:
+                with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the harness is done"):
+                    _ = [event async for event in stream]
+        assert len(world.engine.cancelled) == 3
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@in_loop
+async def test_long_bodies_are_read_in_a_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    checked = RequestReader.checked
+
+    def noting(*given: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return checked(*given)
+
+    monkeypatch.setattr(RequestReader, "checked", noting)
+    async with gateway_world(max_prompt_tokens=50_000, max_length=60_000) as world:
+        for text in ("x", "x" * LONG_BODY):
+            body = {"input": text} if path == RESPONSES else said({"role": "user", "content": text})
+            assert (await world.post(body, path=path))[0] == 200
+    assert set(threads[: len(threads) // 2]) == {True}
+    assert set(threads[len(threads) // 2 :]) == {False}
+
+
+class Likeliest(ScriptedEngine):
+    async def generate(self, request: SamplingRequest, **more: Any) -> Completion:
+        completion = await super().generate(request, **more)
+        tops = tuple(
+            tuple(((token + near) % 250, -1.0 - near) for near in range(request.top_logprobs))
+            for token in completion.token_ids
+        )
+        return replace(completion, top_logprobs=tops)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@in_loop
+async def test_many_logprobs_are_built_in_a_thread(path: str) -> None:
+    threads = set[bool]()
+
+    class Decoding(ByteTokenizer):
+        def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+            if isinstance(token_ids, tuple) and len(token_ids) == 1:  # one of the logprobs
+                threads.add(threading.current_thread() is threading.main_thread())
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async with gateway_world(Likeliest(lambda _: "ab" * 100, tokenizer=Decoding())) as world:
+        asked = {"input": "Hi"} if path == RESPONSES else {"messages": HI, "logprobs": True}
+        status, answer = await world.post({**asked, "top_logprobs": 20}, path=path)
+        assert (status, threads) == (200, {False})
+        if path == CHAT:
+            logprobs = answer["choices"][0]["logprobs"]["content"]
+        else:
+            logprobs = answer["output"][0]["content"][0]["logprobs"]
+        assert [len(each["top_logprobs"]) for each in logprobs] == [20] * 201
+        assert logprobs[0]["bytes"] == [97]
+
+
+@in_loop
+async def test_docs_show_every_parameter_without_a_key() -> None:
+    async with gateway_world() as world:
+        for path, text in (("docs", "openapi.json"), ("openapi.json", "parallel_tool_calls")):
+            async with world.http.get(f"{world.url}/{path}") as response:
+                assert (response.status, text in await response.text()) == (200, True)
