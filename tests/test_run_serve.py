@@ -14,12 +14,11 @@ from gateway_cases import ScriptedEngine, World, gateway_world
 from rollout_cases import make_branch, make_prompt, scored, virtual
 
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
-from asyncrl.base.errors import ConfigError, EngineError, RolloutFailure, RoomError
+from asyncrl.base.errors import EngineError, RolloutFailure, RoomError
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config import load_config
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime, UserKey, try_rollouts
-from asyncrl.job.serve import open_folder
 from asyncrl.rollouts.evaluation import Evaluator
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import RolloutAttempt, Score
@@ -35,7 +34,8 @@ class Desk:
         self.recorder = RolloutRecorder(world.engine.tokenizer)
         if path is not None:
             self.recorder.open(path)
-        life: Any = SimpleNamespace(say=self.said.append, on_broken=self.broken.append)
+        log = SimpleNamespace(info=self.said.append)
+        life: Any = SimpleNamespace(log=log, on_broken=self.broken.append)
         self.people = UserKey(world.gateway, queue, self.recorder, life)
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
 
@@ -118,13 +118,6 @@ def test_call_cut_by_an_outcome_is_in_no_rollout(tmp_path: Path) -> None:
     assert record["messages"] == [{"role": "user", "content": "Hi"}]
 
 
-def test_a_directory_that_holds_something_else_is_not_served_from(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").touch()
-    refused = pytest.raises(ConfigError, match="holds what no `asyncrl serve` has written")
-    with refused, open_folder(tmp_path, "x", load_config(QUICKSTART)):
-        pass
-
-
 class Agent:
     """A Generator: later samples of a prompt are done sooner; sample 1 fails at first, sample 2 always."""
 
@@ -151,7 +144,8 @@ async def test_try_rollouts_prints_and_records_each_rollout() -> None:
         record=lambda prompt, reward, rollout: recorded.append((prompt.prompt_id, rollout[0].sample_index))
     )
     async with asyncio.TaskGroup() as tasks:
-        life: Any = SimpleNamespace(config=config, say=said.append, spawn=tasks.create_task)
+        log = SimpleNamespace(info=said.append)
+        life: Any = SimpleNamespace(config=config, log=log, spawn=tasks.create_task)
         how: Any = {"recorder": recorder, "tokenizer": SimpleNamespace(decode=lambda *_, **__: "said")}
         assert await try_rollouts(life, agent, prompts, 6, **how)
     assert agent.peak == 4
@@ -213,7 +207,7 @@ def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest
         task = {"files": ["x.jsonl"], "reward": "math"}
         sections = {"model": {"path": "x"}, "task": task, "generator": generator}
         config, nothing = agent_runtime.RunConfig.model_validate(sections), cast("Any", None)
-        job: Any = SimpleNamespace(config=config, run_dir=tmp_path, on_broken=print, warn=print)
+        job: Any = SimpleNamespace(config=config, run_dir=tmp_path, on_broken=print)
         supervision = agent_runtime.Supervision(config.supervision, 1.0, print, print)
         return agent_runtime.AgentRuntime(job, nothing, nothing, supervision).worker_key
 
