@@ -92,8 +92,6 @@ class Console:
         """Number of steps, and the sentences about them."""
         self._line_at_s = -math.inf
         self._num_unshown = 0
-        self._by_task: dict[str, list[float]] = {}
-        """Rewards of each task since the last line."""
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -110,13 +108,9 @@ class Console:
         """Show the metrics of one optimizer step."""
         self._steps.add(metrics)
         self._num_unshown += 1
-        for name in metrics:
-            if name.startswith(BY_TASK):
-                self._by_task.setdefault(name, []).append(metrics[name])
         now_s = time.monotonic()
-        if now_s - self._line_at_s >= self._every(LINE_EVERY_S, LATER_LINE_EVERY_S, now_s) or (
-            metrics["step"] >= self._num_steps
-        ):
+        is_due = now_s - self._line_at_s >= self._every(LINE_EVERY_S, LATER_LINE_EVERY_S, now_s)
+        if is_due or metrics["step"] >= self._num_steps:
             self._show_line(now_s)
 
     def _every(self, first_s: float, later_s: float, now_s: float) -> float:
@@ -125,10 +119,8 @@ class Console:
     def _show_line(self, now_s: float) -> None:
         """Print a plain line about the steps since the last line."""
         if self.kind == "plain" and self._num_unshown:
-            by_task = tasks_text({name: fmean(rewards) for name, rewards in self._by_task.items()})
             numbers = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
-            self.say(plain_line(self._steps, self._num_unshown, **numbers, by_task=by_task))
-            self._by_task.clear()
+            self.say(plain_line(self._steps, self._num_unshown, **numbers))
         self._line_at_s = now_s
         self._num_unshown = 0
 
@@ -186,8 +178,7 @@ class Console:
             counts = {name: last[f"rollout/{name}"] for name in names if f"rollout/{name}" in last}
             rows += [
                 ("reward", reward_text(steps)),
-                ("by task", tasks_text(last)),
-                ("answers", _answers_text(steps)),
+                ("by task", tasks_text(steps, RECENT)),
                 ("health", Text("\n".join(self._health_now()), "red")),
                 ("speed", self._speed()),
                 ("time", shares_text(TimeShares.of(lambda metric: steps.total(metric, RECENT)))),
@@ -223,13 +214,14 @@ class Console:
         return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s" + (f", MFU {mfu:.1%}" if mfu else "")
 
 
-def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int, by_task: str = "") -> str:
+def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) -> str:
     """Describe the newest `num` steps: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)
     0.41 s/step  train 71% wait 24%  1 min 58 s left`.
     """
     part = slice(-num, None)
     parts = [f"step {int(steps.last['step']):>{len(str(num_steps))}}/{num_steps}"]
     if (reward := steps.mean("reward/mean", part)) is not None:
+        by_task = tasks_text(steps, part)
         parts.append(f"reward {reward:.3f}" + (by_task and f" ({by_task})"))
     if (age := steps.mean("sample/staleness_mean", part)) is not None:
         largest = max(steps.values("sample/staleness_max", part), default=age)
@@ -265,22 +257,10 @@ def shares_text(shares: TimeShares) -> Text:
     return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
 
 
-def _answers_text(steps: Steps) -> str:
-    """Describe the answers of the recent steps: length, truncation, entropy."""
-    part = recent(len(steps))
-    form = {
-        "sample/length_mean": "{:.0f} tokens on average",
-        "sample/truncated_fraction": "{:.0%} cut off",
-        "policy/entropy": "entropy {:.2g}",
-    }
-    means = {name: steps.mean(name, part) for name in form}
-    return ", ".join(form[name].format(mean) for name, mean in means.items() if mean is not None)
-
-
-def tasks_text(metrics: Mapping[str, float]) -> str:
-    """Show the reward of each of several tasks: `sums 0.413, words 0.250`; else ''."""
-    found = {name.removeprefix(BY_TASK): num for name, num in metrics.items() if name.startswith(BY_TASK)}
-    return ", ".join(f"{task} {reward:.3f}" for task, reward in found.items())
+def tasks_text(steps: Steps, part: slice) -> str:
+    """Show the mean reward of each of several tasks in `part`: `sums 0.413, words 0.250`; else ''."""
+    names = [name for name in steps.names if name.startswith(BY_TASK)]
+    return ", ".join(f"{name.removeprefix(BY_TASK)} {steps.mean(name, part) or 0.0:.3f}" for name in names)
 
 
 def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:

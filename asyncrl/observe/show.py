@@ -46,6 +46,7 @@ from asyncrl.observe.run_numbers import (
     grid,
     masked_tokens,
     plain,
+    recent,
     seconds_left,
     sparkline,
     thinned,
@@ -191,9 +192,9 @@ def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, Re
         if not is_verbose:
             more = len(verdict.health) - SHOWN_FLAGS
             flags = (*verdict.health[:SHOWN_FLAGS], *[f"And {more} more, see --verbose."][: max(0, more)])
-            verdict = replace(verdict, learning=(), health=flags)
+            verdict = replace(verdict, health=flags)
         yield "reward", reward_text(steps)
-        yield "by task", tasks_text(steps.last)
+        yield "by task", tasks_text(steps, recent(len(steps)))
         yield from verdict_rows(verdict)
         yield "time", shares_text(verdict.shares)
         yield "staleness", staleness_text(steps.last, files.config.buffer.max_staleness)
