@@ -99,8 +99,8 @@ def test_a_short_run_is_not_judged() -> None:
 
 def test_a_constant_reward_is_named_after_four_steps() -> None:
     found = judged(4, reward_mean=0.0, reward_std=0.0, policy_grad_norm=0.0, reward_equal_fraction=1.0)
-    nothing = "Learned nothing: reward 0.000 at the start, 0.000 ± 0.000 at the end. Likeliest reasons: every "
-    assert found.headline.startswith(f"{nothing}answer earned 0, so no answer was better than another; ")
+    nothing = "Learned nothing: reward 0.000 at the start, 0.000 ± 0.000 at the end. Likeliest reasons: "
+    assert found.headline.startswith(f"{nothing}every answer earned 0, so no answer was better than another; ")
     (flag,) = found.health
     assert "inspect RUN_DIR --samples` and check the reward function" in flag
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,9 +174,8 @@ def spans_of(rows: Iterable[Row], problems: list[str]) -> list[Row]:
     return spans
 
 
-def _lane_names(rows: Iterable[Row]) -> list[str]:
+def _lane_names(names: Set[str]) -> list[str]:
     """Sort lanes from the top; engine-2 before engine-10."""
-    names = {row.lane for row in rows}
     engines = sorted(names - {*_FIRST, *_LAST}, key=lambda name: (len(name), name))
     return [name for name in (*_FIRST, *engines, *_LAST) if name in names]
 
@@ -197,7 +196,8 @@ def timeline_view(
     spans.sort(key=lambda row: row.start_s)
     slots = [row for row in rows if row.busy]
     start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
-    lanes = _lane_names(spans)
+    busy = _busy_by_engine(slots, start_s)
+    lanes = _lane_names({row.lane for row in spans} | busy.keys())
     kinds = [*KINDS]
     return {
         "start_s": start_s,
@@ -213,7 +213,7 @@ def timeline_view(
             ]
             for row in spans
         ],
-        "slots": _busy_by_engine(slots, start_s),
+        "slots": busy,
         "num_slots": num_slots,
     }
 
@@ -253,7 +253,7 @@ def trace_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
     start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
     events = [_event("M", "process_name", 0, args={"name": f"asyncrl {name}"})]
     tracks = 0
-    for lane in _lane_names(spans):
+    for lane in _lane_names({row.lane for row in spans}):
         ends_us: list[int] = []
         for row in spans:
             if row.lane != lane:
