@@ -358,16 +358,6 @@ def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:
     assert cause_of("") == "no reason recorded"
 
 
-def test_newest_samples_and_some_older_ones_are_shown(tmp_path: Path) -> None:
-    make_run(tmp_path, 0)
-    append_lines(tmp_path / "samples.jsonl", [make_sample(step=step) for step in range(5000)])
-    steps = [sample["step"] for sample in view_run(tmp_path)["samples"]]
-    assert steps == sorted(set(steps))
-    assert len(steps) <= 120
-    assert steps[-60:] == [*range(4940, 5000)]
-    assert max(after - before for before, after in zip(steps, steps[1:], strict=False)) < 120
-
-
 def test_a_report_writes_only_the_page_and_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):

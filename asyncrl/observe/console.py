@@ -67,7 +67,7 @@ class Console:
         run_name: str,
         num_steps: int,
         max_staleness: int,
-        samples_every: Literal["auto"] | int | None = None,
+        shows_samples: bool = False,
         health: Callable[[Steps], Sequence[str]] = lambda steps: (),
         file: TextIO | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class Console:
         self._run_name = run_name
         self._num_steps = num_steps
         self._max_staleness = max_staleness
-        self._samples_every = samples_every
+        self._shows_samples = shows_samples
         self._has_failed = False
         self._sample_at_s = -math.inf
         self._steps = Steps()
@@ -124,25 +124,23 @@ class Console:
         self._line_at_s = now_s
         self._num_unshown = 0
 
-    def show_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+    def show_samples(self, samples: Sequence[ShownRollout]) -> None:
         """Show the last sample of a step, a random one, if it is due; and the first failed one."""
-        if self._samples_every is None or not samples:
+        if not self._shows_samples or not samples:
             return
         sample = samples[-1]
         if sample["kind"] == "failed":
             is_due = not self._has_failed
             self._has_failed = True
         else:
-            is_due = self._is_sample_due(step)
+            is_due = self._is_sample_due()
         if is_due:
             text = sample_text(sample, most=MAX_SAMPLE_CHARS)
             encoding = self._rich.encoding  # of a terminal that may not know the model's characters
             text = text.encode(encoding, "backslashreplace").decode(encoding)
             self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
 
-    def _is_sample_due(self, step: int) -> bool:
-        if isinstance(self._samples_every, int):
-            return step % self._samples_every == 0
+    def _is_sample_due(self) -> bool:
         now_s = time.monotonic()
         if now_s - self._sample_at_s < self._every(SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S, now_s):
             return False
