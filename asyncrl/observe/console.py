@@ -26,17 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.run_numbers import (
-    SHARES,
-    Steps,
-    TimeShares,
-    boxed,
-    duration,
-    recent,
-    seconds_left,
-    several,
-    sparkline,
-)
+from asyncrl.observe import run_numbers as numbers
+from asyncrl.observe.run_numbers import Steps, TimeShares, recent
 from asyncrl.observe.samples import ShownRollout, sample_text
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -119,8 +110,8 @@ class Console:
     def _show_line(self, now_s: float) -> None:
         """Print a plain line about the steps since the last line."""
         if self.kind == "plain" and self._num_unshown:
-            numbers = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
-            self.say(plain_line(self._steps, self._num_unshown, **numbers))
+            limits = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
+            self.say(plain_line(self._steps, self._num_unshown, **limits))
         self._line_at_s = now_s
         self._num_unshown = 0
 
@@ -183,7 +174,7 @@ class Console:
                 ("staleness", staleness_text(last, self._max_staleness)),
                 ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
-        return boxed([row for row in rows if row[1]], f"asyncrl {self._run_name}")
+        return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self._run_name}")
 
     def _health_now(self) -> tuple[str, ...]:
         """Judge once a step, as the panel is drawn often."""
@@ -194,9 +185,9 @@ class Console:
 
     def _progress(self) -> RenderableType:
         done = int(self._steps.last.get("step", 0))
-        words = f"{done}/{self._num_steps}  {duration(time.monotonic() - self._started_s)}"
-        if left_s := seconds_left(self._steps, self._num_steps):
-            words += f", {duration(left_s)} left"
+        words = f"{done}/{self._num_steps}  {numbers.duration(time.monotonic() - self._started_s)}"
+        if left_s := numbers.seconds_left(self._steps, self._num_steps):
+            words += f", {numbers.duration(left_s)} left"
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True, justify="right")
@@ -228,12 +219,12 @@ def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) ->
         masked = 1 - steps.total("tokens/trained", part) / sampled
         parts += [f"masked {masked:.1%}"] if masked > 0 else []
     if skipped := steps.total("trainer/skipped_steps", part):
-        parts.append(f"{several(skipped, 'update')} skipped: not finite")
+        parts.append(f"{numbers.several(skipped, 'update')} skipped: not finite")
     if (step_s := steps.mean("perf/step_s", part)) is not None:
         shares = TimeShares.of(lambda metric: steps.total(metric, part))
         parts.append(f"{step_s:.2f} s/step  train {shares.training:.0%} wait {shares.waiting:.0%}")
-    if left_s := seconds_left(steps, num_steps):
-        parts.append(f"{duration(left_s)} left")
+    if left_s := numbers.seconds_left(steps, num_steps):
+        parts.append(f"{numbers.duration(left_s)} left")
     return "  ".join(parts)
 
 
@@ -243,15 +234,15 @@ def reward_text(steps: Steps) -> Text:
     if not rewards:
         return Text("-")
     mean = fmean(rewards[recent(len(rewards))])
-    line = sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
+    line = numbers.sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
     ends = f"  from {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
 
 
 def shares_text(shares: TimeShares) -> Text:
     """Show where the time went: `training 71%, waiting for generation 17%`."""
-    found = [(name, getattr(shares, name)) for name in SHARES]
-    shown = [(*SHARES[name][:2], share) for name, share in found if share >= 0.005]
+    found = [(name, getattr(shares, name)) for name in numbers.SHARES]
+    shown = [(*numbers.SHARES[name][:2], share) for name, share in found if share >= 0.005]
     return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
 
 

@@ -19,18 +19,8 @@ from rich.text import Text
 
 from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import (
-    SHARES,
-    Steps,
-    TimeShares,
-    boxed,
-    by_evaluation,
-    duration,
-    recent,
-    several,
-    thinned,
-    trainer_rows,
-)
+from asyncrl.observe import run_numbers as numbers
+from asyncrl.observe.run_numbers import Steps, TimeShares, recent, several
 from asyncrl.trainer.step_report import GAP_WARNING
 
 Trend = Literal["rising", "flat", "falling", "unknown"]
@@ -53,7 +43,7 @@ class Verdict:
     `headline`: did it learn? If not, the likeliest reasons. `learning`: further sentences on that. `health`:
     a sentence for each problem. `speed`: the bottleneck, the setting that would change it, and losses.
     `reward_first`: mean of the first 5 steps (below 10 steps: of the first half); `reward_last`: mean of the
-    recent steps (run_numbers.recent); `reward_noise`: its standard error; `trend`: of the reward at the end.
+    recent steps (run_recent); `reward_noise`: its standard error; `trend`: of the reward at the end.
     `bottleneck`: training, generation, stragglers, publishing, handovers, other, balanced or unknown.
     `trainer`: rows of a table.
     """
@@ -92,7 +82,7 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
         shares=shares,
         bottleneck=bottleneck,
         num_skipped_steps=int(steps.total("trainer/skipped_steps")),
-        trainer=tuple(trainer_rows(steps)),
+        trainer=tuple(numbers.trainer_rows(steps)),
     )
 
 
@@ -390,9 +380,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Draw the verdict, then where the time went. Fits 80 columns."""
-    steps = f"{verdict.num_steps} in {duration(verdict.wall_s)}, "
+    steps = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}, "
     steps += f"{verdict.wall_s / verdict.num_steps:.2f} s each"
-    return boxed([*verdict_rows(verdict), ("steps", steps), *time_rows(verdict)], title)
+    return numbers.boxed([*verdict_rows(verdict), ("steps", steps), *time_rows(verdict)], title)
 
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
@@ -403,7 +393,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
 
 def time_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
     bars = Table.grid(padding=(0, 1))
-    for name, (words, colour, _) in SHARES.items():
+    for name, (words, colour, _) in numbers.SHARES.items():
         if (share := getattr(verdict.shares, name)) >= 0.005:
             bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * 30), colour))
     return [("time", bars), *verdict.trainer]
@@ -424,16 +414,16 @@ def write_reward_plot(
 
     columns = zip(steps.column("step"), steps.column("reward/mean"), strict=True)
     shown = [(step, reward) for step, reward in columns if not math.isnan(reward)]
-    places = thinned([step for step, _ in shown], MAX_POINTS)
+    places = numbers.thinned([step for step, _ in shown], MAX_POINTS)
     rewards = [reward for _, reward in shown]
     window = max(1, min(25, len(rewards) // 20))
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.plot(places, thinned(rewards, MAX_POINTS), color="#9ecae1", label="each step")
-    smooth = thinned(running_mean(rewards, window=window), MAX_POINTS)
+    axes.plot(places, numbers.thinned(rewards, MAX_POINTS), color="#9ecae1", label="each step")
+    smooth = numbers.thinned(running_mean(rewards, window=window), MAX_POINTS)
     axes.plot(places, smooth, color="#08519c", label=f"mean of the last {window} steps")
-    done = by_evaluation([line for line in evaluations if "eval/reward_mean" in line])
+    done = numbers.by_evaluation([line for line in evaluations if "eval/reward_mean" in line])
     colors = itertools.cycle(("#d94801", "#238b45", "#6a51a3", "#ae017e"))
     for (name, lines), color in zip(done.items(), colors, strict=False):
         versions = [line["policy_version"] for line in lines]
