@@ -34,10 +34,10 @@ from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.supervise import check_teacher
-from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share, start_words
+from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.fork_server import NEVER_INHERITED
-from asyncrl.launch.nodes import Node
-from asyncrl.launch.plan import make_plan, nodes_of, plan_text
+from asyncrl.launch.nodes import Node, single_node
+from asyncrl.launch.plan import plan_text
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
@@ -77,21 +77,20 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     unchecked = list[str]()
     with may_lack_train("trackers", unchecked):
         check_trackers(config.observe)
-    config, settled = settle(config, where)
-    if nodes_of(where)[0].machine.is_here:
+    nodes = where or single_node()
+    config, resolved = resolve_auto(config, nodes)
+    if nodes[0].machine.is_here:
         fetch_architectures(config)
     found = validate(config, unchecked)
     yield from found.lines
     if unchecked:
         yield f"not checked: {', '.join(unchecked)}; that needs the extra train: {install_extra('train')}"
-    yield from settled
+    yield from resolved
     yield from (f"note: {note}" for note in found.notes)
-    plan, share_text = settle_share(make_plan(config, where), config)
+    plan, messages = plan_run(config, nodes)
     yield plan_text(plan, config)
-    if share_text:
-        yield share_text
-    yield from start_words(plan, config)
-    refuse_what_cannot_fit(plan, config)
+    yield from messages
+    refuse_over_capacity(plan, config)
 
 
 async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
