@@ -57,7 +57,7 @@ from asyncrl.launch.nodes import single_node
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import ColocatedPush, Publisher, PushLoop
 from asyncrl.sync.push import PushReport
 
 MIB = 2**20
@@ -236,23 +236,23 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             publisher: Publisher
             turns: WeightScheduler
             if is_shared:
-                publisher = Publisher(trainer, targets, **common)
+                publisher = push = ColocatedPush(trainer, targets, **common)
                 turns = Colocated(
                     targets,
                     trainer,
-                    publisher,
+                    push,
                     num_steps=config.trainer.num_steps,
                     timeout_s=600.0,
                     on_lost=None,
                     on_event=on_event,
                 )
             else:
-                publisher = Publisher(trainer, targets, interrupt="abort", **common)
+                publisher = loop = PushLoop(trainer, targets, interrupt="abort", **common)
 
                 def spawn(coro: Any, *, name: str) -> None:
                     tasks.append(asyncio.create_task(coro, name=name))
 
-                turns = Disaggregated(publisher, num_steps=config.trainer.num_steps, spawn=spawn)
+                turns = Disaggregated(loop, num_steps=config.trainer.num_steps, spawn=spawn)
             await turns.start(0)
             yield House(trainer, EnginePool(targets, slots=SLOTS), publisher, turns, memory, phases)
     finally:

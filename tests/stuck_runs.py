@@ -24,7 +24,7 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import PushLoop
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -88,7 +88,7 @@ class House:
             before_start=AsyncMock(),
             bring_back=self._bring_back,
         )
-        publisher = Publisher(
+        publisher = PushLoop(
             trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait
         )
         no_gauges = SimpleNamespace(gauges=dict)

@@ -19,7 +19,6 @@ from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
-from asyncrl.job import fleet
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.job.fleet import Fleet
@@ -33,7 +32,7 @@ from asyncrl.launch.nodes import Node, NodeRequirements, single_node
 from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import PushLoop
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -163,9 +162,8 @@ def test_nodes_hold_parts_and_ranks_know_their_store(
     assert holding.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
     assert holding.needs == dict.fromkeys((0, 1), NodeRequirements(read))
-    store = asyncio.run(made.rank_store())
-    assert store == "10.0.0.0:4000"
-    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", store)]
+    assert made.rank_store == "10.0.0.0:4000"
+    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging")]
     specs = [json.loads(rank.spec.spec) for rank in ranks]
     assert [rank.node for rank in ranks] == [0, 0, 1, 1]
     assert [spec["local_rank"] for spec in specs] == [0, 1, 0, 1]
@@ -256,24 +254,25 @@ async def test_killed_start_is_repeated(
     codes: list[int | None],
     max_restarts: int,
     num_warned: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: Any = Mortal(*codes)
     other: Any = Mortal(*[None] * len(codes))
-    warned, forgotten = list[str](), list[Any]()
-    monkeypatch.setattr(fleet, "forget_rendezvous", lambda *_: forgotten.append(_))
+    warned, forgotten = list[str](), list[None]()
     log = SimpleNamespace(warn=warned.append, activity=lambda _: None)
-    parts: Any = {
-        **dict.fromkeys(Fleet.__dataclass_fields__),
+    fleet = Fleet.__new__(Fleet)
+    fleet.__dict__ |= {
         "life": SimpleNamespace(log=log, closes=lambda *_: None),
         "placement": SimpleNamespace(moves=False, memory_fraction=None),
         "supervision": SimpleNamespace(config=SupervisionConfig(max_restarts=max_restarts)),
-        "ranks": (killed,),
-        "engine_servers": (other,),
-        "clients": (),
+        "ranks": [killed],
+        "engine_servers": [other],
+        "clients": [],
+        "eval_client": None,
+        "eval_server": None,
+        "teacher_server": None,
+        "_forget_rendezvous": lambda: forgotten.append(None),
     }
-    starting = Fleet(**parts).start(1, AsyncMock()(), is_new=True)
+    starting = fleet.start(1, AsyncMock()(), is_new=True)
     if codes[-1] is None:
         await starting
     else:
@@ -305,7 +304,7 @@ async def test_unknown_weights_are_replaced_before_sampling(
 ) -> None:
     fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
     targets = [EngineServer(fake)]
-    publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
+    publisher = PushLoop(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
     async with asyncio.TaskGroup() as tasks:
         values: Any = {"spawn": tasks.create_task, "are_ours": are_ours}
         await Disaggregated(publisher, num_steps=3, **values).start(0)

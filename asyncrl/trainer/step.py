@@ -181,7 +181,7 @@ class TrainStep(Learner):
     def chunk_names(self, version: int, index: int) -> list[str]:
         """Return the tensors that all ranks gather for this chunk, on rank 0. Raises Refused."""
         self._offload.need("export a chunk", "weights")
-        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora in turns"
+        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
             what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
             rule = "chunks are of the newest version"
@@ -224,7 +224,7 @@ class TrainStep(Learner):
             return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
             what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
-            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines devices of their own."
+            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines separate devices."
             raise ConfigError(what, way_out=way_out) from error
 
     def _merge_again(self) -> None:

@@ -55,7 +55,8 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
     piece.
     """
     if device.type != "cpu":
-        return calls_by_pass(layout, device)
+        passes = layout.passes
+        return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in passes)
     paths, *later = layout.passes
     pieces = [piece for part in later for piece in part.pieces]
     left = {path: _left_by(path, pieces) for path in paths.pieces}
@@ -70,10 +71,6 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
         for piece in part.pieces:
             calls += [_call([one], device, is_causal=part.is_causal) for one in _without(piece, is_short_N)]
     return tuple(calls)
-
-
-def calls_by_pass(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in layout.passes)
 
 
 def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]:
