@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import long_run
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -246,13 +245,6 @@ def test_lines_come_from_the_end_as_they_lie_in_the_file(lines: list[bytes], is_
         found = list(lines_from_end(Path(file.name)))
     assert b"".join(line for _, line in reversed(found)) == content
     assert all(content[start : start + len(line)] == line and b"\n" not in line[:-1] for start, line in found)
-
-
-def test_the_run_that_the_benchmark_makes_up_is_one_that_kept_its_bound(tmp_path: Path) -> None:
-    long_run.make_run(tmp_path, 30, 2, 4)
-    plain = inspected(tmp_path)
-    assert (plain["bound_kept"], plain["problems"], plain["num_trajectories"]) == (True, [], 240)
-    assert plain["journal"]["num_trained"] == len(plain["steps"]) == 30
 
 
 # ---- files that hold anything
