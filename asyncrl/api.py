@@ -17,7 +17,7 @@ from asyncrl.job.resume import as_resume_mode
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
-from asyncrl.observe.trackers.callbacks import Callbacks
+from asyncrl.observe.trackers import Callbacks
 
 
 def run(
@@ -45,10 +45,10 @@ def run(
     `signal.raise_signal(signal.SIGINT)`: the run finishes the step and writes a checkpoint.
 
     In a notebook, or inside another running event loop, the run works in a thread with its own loop until
-    this function returns; a notebook shows an updating table. Ctrl-C, or interrupting the cell, ends the run
-    with a checkpoint; a second time ends it at once. Only the main thread receives signals. In a script, call
-    it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the AsyncrlError that ended
-    the run; all started processes have ended then.
+    this function returns; a notebook shows a line every few seconds. Ctrl-C, or interrupting the cell, ends
+    the run with a checkpoint; a second time ends it at once. Only the main thread receives signals. In a
+    script, call it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the
+    AsyncrlError that ended the run; all started processes have ended then.
     """
     callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
     from asyncrl.job.loop import run_job

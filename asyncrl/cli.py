@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from inspect import Parameter, signature
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from asyncrl import __version__
-from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
+from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.config.load import find_key, name_of_config
+from asyncrl.config.load import name_of_config
 
 Option = functools.partial(typer.Option, show_default=False)
 Argument = functools.partial(typer.Argument, show_default=False)
@@ -27,26 +25,12 @@ Argument = functools.partial(typer.Argument, show_default=False)
 Text: TypeAlias = str | None
 Texts: TypeAlias = list[str] | None
 File: TypeAlias = Path | None
-Number: TypeAlias = float | None
-
-
-def complete_key(incomplete: str) -> list[str]:
-    """Return keys of settings, for shell completion."""
-    from asyncrl.config.load import all_keys
-
-    return [key for key in all_keys() if key.startswith(incomplete)]
-
-
-def _complete_override(incomplete: str) -> list[str]:
-    return [f"{key}=" for key in complete_key(incomplete)]
-
 
 Overrides = Annotated[
     Texts,
     Argument(
         metavar="[KEY=VALUE]...",
         help="Settings that replace the file's: buffer.max_staleness=4.",
-        autocompletion=_complete_override,
     ),
 ]
 NamedRun = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
@@ -57,8 +41,7 @@ RunDirs = Annotated[
     list[Path] | None,
     Argument(metavar="[RUN_DIR]...", help="Directories of runs (default: the newest in runs/)."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
-
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = typer.Typer(
     name="asyncrl",
@@ -69,11 +52,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 serve_app = typer.Typer(
-    help="One part alone: a gateway, to try an agent before it is trained, or an engine.",
+    help="A single component: a gateway, to try an agent before it is trained, or an engine.",
     no_args_is_help=True,
 )
 app.add_typer(serve_app, name="serve")
-SETTING_AS_OPTION = re.compile(r"--(?P<name>[a-z_-]+(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 
@@ -160,17 +142,17 @@ def check(
     config: ConfigPath,
     overrides: Overrides = None,
     devices: Annotated[
-        list[str] | None,
+        str | None,
         Option(
             metavar="NxNAME-SIZE",
             help="Plan for another machine with these CUDA devices: 8xH200-141GB, 2x80GB, or cpu for none; "
-            "2x8xH200-141GB: for two nodes. Given again: for more nodes. GB is 10^9 bytes, GiB 2^30. Needs "
-            "--cores and --memory, of each node; nothing is asked of this machine.",
+            "2x8xH200-141GB: for two nodes. GB is 10^9 bytes, GiB 2^30. Needs --cores and --memory, of each "
+            "node; nothing is asked of this machine.",
         ),
     ] = None,
-    cores: Annotated[list[int] | None, Option(metavar="N", help="Cores of that machine.")] = None,
+    cores: Annotated[int | None, Option(metavar="N", help="Cores of that machine.")] = None,
     memory: Annotated[
-        list[str] | None, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")
+        str | None, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")
     ] = None,
 ) -> None:
     """Validate a config, load everything it names except weights, and print the plan by node: processes,
@@ -180,7 +162,7 @@ def check(
     from asyncrl.launch.launchers import opened
     from asyncrl.launch.nodes import described_nodes
 
-    nodes = described_nodes(devices or [], cores or [], memory or [])
+    nodes = described_nodes(devices, cores, memory)
     settings = load_config(config, overrides or [])
     with contextlib.ExitStack() as stack:
         nodes = nodes or stack.enter_context(opened(settings.launcher)).nodes
@@ -195,7 +177,6 @@ def keys(
         Argument(
             metavar="[WHAT]",
             help="Only this section (buffer), this key (buffer.max_staleness), or what has this word.",
-            autocompletion=complete_key,
         ),
     ] = None,
     list_all: Annotated[bool, Option("--all", help="Every setting, not only the basic ones.")] = False,
@@ -211,7 +192,7 @@ def _or_newest(run_dir: Path | None) -> Path:
     """Return the named run, or the newest one, which stderr names."""
     if run_dir is not None:
         return run_dir
-    from asyncrl.observe.run_list import newest_run
+    from asyncrl.observe.show import newest_run
 
     newest = newest_run()
     typer.echo(f"the newest run: {newest}", err=True)
@@ -226,7 +207,7 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder, newest first: state, steps, reward, and time of the last write."""
-    from asyncrl.observe.run_list import render_runs
+    from asyncrl.observe.show import render_runs
 
     typer.echo(render_runs(folder, as_json=as_json))
 
@@ -240,7 +221,7 @@ def status(
     ] = False,
 ) -> None:
     """Describe a run, live or ended: whether it learns, its health, its speed."""
-    from asyncrl.observe.status import render_status
+    from asyncrl.observe.show import render_status
 
     typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
 
@@ -261,7 +242,7 @@ def inspect(
     failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
 ) -> None:
     """Show the trained groups, from the trainer's record, and all others, from the journal."""
-    from asyncrl.observe.inspect import render_inspect
+    from asyncrl.observe.show import render_inspect
 
     kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
     run = _or_newest(run_dir)
@@ -451,7 +432,7 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 def _leave_trackers(exit_code: int) -> None:
     """Exit at once if a tracker is stuck: at Python's exit its client would wait for its server."""
-    trackers = sys.modules.get("asyncrl.observe.trackers.background")
+    trackers = sys.modules.get("asyncrl.observe.trackers")
     if trackers is not None and trackers.LEFT:
         _exit_at_once(exit_code)
 
@@ -470,36 +451,9 @@ def _exit_at_once(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def _key_of(option: str, arguments: Sequence[str]) -> str | None:
-    """Return the key that an option means: a dotted key, or a key's name if the command takes settings and
-    lacks the option.
-    """
-    if "." in option:
-        return option
-    name = option.replace("-", "_")
-    if (key := find_key(name)) is None:
-        return None
-    command = typer.main.get_command(app)
-    for argument in arguments:
-        command = getattr(command, "commands", {}).get(argument, command)
-    own = {one.name for one in command.params}
-    return key if "overrides" in own and name not in own else None
-
-
-def _refuse_settings_as_options(arguments: Sequence[str]) -> None:
-    """Refuse `--trainer.num_steps 3` and `--num_steps 3`, the forms of other programs."""
-    for argument, after in zip_longest(arguments, arguments[1:], fillvalue=""):
-        found = SETTING_AS_OPTION.fullmatch(argument)
-        if found is not None and (name := _key_of(found["name"], arguments)) is not None:
-            value = found["value"] or after
-            way_out = f"write {name}={value if value and not value.startswith('--') else 'VALUE'}."
-            raise ConfigError(f"{argument} is no option", rule="a setting is key=value", way_out=way_out)
-
-
 def main() -> None:
     """Run the CLI: an AsyncrlError prints two or three lines on stderr, never a traceback."""
     try:
-        _refuse_settings_as_options(sys.argv[1:])
         try:
             app()
         except ModuleNotFoundError as absent:

@@ -46,11 +46,11 @@ from asyncrl.job.servers import Servers
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import find_cuda_devices
+from asyncrl.launch.nodes import single_node
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import ColocatedPush, Publisher, PushLoop
 from asyncrl.sync.push import PushReport
 
 MIB = 2**20
@@ -222,7 +222,7 @@ class House:
 async def house(config: RunConfig, model: Path, folder: Path, device: str) -> AsyncIterator[House]:
     """Started as a run starts them, wired as a run wires them; ended at the end."""
     staging, tasks = new_staging_dir(), list[asyncio.Task[None]]()
-    placement = place(config, len(find_cuda_devices()))
+    placement = place(config, single_node())
     is_shared = placement.mode == "colocated"
     launcher = LocalLauncher()
     servers = Servers(config, placement, model, folder, launcher)
@@ -252,23 +252,23 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             publisher: Publisher
             turns: WeightScheduler
             if is_shared:
-                publisher = Publisher(trainer, targets, **common)
+                publisher = push = ColocatedPush(trainer, targets, **common)
                 turns = Colocated(
                     targets,
                     trainer,
-                    publisher,
+                    push,
                     num_steps=config.trainer.num_steps,
                     timeout_s=600.0,
                     on_lost=None,
                     on_event=on_event,
                 )
             else:
-                publisher = Publisher(trainer, targets, interrupt="abort", **common)
+                publisher = loop = PushLoop(trainer, targets, interrupt="abort", **common)
 
                 def spawn(coro: Any, *, name: str) -> None:
                     tasks.append(asyncio.create_task(coro, name=name))
 
-                turns = Disaggregated(publisher, num_steps=config.trainer.num_steps, spawn=spawn)
+                turns = Disaggregated(loop, num_steps=config.trainer.num_steps, spawn=spawn)
             await turns.start(0)
             yield House(trainer, EnginePool(targets, slots=SLOTS), publisher, turns, memory, phases)
     finally:

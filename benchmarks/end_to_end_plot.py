@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from end_to_end_runs import LEVELS, WINDOW, Curve, Measured
 
-from asyncrl.observe.verdict.verdict import running_mean
+from asyncrl.observe.verdict import running_mean
 
 FloatArray = npt.NDArray[np.float64]
 COLOURS = {"asyncrl": "#2166ac", "trl": "#d95f02", "plain": "#222222", "on-policy": "#1b9e77"}

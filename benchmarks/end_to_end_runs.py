@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from asyncrl.observe.verdict.verdict import running_mean
+from asyncrl.observe.verdict import running_mean
 
 HERE = Path(__file__).parent
 LEVELS = (0.5, 0.7, 0.8)

@@ -68,7 +68,7 @@ async def running(
     own.
     """
     (folder / "litellm.yaml").write_text(yaml.safe_dump(_config(engine_url, secret)))
-    with bind_socket("LiteLLM", None) as listener:
+    with bind_socket() as listener:
         port = listener.getsockname()[1]
     command = [
         str(python.parent / "litellm"),

@@ -180,7 +180,7 @@ async def gateway(
     folder: Path, secret: str, core: int, engine: ChildProcess, tokenizer: Path, profile: str
 ) -> AsyncIterator[Ours]:
     """Our gateway over the engine."""
-    with bind_socket("the gateway", None) as listener:
+    with bind_socket() as listener:
         port = listener.getsockname()[1]
     spec = {"core": core, "model": str(tokenizer), "engine": engine.url, "port": port, "profile": profile}
     env = {"PYTHONPATH": str(HERE)}

@@ -58,13 +58,13 @@ from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.engine_api import EngineHealth, GenerateRequest, GenerateResponse
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import PushLoop
 from asyncrl.tasks.letters import Letters
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.scorer import TaskScorer
@@ -244,7 +244,7 @@ class Controller:
             journal=journal,
         )
         self.trainer = Trainer(StandIn(self.folder))  # type: ignore[arg-type]
-        self.publisher = Publisher(
+        self.publisher = PushLoop(
             self.trainer,
             self.servers,
             timeout_s=600.0,
@@ -268,7 +268,7 @@ class Controller:
         self.children.append(child)
         self.servers.append(CountingServer(caller))
 
-    def _published(self, manifest: ExportResponse) -> None:
+    async def _published(self, manifest: ExportResponse) -> None:
         self.journal.published_nowait(manifest.version, manifest.digest)
         self._due_interruptions += self.publisher.report.num_interrupted
         self._is_pushing = False

@@ -26,10 +26,10 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.job.engine_kinds import EnginePlace
 from asyncrl.job.harnessing import special_tokens
 from asyncrl.job.servers import Servers
+from asyncrl.launch.capacity import resolve_auto
 from asyncrl.launch.devices import place
-from asyncrl.launch.fit import settle
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import find_cuda_devices
+from asyncrl.launch.nodes import single_node
 from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.messages.trainer_api import TrainResponse
@@ -54,12 +54,12 @@ class SyncRun:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, *, one_by_one: bool = False) -> None:
-        config, _ = settle(config)
+        config, _ = resolve_auto(config, single_node())
         self.config, self.run_dir, self.one_by_one = config, run_dir, one_by_one
         run_dir.mkdir(parents=True, exist_ok=True)
         model_path = asyncio.run(make_model_folder(config, run_dir))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
-        placement = place(config, len(find_cuda_devices()))
+        placement = place(config, single_node())
         servers = Servers(config, placement, model_path, run_dir, LocalLauncher())
         self.trainer = TrainStep(servers.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(

@@ -147,17 +147,6 @@ async def whole_output_is_there_before_the_end_is_reported(stage: Stage) -> None
             assert f"line {NUM_LINES - 1} " in text
 
 
-async def taken_port_is_refused(stage: Stage) -> None:
-    port = await stage.launcher.free_port(stage.number)
-    async with stage.started("first", port=port) as first:
-        assert first.url.endswith(f":{port}")
-        second = stage.make("second", port=port)
-        with pytest.raises(ConfigError, match=f"port {port} for second cannot be used"):
-            await second.start()
-        await second.aclose()
-        await probed(first)
-
-
 async def cancelled_start_leaves_no_process(stage: Stage) -> None:
     name = f"given-up-{os.getpid()}-here"  # these tests may run in parallel
     for delay_s in (0.0, 0.01, 0.05, 0.2, 1.0):
@@ -201,7 +190,6 @@ STORIES: dict[str, Story] = {
         server_runs_at_its_node_until_closed,
         death_quotes_the_log_of_this_process_only,
         whole_output_is_there_before_the_end_is_reported,
-        taken_port_is_refused,
         cancelled_start_leaves_no_process,
         other_python_sees_only_our_packages,
     )

@@ -24,8 +24,8 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
-from asyncrl.sync.publisher import Publisher
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.sync.publisher import PushLoop
+from asyncrl.tasks.scorer import Scorers
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -78,7 +78,7 @@ class House:
         pool = EnginePool(targets, slots=4)
         buffer = make_buffer(num_batches=num_steps)
         task = TaskConfig(python="a:B", reward_pool="inline", reward_timeout_s=1e9)
-        scorer = TaskScorer(SimpleNamespace(score=self._score), task, seed=0)
+        scorer = Scorers({"": SimpleNamespace(score=self._score)}, {"": task}, seed=0)
         generator = single_turn(pool, scorer, max_tokens=8)
         producers = make_producers(buffer, tasks.create_task, generator, timeout_s=None)
         self.trainer_process = FakeProcess(self.worker)
@@ -88,7 +88,7 @@ class House:
             before_start=AsyncMock(),
             bring_back=self._bring_back,
         )
-        publisher = Publisher(
+        publisher = PushLoop(
             trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait
         )
         no_gauges = SimpleNamespace(gauges=dict)

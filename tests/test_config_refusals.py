@@ -13,6 +13,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.config.weight_sync import choose_transport, refuse_transport
 from asyncrl.launch.devices import place
+from asyncrl.launch.machine import Machine
+from asyncrl.launch.nodes import single_node
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
 TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"
@@ -131,7 +133,7 @@ def settings(line: str) -> list[str]:
 def test_settings_that_exclude_each_other_are_refused_with_what_to_write(path: Path, line: str) -> None:
     given, _, says = line.partition(" -> ")
     with pytest.raises(ConfigError) as caught:
-        place(load_config(path, settings(given)), 0)
+        place(load_config(path, settings(given)), single_node(Machine((), 8, 2**36, has_bfloat16=False)))
     assert says in str(caught.value)
 
 

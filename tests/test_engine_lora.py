@@ -110,7 +110,7 @@ def test_adapters_are_refused_without_the_base_of_the_start(folder: Path, tmp_pa
     with running_engine(folder) as engine:
         publish(engine, lora_request(adapters(folder), 1, tmp_path))
         publish(engine, stage_file(folder, 2, tmp_path))
-        with pytest.raises(Refused, match="the weights of the start are no longer here"):
+        with pytest.raises(Refused, match="initial weights are no longer here"):
             engine.weights.prepare(lora_request(adapters(folder), 3, tmp_path))
         assert engine.weights._base is None, "the first weights are not kept for nothing"
 

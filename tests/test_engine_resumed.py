@@ -22,7 +22,7 @@ from asyncrl.messages.engine_api import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl_servers.embedded import admission
+from asyncrl_servers.embedded import scheduler
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 
@@ -59,7 +59,7 @@ class Weights:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "MIN_SHARED", 10**9)
+        patch.setattr(scheduler, "MIN_SHARED", 10**9)
         return Weights(tmp_path_factory.mktemp("resumed"))
 
 
@@ -137,7 +137,7 @@ def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, An
     rng = random.Random(3)
     texts = [[rng.randrange(50) for _ in range(80)] for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "MIN_SHARED", 4)
+        patch.setattr(scheduler, "MIN_SHARED", 4)
         engine, asked = weights.engine(keeps_turns=keeps), list[tuple[GenerateRequest, Reply]]()
         for what, how in events:
             if what == "ask":

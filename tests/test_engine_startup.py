@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.message import ErrorBody, find_fatal
 from asyncrl.job.engine_kinds import EnginePlace, engine_kind
-from asyncrl.launch.fit import start_words
+from asyncrl.launch.capacity import plan_run
+from asyncrl.launch.nodes import single_node
 from asyncrl.launch.plan import EVAL_ENGINE, TEACHER, make_plan
 from asyncrl_servers.embedded import build_engine as build
 from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model
@@ -90,7 +91,7 @@ def test_the_plan_counts_what_the_server_then_asks_for(
     of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
     given = [f"teacher.path={folder}" if one.startswith("teacher") else one for one in overrides]
     config = load(*of_model, *given, name=of)
-    plan = make_plan(config, machine(0))
+    plan = make_plan(config, single_node(machine(0)))
     in_turns = plan.placement.mode == "colocated" and name != EVAL_ENGINE
     spec = engine_kind(config).spec(folder, name, EnginePlace("cpu", is_colocated=in_turns))
     scoring = {"slots": 1, "score_slots": 16} if name == TEACHER else {}
@@ -140,5 +141,5 @@ def test_a_model_with_experts_starts_at_the_defaults(
     assert "rollout.deterministic=false" in refusal.way_out
     config = load("rollout.engine=embedded", f"model.path={folder}", "model.scratch=none")
     assert engine_kind(config).spec(folder, "engine-0", EnginePlace("cpu"))["deterministic"] == "auto"
-    words = start_words(make_plan(config, machine(0)), config)
-    assert words[0].startswith("rollout.deterministic: auto is false")
+    _, messages = plan_run(config, single_node(machine(0)))
+    assert "rollout.deterministic: auto is false" in messages

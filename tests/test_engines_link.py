@@ -144,7 +144,7 @@ async def test_requests_share_frames_and_cancelled_ones_are_aborted() -> None:
     requests = [GenerateRequest(f"r{index}", prompt, 5 + index, seed=index) for index in range(300)]
     tasks = [asyncio.create_task(server.generate_segment(one)) for one in requests]
     await all_blocked()
-    assert [len(frame.numbers) for frame in sent] == [256, 44]
+    assert [len(codec.read_submit(frame)) for frame in sent] == [256, 44]
     assert [frame.arrays["prompts"].tolist() for frame in sent] == [list(prompt)] * 2, "once a frame"
     for task in tasks[2:]:
         task.cancel()

@@ -19,6 +19,7 @@ from turn_cases import EngineRooms, House, play, play_to_its_error
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.messages.records import Batch, Prompt
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
 
 PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
@@ -49,8 +50,11 @@ class Evaluated:
 
     @property
     def hooks(self) -> dict[str, Any]:
+        async def published(manifest: ExportResponse) -> None:
+            self.evaluation.served_nowait(manifest.version)
+
         return {
-            "on_published": lambda manifest: self.evaluation.served_nowait(manifest.version),
+            "on_published": published,
             "wait_released": lambda: self.evaluation.wait_released(),
         }
 

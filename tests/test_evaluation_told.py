@@ -16,7 +16,7 @@ from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
 from asyncrl.job.report import Reporter
 from asyncrl.launch.plan import trainer_threads
-from asyncrl.observe.status import render_status
+from asyncrl.observe.show import render_status
 from asyncrl.rollouts.evaluation import EvalResult, Sample
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 

@@ -154,14 +154,19 @@ def test_any_json_is_a_call_or_an_api_error(dialect: Dialect, body: dict[str, An
             outcome = error
         if isinstance(outcome, ApiError):
             assert outcome.status in (400, 404)
-            assert json.loads(anthropic_error(outcome))["error"]["message"]
+            assert anthropic_error(outcome)["error"]["message"]
 
 
 def read(messages: list[Any], **more: Any) -> ChatRequest:
     return RequestReader(RULES).chat({"messages": messages, **more})
 
 
-LITELLM = {"provider_specific_fields": {"refusal": None}, "annotations": [], "audio": None, "refusal": None}
+LITELLM: dict[str, Any] = {
+    "provider_specific_fields": {"refusal": None},
+    "annotations": [],
+    "audio": None,
+    "refusal": None,
+}
 LITELLM |= {"function_call": None, "thinking_blocks": [{"type": "thinking", "thinking": "hm"}], "id": "msg_1"}
 PART = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
 MINE = {"role": "assistant", "content": "yes"}

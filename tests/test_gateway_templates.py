@@ -1,7 +1,4 @@
-"""Messages, responses and forced tool calls over the chat templates that trl ships: a tool loop is one
-branch, each sampled token is trained once, tool results are in the prompt, and no call is begun inside a
-thought.
-"""
+"""Thoughts and forced tool calls over HTTP, with the chat templates that trl ships."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import pytest
 from gateway_capture_cases import Message, assistant, check_trained, completion, user
 from gateway_cases import World, gateway_world, in_loop, num_forked
 from test_gateway_capture_matrix import (
-    ADD,
     NO_TEXT,
     NO_TOOLS,
     TEMPLATES,
@@ -42,8 +38,11 @@ OPENING |= {name for name in KNOWING if name.startswith("nemotron")}
 """Their prompts begin a thought."""
 
 
+Renderers = Callable[[str], HFChatTokenizer]
+
+
 @pytest.fixture(scope="module")
-def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFChatTokenizer]:
+def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
     return renderers(tmp_path_factory.mktemp("templates"))
 
 
@@ -66,9 +65,9 @@ class Told:
         return self.tokenizer.decode(self.sampled[-1][0], skip_special_tokens=False)
 
 
-def world_of(engine: Told, template: str) -> Any:
+def world_of(engine: Told, template: str, **config: Any) -> Any:
     sizes = {"max_tokens": 400, "max_prompt_tokens": 20_000, "max_length": 24_000, "vocab_size": 2000}
-    return gateway_world(engine, tool_format="auto", template=template, **sizes)
+    return gateway_world(engine, tool_format="auto", template=template, **sizes, **config)
 
 
 def thinking(tool_format: ToolFormat, prompt: str, rest: str) -> str:
@@ -82,42 +81,6 @@ def thinking(tool_format: ToolFormat, prompt: str, rest: str) -> str:
     return f"{' ' if opens.startswith('to=') else ''}{opens}hm{closes}<|start|>assistant{rest}"
 
 
-class Loop:
-    """A client of /v1/messages or /v1/responses."""
-
-    def __init__(self, world: World, form: str) -> None:
-        self.world, self.form = world, form
-        self.sent, self.call_id = list[Any](), ""
-
-    async def ask(self, new: Message) -> list[str]:
-        """Kinds of what came, in order. `new`: a user's message, or the result of the last call."""
-        text, is_result = new["content"], new["role"] == "tool"
-        if self.form == "messages":
-            block = {"type": "tool_result", "tool_use_id": self.call_id, "content": text}
-            self.sent.append(user([block]) if is_result else new)  # type: ignore[arg-type]
-            tools = [{"name": ADD["name"], "description": "Add.", "input_schema": ADD["parameters"]}]
-            told = (await self._post({"messages": self.sent, "tools": tools}))["content"]
-            self.sent.append(assistant(told))
-        else:
-            item = {"type": "function_call_output", "call_id": self.call_id, "output": text}
-            self.sent.append(item if is_result else new)
-            body = {"input": self.sent, "tools": [{"type": "function", **ADD}]}
-            told = (await self._post(body))["output"]
-            self.sent += told
-        self.call_id = next((each.get("call_id") or each["id"] for each in told if each["type"] in CALLS), "")
-        return [KINDS.get(each["type"], each["type"]) for each in told]
-
-    async def _post(self, body: dict[str, Any]) -> Any:
-        path = "/v1/messages" if self.form == "messages" else "/v1/responses"
-        status, answer = await self.world.post({"model": "m", **body}, path=path)
-        assert status == 200, answer
-        return answer
-
-
-KINDS = {"thinking": "reasoning", "text": "message", "tool_use": "function_call"}
-CALLS = ("tool_use", "function_call")
-
-
 def check_one_branch(world: World, engine: Told) -> None:
     assert num_forked(world) == 0
     rollout = world.session.rollout(0, Outcome(), 1.0)
@@ -125,31 +88,33 @@ def check_one_branch(world: World, engine: Told) -> None:
     check_trained(rollout, engine.sampled)
 
 
-@pytest.mark.parametrize("form", ["messages", "responses"])
 @pytest.mark.parametrize("name", KNOWING)
 @in_loop
-async def test_tool_loop_with_thoughts_is_one_branch(
-    name: str, form: str, renderer_for: Callable[[str], HFChatTokenizer]
-) -> None:
-    renderer, tool_format = renderer_for(name), find_tool_format("auto", TEMPLATES[name])
+async def test_tool_loop_with_thoughts_is_one_branch(name: str, renderer_for: Renderers) -> None:
+    renderer = renderer_for(name)
+    tool_format = find_tool_format("auto", TEMPLATES[name])
     engine = Told(renderer)
-    async with world_of(engine, TEMPLATES[name]) as world:
-        loop, chat = Loop(world, form), list[Message]()
-        for new, message, kinds in (
-            (user("go"), called(0), ["reasoning", "function_call"]),
-            (result(0), assistant("Done."), ["reasoning", "message"]),
-            (user("more"), assistant("Six."), ["reasoning", "message"]),
+    chat: list[Message] = []
+    sent: list[Message] = []
+    async with world_of(engine, TEMPLATES[name], thoughts="apart") as world:
+        for new, message in (
+            (user("go"), called(0)),
+            (result(0), assistant("Done.")),
+            (user("more"), assistant("Six.")),
         ):
             chat.append(new)
-            teller = Teller(renderer, chat, TOOLS)
+            calls = sent[-1].get("tool_calls") if sent else None
+            sent.append(new if not calls else {**new, "tool_call_id": calls[0]["id"]})
             then, last = (result(0), "70") if "tool_calls" in message else (user("more"), message["content"])
-            told = teller.answer(message, then, last=last)
-            prompt = renderer.render(chat, tools=TOOLS)
-            engine.answers.append(thinking(tool_format, prompt, told))
-            assert await loop.ask(new) == kinds
+            said = Teller(renderer, chat, TOOLS).answer(message, then, last=last)
+            engine.answers.append(thinking(tool_format, renderer.render(chat, tools=TOOLS), said))
+            status, answer = await world.post({"messages": sent, "tools": TOOLS})
+            assert status == 200, answer
+            told = answer["choices"][0]["message"]
+            assert (told["reasoning_content"], "tool_calls" in told) == ("hm", "tool_calls" in message)
+            sent.append(told)
             chat.append({**message, "reasoning_content": "hm"})
-            text = new["content"]
-            assert text in engine.prompt() or json.dumps(text)[1:-1] in engine.prompt()
+            assert new["content"] in engine.prompt() or json.dumps(new["content"])[1:-1] in engine.prompt()
         check_one_branch(world, engine)
 
 
@@ -159,9 +124,7 @@ FORCED = {"tools": TOOLS, "tool_choice": NAMED}
 
 @pytest.mark.parametrize("name", KNOWING)
 @in_loop
-async def test_forced_call_is_not_begun_inside_a_thought(
-    name: str, renderer_for: Callable[[str], HFChatTokenizer]
-) -> None:
+async def test_forced_call_is_not_begun_inside_a_thought(name: str, renderer_for: Renderers) -> None:
     """It is called, its result is in the next prompt, and both are one branch."""
     renderer, tool_format = renderer_for(name), find_tool_format("auto", TEMPLATES[name])
     engine, prefill = Told(renderer), tool_format.prefill("add") or ""

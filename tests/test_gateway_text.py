@@ -108,7 +108,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
 @pytest.mark.parametrize("name", [*MAKERS, "characters"])
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), cuts=st.lists(st.integers(0, 6), max_size=60))
-def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
+def test_pieces_are_the_text_up_to_the_first_stop(
     name: str, shows_special: bool, data: st.DataObject, cuts: list[int]
 ) -> None:
     tokenizer = _saved[name]
@@ -129,7 +129,7 @@ def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_only_markup_shows_among_the_special_tokens_that_are_stripped(name: str) -> None:
+def test_only_kept_special_tokens_are_shown(name: str) -> None:
     tokenizer = _saved[name]
     encode = tokenizer.encode
     ids = encode(f"the{START}fox{PYTHON}") + encode(f"{MARKER}12") + encode(END)
@@ -171,7 +171,7 @@ def make_choice(format_name: str, stop: tuple[str, ...] = (), prefill: str = "")
     stop=st.sampled_from([(), ("STOP",)]),
     ends=st.booleans(),
 )
-def test_a_stream_shows_exactly_the_content_of_the_whole_answer(
+def test_stream_shows_the_content_of_the_whole_answer(
     pieces: list[str], cuts: list[int], settings: tuple[str, str], stop: tuple[str, ...], ends: bool
 ) -> None:
     ids = ByteTokenizer().encode("".join(pieces))
@@ -193,7 +193,7 @@ def test_a_stream_shows_exactly_the_content_of_the_whole_answer(
     assert bool(whole.tool_calls) <= (whole.finish_reason in ("tool_calls", "length"))
 
 
-def test_an_answer_of_more_calls_than_a_message_may_hold_is_text() -> None:
+def test_answer_with_too_many_calls_is_text() -> None:
     """The harness sends its history back, and would get a 400 for it."""
     for num_calls, num_read in ((MAX_TOOLS, MAX_TOOLS), (MAX_TOOLS + 1, 0)):
         text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * num_calls
@@ -203,7 +203,7 @@ def test_an_answer_of_more_calls_than_a_message_may_hold_is_text() -> None:
         assert choice.content == (None if num_read else text)
 
 
-def test_logprobs_name_each_token_and_its_bytes_where_it_is_a_whole_character() -> None:
+def test_logprobs_have_the_bytes_of_whole_characters() -> None:
     choice = make_choice("none")
     choice.finish(finished(ByteTokenizer().encode("aü")))
     found = [(each["token"], each["bytes"]) for each in choice.logprobs or ()]
@@ -220,7 +220,7 @@ def test_logprobs_name_each_token_and_its_bytes_where_it_is_a_whole_character() 
     cuts=st.lists(st.integers(0, 4), max_size=12),
     shows_special=st.booleans(),
 )
-def test_the_client_sees_what_the_engine_sampled_up_to_its_stop(
+def test_client_and_engine_stop_at_the_same_text(
     parts: list[str], stop: list[str], cuts: list[int], shows_special: bool
 ) -> None:
     tokenizer = _saved["byte_level"]

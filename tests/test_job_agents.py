@@ -26,7 +26,7 @@ from job_runs import (
 
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.observe.inspect import render_inspect
+from asyncrl.observe.show import render_inspect
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from job_runs import read_lines, run, start, write_config
 from resume_checker import read_evidence
 
 from asyncrl.messages.records import task_of
-from asyncrl.observe.status import render_status
+from asyncrl.observe.show import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 10

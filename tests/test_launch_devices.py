@@ -1,224 +1,312 @@
-"""How placement is written, which device each process gets of 0 to 8 CUDA devices, and which there are."""
+"""The forms of `placement`, the devices that each process gets, and the devices of a machine."""
 
 from __future__ import annotations
 
-import itertools
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_cases import EVAL, OWN, TAUGHT, TURNS, URLS, VLLM, load, placed
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch_cases import EVAL, OWN, RAY, TAUGHT, TURNS, URLS, VLLM, ZERO, load, nodes, placed
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
-from asyncrl.config.operation import device_numbers
 from asyncrl.launch import machine
-from asyncrl.launch.devices import Placement, child_environ, place
-from asyncrl.launch.machine import CudaDevice, described_machine, find_cuda_devices
+from asyncrl.launch.device_selection import NO_DEVICE, NodeDevice
+from asyncrl.launch.devices import child_environ, chunk_devices, place
+from asyncrl.launch.machine import CudaDevice, find_cuda_devices
+from asyncrl.launch.nodes import described_nodes
+from asyncrl.launch.plan import make_plan, plan_text
 
-ZERO = "buffer.max_staleness=0"
-TWO_RANKS = "trainer.world_size=2"
-TWO_EACH = [ZERO, TWO_RANKS, "rollout.num_engines=2", "placement.trainer=0-1"]
-SPLIT = [VLLM, "rollout.tensor_parallel=2"]
+SHARE = "placement.share=0.4"
+ALL, EIGHTS = "{nodes: all, gpus: all}", "0: 01234567, 1: 01234567"
 
 
-# ---- what is refused before any machine is looked at
+def sizes(ranks: int, engines: int = 1, split: int = 1) -> list[str]:
+    parallel = [VLLM, f"rollout.tensor_parallel={split}"] if split > 1 else []
+    many = ["rollout.group_size=16", f"trainer.world_size={ranks}", f"rollout.num_engines={engines}"]
+    return [*many, *parallel]
+
+
+def where(devices: Iterable[NodeDevice]) -> str:
+    """Names of devices by node: `0: 01, 1: c` (c: the CPU, n: none)."""
+    found: dict[int, list[str]] = {}
+    for node, name in devices:
+        found.setdefault(node, []).append(name.removeprefix("cuda:")[:1])
+    return ", ".join(f"{node}: {''.join(names)}" for node, names in found.items())
+
+
+# ---- forms
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("auto", None), ("cpu", None), ("all", None), ("2", [2]), ("[3, 1]", [3, 1]), ("2-4", [2, 3, 4])],
+    "text",
+    [
+        "auto",
+        "cpu",
+        "all",
+        "2",
+        "[3, 1]",
+        "2-4",
+        "{nodes: 2, gpus: 8}",
+        ALL,
+        "{nodes: 2}",
+        "{nodes: 1, gpus: 0}",
+    ],
 )
-def test_every_form_is_read_and_written_back_as_it_was(
-    text: str, numbers: list[int] | None, tmp_path: Path
-) -> None:
-    config = load(f"placement.trainer={text}", "placement.rollout=cpu")
+def test_form_is_read_and_written_back(text: str, tmp_path: Path) -> None:
+    config = load(RAY, f"placement.trainer={text}", "placement.rollout=cpu")
     (tmp_path / "config.yaml").write_text(run_config_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
     assert str(config.placement.trainer) == text
-    assert device_numbers(config.placement.trainer) == numbers
 
 
-NO_FORMS = "gpu cuda true none -1 3-1 0,1 [] [0,0] [0,cpu] rollout node0.1 0:1 [0.1,0.2] host@0".split()
-TOO_MANY = "all cuda 0-1 [0,1]".split()
+NO_FORMS = "gpu true none -1 3-1 0,1 [] [0,0] [0,cpu] rollout 0:1 [0.1,0.2] host@0 {} {nodes:0}".split()
+NO_FORMS += ["{gpus: 8}", "{nodes: 2, gpu: 8}", "{nodes: two}", "{nodes: 2, gpus: -1}", "{nodes: true}"]
 
 
 @pytest.mark.parametrize(
-    ("key", "text"), [*(("trainer", text) for text in NO_FORMS), *(("eval", text) for text in TOO_MANY)]
+    ("key", "text"),
+    [*(("trainer", text) for text in NO_FORMS), *(("eval", text) for text in ("all", "0-1", "[0]"))],
 )
-def test_anything_else_is_refused(key: str, text: str) -> None:
+def test_other_forms_are_refused(key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"placement.{key}"):
-        load(f"placement.{key}={text}")
+        load(RAY, f"placement.{key}={text}")
 
 
 # ---- which device each process gets
 
 
-SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu-memory-utilization: 0.9}"
-
-
-def cuda(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"cuda:{number}" for number in numbers)
-
-
 @pytest.mark.parametrize(
-    ("num_cuda", "overrides", "trainer", "rollout", "mode"),
+    ("num_cuda", "trainer", "rollout", "more", "ranks", "engines"),
     [
-        (0, ["buffer.max_staleness=4", "rollout.num_engines=2"], ("cpu",), ("cpu", "cpu"), "apart"),
-        (0, ["placement.trainer=cpu", "placement.rollout=cpu", ZERO], ("cpu",), ("cpu",), "apart"),
-        (0, ["placement.trainer=cpu", *TURNS, TWO_RANKS], ("cpu", "cpu"), ("cpu",), "colocated"),
-        (2, [], cuda(0), cuda(1), "apart"),
-        (2, ["rollout.num_engines=3"], cuda(0), cuda(1, 1, 1), "apart"),
-        (8, ["trainer.world_size=4", "rollout.num_engines=4"], cuda(0, 1, 2, 3), cuda(4, 5, 6, 7), "apart"),
-        (3, ["placement.trainer=1"], cuda(1), cuda(0), "apart"),
-        (3, ["placement.rollout=0"], cuda(1), cuda(0), "apart"),
-        (1, ["placement.trainer=cpu"], ("cpu",), cuda(0), "apart"),
-        (1, ["placement.rollout=cpu"], cuda(0), ("cpu",), "apart"),
-        (1, [ZERO], cuda(0), cuda(0), "colocated"),
-        (1, [ZERO, "placement.trainer=all", "placement.rollout=0"], cuda(0), cuda(0), "colocated"),
-        (2, [*TWO_EACH, "placement.trainer=auto"], cuda(0, 1), cuda(0, 1), "colocated"),
-        (2, [*TWO_EACH, "placement.rollout=[1, 0]"], cuda(0, 1), cuda(1, 0), "colocated"),
-        (1, ["rollout.engine=simulated", "rollout.num_engines=2"], cuda(0), ("none", "none"), "apart"),
-        (1, URLS, cuda(0), ("none",), "apart"),
-        (5, [*SPLIT, "rollout.num_engines=2"], cuda(0), cuda(1, 3), "apart"),
-        (4, [*SPLIT, "rollout.num_engines=2"], cuda(0), cuda(1, 1), "apart"),
-        (0, [VLLM, "weight_sync.transport=nccl"], ("cpu",), ("cpu",), "apart"),
-        (1, [VLLM, "weight_sync.transport=ipc", *TURNS], cuda(0), cuda(0), "colocated"),
-        (1, [ZERO, SHARE], cuda(0), cuda(0), "colocated"),
-        (1, [SHARE], cuda(0), cuda(0), "apart"),
-        (2, [SHARE, *TWO_EACH, "buffer.max_staleness=2"], cuda(0, 1), cuda(0, 1), "apart"),
+        # one machine
+        ((0,), "auto", "auto", ["buffer.max_staleness=4", *sizes(1, 2)], "0: c", "0: cc"),
+        ((0,), "cpu", "cpu", [ZERO], "0: c", "0: c"),
+        ((0,), "cpu", "trainer", [ZERO, *sizes(2)], "0: cc", "0: c"),
+        ((2,), "auto", "auto", sizes(1, 3), "0: 0", "0: 111"),
+        ((8,), "auto", "auto", sizes(4, 4), "0: 0123", "0: 4567"),
+        ((3,), "1", "auto", [], "0: 1", "0: 0"),
+        ((3,), "auto", "0", [], "0: 1", "0: 0"),
+        ((1,), "cpu", "auto", [], "0: c", "0: 0"),
+        ((1,), "auto", "cpu", [], "0: 0", "0: c"),
+        ((1,), "auto", "auto", [ZERO], "0: 0", "0: 0"),
+        ((2,), "0-1", "[1, 0]", [ZERO, *sizes(2, 2)], "0: 01", "0: 10"),
+        ((1,), "auto", "auto", ["rollout.engine=simulated", *sizes(1, 2)], "0: 0", "0: nn"),
+        ((1,), "auto", "auto", URLS, "0: 0", "0: n"),
+        ((5,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1234"),
+        ((4,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1212"),
+        ((0,), "auto", "auto", [VLLM, "weight_sync.transport=nccl"], "0: c", "0: c"),
+        ((1,), "auto", "trainer", [VLLM, "weight_sync.transport=ipc", ZERO], "0: 0", "0: 0"),
+        ((1,), "auto", "auto", [ZERO, SHARE], "0: 0", "0: 0"),
+        ((1,), "auto", "auto", [SHARE], "0: 0", "0: 0"),
+        # separate nodes if there are enough
+        ((8, 8), "{nodes: 1, gpus: 8}", "{nodes: 1, gpus: 8}", sizes(8, 8), "0: 01234567", "1: 01234567"),
+        ((4, 4, 4), "{nodes: 2}", "{nodes: 1}", sizes(8, 4), "0: 0123, 1: 0123", "2: 0123"),
+        ((4, 4), "{nodes: 2, gpus: 2}", "{nodes: 2, gpus: 2}", sizes(4, 4), "0: 01, 1: 01", "0: 23, 1: 23"),
+        ((4, 4), "{nodes: all, gpus: 3}", "{nodes: all, gpus: 1}",
+         sizes(6, 2), "0: 012, 1: 012", "0: 3, 1: 3"),
+        # the node of exactly the size first
+        ((8, 4), "{nodes: 1, gpus: 4}", "{nodes: 1, gpus: 8}", sizes(4, 8), "1: 0123", "0: 01234567"),
+        ((0, 4, 4), "{nodes: 1, gpus: all}", "auto", sizes(4, 4), "1: 0123", "2: 0123"),
+        ((1, 2, 3), ALL, "trainer", [*sizes(6, 6), ZERO], "0: 0, 1: 01, 2: 012", "0: 0, 1: 01, 2: 012"),
+        # auto: one node, else whole nodes
+        ((2, 4), "auto", "auto", sizes(4, 2), "1: 0123", "0: 01"),
+        ((4, 4), "auto", "auto", sizes(6, 2), "0: 0123, 1: 01", "1: 23"),
+        ((8, 3, 3), "0-7", "auto", sizes(8, 2, split=2), "0: 01234567", "1: 01, 2: 01"),
+        ((8, 4, 4), "auto", "{nodes: 1, gpus: 8}", sizes(8, 8), "1: 0123, 2: 0123", "0: 01234567"),
+        ((2, 2), "0-1", "auto", sizes(2, 3), "0: 01", "1: 010"),
+        ((4, 4), "{nodes: 1, gpus: 4}", "cpu", sizes(4, 2), "1: 0123", "0: cc"),
+        # time-sharing
+        ((8, 8), ALL, "trainer", [*sizes(16, 16), ZERO], EIGHTS, EIGHTS),
+        ((2, 2), "all", "trainer", [*sizes(4, 2, split=2), ZERO], "0: 01, 1: 01", "0: 01, 1: 01"),
+        ((2, 2), "{nodes: 2, gpus: 2}", "{nodes: 2, gpus: 2}", [*sizes(4, 4), ZERO], *["0: 01, 1: 01"] * 2),
+        ((2, 2), "auto", "auto", [*sizes(4, 4), ZERO], "0: 01, 1: 01", "0: 01, 1: 01"),
+        # CPUs
+        ((0, 0, 0), "{nodes: 1}", "{nodes: 2}", sizes(2, 4), "0: cc", "1: cc, 2: cc"),
+        ((0, 0), "{nodes: 2}", "{nodes: 2}", sizes(4, 2), "0: cc, 1: cc", "0: c, 1: c"),
+        ((0, 0, 0), "auto", "auto", sizes(2, 4), "0: cc", "1: cc, 2: cc"),
+        ((0, 0), "{nodes: 2}", "trainer", [*sizes(2, 2), ZERO], "0: c, 1: c", "0: c, 1: c"),
+        ((4, 4), "{nodes: 2, gpus: 0}", "{nodes: 2, gpus: 4}", sizes(2, 8), "0: c, 1: c", "0: 0123, 1: 0123"),
     ],
-)
-def test_both_sides_get_what_is_written_or_what_the_other_side_leaves(
-    num_cuda: int, overrides: list[str], trainer: tuple[str, ...], rollout: tuple[str, ...], mode: str
+)  # fmt: skip
+def test_sides_get_written_or_free_devices(
+    num_cuda: tuple[int, ...], trainer: str, rollout: str, more: list[str], ranks: str, engines: str
 ) -> None:
-    placement = placed(num_cuda, *overrides)
-    assert (placement.trainer, placement.rollout, placement.mode) == (trainer, rollout, mode)
-
-
-def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
-    placement = placed(5, *SPLIT, "rollout.num_engines=2")
-    assert placement.engines == (cuda(1, 2), cuda(3, 4))
+    written = [f"placement.trainer={trainer}", f"placement.rollout={rollout}"]
+    placement = placed(num_cuda, *written, *more)
+    assert where(placement.trainer) == ranks
+    used = [device for devices in placement.engines for device in devices]
+    assert where(sorted(used, key=lambda device: device.node)) == engines
+    is_turns = ZERO in more and "cpu" not in rollout
+    assert placement.mode == ("colocated" if is_turns else "apart")
 
 
 @pytest.mark.parametrize(
-    ("num_cuda", "overrides", "setting"),
+    ("num_cuda", "overrides", "words"),
     [
-        (1, [], "buffer.max_staleness=0"),
-        (1, ["placement.trainer=all", "placement.rollout=0"], "placement.share=0.4"),
-        (2, ["placement.trainer=0-1", "placement.rollout=[1, 0]", TWO_RANKS], "buffer.max_staleness=0"),
-        (0, ["placement.rollout=trainer"], "buffer.max_staleness=0"),
-        (2, [ZERO, TWO_RANKS, "placement.trainer=all", "placement.rollout=0"], "placement.rollout=trainer"),
-        (4, ["placement.trainer=0-3", "placement.rollout=cpu"], "trainer.world_size=4"),
-        (3, ["placement.trainer=0", "placement.rollout=1-2"], "rollout.num_engines=2"),
-        (2, ["placement.trainer=all", *TURNS, TWO_RANKS], "rollout.num_engines=2"),
-        (2, ["placement.trainer=2"], "placement.trainer=auto"),
-        (0, ["placement.trainer=all"], "placement.trainer=auto"),
-        (4, [*SPLIT, "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
-        (0, [VLLM, *TURNS], "rollout.engine=embedded"),
-        (0, ["trainer.lora={rank: 2}", "weight_sync.transport=lora", *TURNS], "weight_sync.transport=shm"),
-        (1, [VLLM, "weight_sync.transport=nccl", "placement.rollout=cpu"], "weight_sync.transport=shm"),
-        (1, [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
-        (2, ["rollout.num_engines=2", "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
-        (1, [EVAL, OWN, *TURNS], "placement.eval=cpu"),
-        (2, [EVAL, "placement.eval=0"], "eval.engine=rollout"),
-        (1, [*TAUGHT, *TURNS], "placement.teacher=cpu"),
-        (0, [SHARE], "placement.share=auto"),
-        (0, [SHARE, *TURNS], "placement.share=auto"),
-        (2, [SHARE], "placement.share=auto"),
-        (1, [SHARE, *URLS], "placement.share=auto"),
-        (1, [SHARE, VLLM, SIZED], "rollout.vllm.gpu-memory-utilization"),
-        (1, [SHARE, EVAL, OWN], "placement.eval=cpu"),
-        (1, ["rollout.num_engines={min: 1, max: 2}", ZERO], "rollout.num_engines=2"),
+        ((1,), [], "buffer.max_staleness=0"),
+        ((1,), ["placement.trainer=all", "placement.rollout=0"], "placement.share=0.4"),
+        ((0,), ["placement.rollout=trainer"], "buffer.max_staleness=0"),
+        ((2,), [ZERO, *sizes(2), "placement.trainer=all", "placement.rollout=0"],
+         "placement.rollout=trainer"),
+        ((4,), ["placement.trainer=0-3", "placement.rollout=cpu"], "trainer.world_size=4"),
+        ((3,), ["placement.trainer=0", "placement.rollout=1-2"], "rollout.num_engines=2"),
+        ((2,), ["placement.trainer=2"], "placement.trainer=auto"),
+        ((0,), ["placement.trainer=all"], "placement.trainer=auto"),
+        ((4,), [*sizes(1, 1, split=2), "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
+        ((0,), [VLLM, *TURNS], "rollout.engine=embedded"),
+        ((0,), ["trainer.lora={rank: 2}", "weight_sync.transport=lora", *TURNS], "weight_sync.transport=shm"),
+        ((1,), [VLLM, "weight_sync.transport=nccl", "placement.rollout=cpu"], "weight_sync.transport=shm"),
+        ((1,), [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
+        ((2,), ["rollout.num_engines=2", "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
+        ((1,), [EVAL, OWN, *TURNS], "placement.eval=cpu"),
+        ((2,), [EVAL, "placement.eval=0"], "eval.engine=rollout"),
+        ((1,), [*TAUGHT, *TURNS], "placement.teacher=cpu"),
+        ((0,), [SHARE, *TURNS], "placement.share=auto"),
+        ((2,), [SHARE], "placement.share=auto"),
+        ((1,), [SHARE, *URLS], "placement.share=auto"),
+        ((1,), [SHARE, VLLM, "rollout.vllm={gpu-memory-utilization: 0.9}"],
+         "rollout.vllm.gpu-memory-utilization"),
+        ((1,), ["rollout.num_engines={min: 1, max: 2}", ZERO], "rollout.num_engines=2"),
+        # several nodes
+        ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8 of 8, n1 4 of 4"),
+        ((4, 4), ["placement={trainer: {nodes: 1, gpus: 4}, rollout: {nodes: all, gpus: all}}", *sizes(4, 8)],
+         "n0 0 of 4, n1 4 of 4"),
+        ((0, 0), ["placement.trainer={nodes: 2}", *sizes(3)], "2 devices for trainer.world_size=3"),
+        ((0, 0), ["placement={trainer: cpu, rollout: {nodes: 3}}"], "n0 1 of 1, n1 1 of 1"),
+        ((0, 2), ["placement.trainer=0-1", *sizes(2)], "n0, which has 0 CUDA devices"),
+        ((8, 6, 6), ["placement={trainer: 0-7, rollout: {nodes: 2, gpus: 6}}", *sizes(8, 3, split=4)],
+         "6 . 6 devices.*tensor_parallel=6"),
+        ((2, 2), ["placement={trainer: 0, rollout: 1, eval: auto}", EVAL, "weight_sync.transport=shm",
+                  *TAUGHT, "placement.trainer={nodes: 2, gpus: 1}", *sizes(2)], "the run is on 2 nodes"),
+        ((2, 2), [f"placement.trainer={ALL}", *TURNS, *sizes(4, 4), EVAL, OWN],
+         "n0/cuda:.*placement.eval=cpu"),
     ],
-)
-def test_a_refused_placement_names_a_setting_that_helps(
-    num_cuda: int, overrides: list[str], setting: str
+)  # fmt: skip
+def test_refused_placement_names_a_setting_that_helps(
+    num_cuda: tuple[int, ...], overrides: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         placed(num_cuda, *overrides)
-    assert setting in caught.value.way_out
+    assert re.search(words, str(caught.value), re.DOTALL), caught.value
+
+
+def test_several_nodes_need_a_launcher() -> None:
+    with pytest.raises(ConfigError, match="set launcher=ray"):
+        load("placement.trainer={nodes: 2, gpus: 4}")
+    with pytest.raises(ConfigError, match="launcher=local starts processes on this machine, and there are 2"):
+        place(load(), nodes(1, 1))
+    with pytest.raises(ConfigError, match="give local, ray, or ray:HOST:PORT"):
+        load("launcher=slurm")
+
+
+APART = ["placement.trainer=0", "placement.rollout=1"]
 
 
 @pytest.mark.parametrize(
-    ("num_cuda", "overrides", "device"),
+    ("num_cuda", "overrides", "evaluation", "teacher"),
     [
-        (0, [], "cpu"),
-        (3, [], "cuda:2"),
-        (3, [OWN, "placement.rollout=1-2", "rollout.num_engines=3"], "cuda:2"),
-        (3, ["placement.eval=1"], "cuda:1"),
-        (2, TURNS, "cuda:1"),
-        (2, URLS, "cuda:1"),
-        (1, ["placement.rollout=cpu"], "cpu"),
-        (1, ["rollout.engine=simulated"], "none"),
+        ((0,), [EVAL, *TAUGHT], "0: c", "0: c"),
+        ((3,), [EVAL], "0: 2", ""),
+        ((4,), [EVAL, *TAUGHT], "0: 2", "0: 3"),
+        ((3,), [EVAL, OWN, "placement.rollout=1-2", "rollout.num_engines=3"], "0: 2", ""),
+        ((3,), [EVAL, "placement.eval=1"], "0: 1", ""),
+        ((2,), [EVAL, *TURNS], "0: 1", ""),
+        ((2,), [EVAL, *URLS], "0: 1", ""),
+        ((1,), [EVAL, "placement.rollout=cpu"], "0: c", ""),
+        ((1,), [EVAL, "rollout.engine=simulated"], "0: n", ""),
+        ((2,), [EVAL, *TAUGHT], "", "0: 1"),
+        ((2,), [*TAUGHT, "placement.teacher=cpu"], "", "0: c"),
+        ((1,), [EVAL, *URLS], "", ""),
+        ((3,), [EVAL, "eval.engine=rollout"], "", ""),
+        ((3, 2), [*APART, EVAL], "0: 2", ""),
+        ((2, 3), [*APART, EVAL], "1: 0", ""),
+        ((3, 3), [*APART, EVAL, *TAUGHT], "0: 2", "1: 0"),
+        ((0, 2), ["placement.trainer={nodes: 1, gpus: 1}", EVAL, OWN], "1: 1", ""),
+        ((1, 1), [EVAL, OWN], "1: 0", ""),
+        ((2, 2), [*TURNS, *sizes(4, 4), "placement.trainer=all", EVAL, "placement.eval=cpu"], "0: c", ""),
     ],
 )
-def test_the_eval_engine_takes_a_free_device_else_the_least_used_of_the_engines(
-    num_cuda: int, overrides: list[str], device: str
+def test_eval_engine_and_teacher_take_free_devices_first(
+    num_cuda: tuple[int, ...], overrides: list[str], evaluation: str, teacher: str
 ) -> None:
-    assert placed(num_cuda, EVAL, *overrides).evaluation == device
+    placement = placed(num_cuda, *overrides)
+    found = [where([device] if device else []) for device in (placement.evaluation, placement.teacher)]
+    assert found == [evaluation, teacher]
 
 
-@pytest.mark.parametrize(
-    ("num_cuda", "overrides"),
-    [
-        (1, TURNS),
-        (1, ["placement.share=0.4", "placement.rollout=0", "placement.trainer=0"]),
-        (2, []),
-        (1, URLS),
-        (3, ["eval.engine=rollout"]),
-        (0, ["eval.engine=rollout", *TURNS]),
-        (1, ["eval.engine=rollout", "rollout.engine=simulated"]),
-    ],
+# ---- any placement keeps the rules
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> str:
+    counts = draw(st.sampled_from(["", ", gpus: 0", ", gpus: 1", ", gpus: 2", ", gpus: all"]))
+    mapping = f"{{nodes: {draw(st.sampled_from([1, 2, 3, 'all']))}{counts}}}"
+    return draw(st.sampled_from(["auto", "cpu", "all", "0", "[1, 0]", mapping, mapping, mapping]))
+
+
+BASE = {split: load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT) for split in (1, 2)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    forms(),
+    st.one_of(forms(), st.just("trainer")),
+    st.sampled_from([1, 2, 3, 4, 6, 8]),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0, 2]),
 )
-def test_the_rollout_engines_evaluate_where_no_device_is_free_or_asked_to(
-    num_cuda: int, overrides: list[str]
+def test_accepted_placement_keeps_the_rules(
+    num_cuda: list[int], trainer: str, rollout: str, size: int, engines: int, split: int, bound: int
 ) -> None:
-    assert placed(num_cuda, EVAL, *overrides).evaluation is None
+    sides = {"trainer": yaml.safe_load(trainer), "rollout": yaml.safe_load(rollout)}
+    there, base = nodes(*num_cuda), BASE[split]
+    changes = {
+        "placement": PlacementConfig.model_validate(sides),
+        "trainer": base.trainer.model_copy(update={"world_size": size}),
+        "rollout": base.rollout.model_copy(update={"num_engines": engines}),
+        "buffer": base.buffer.model_copy(update={"max_staleness": bound}),
+    }
+    config = base.model_copy(update=changes)
+    try:
+        placement = place(config, there)
+    except ConfigError:
+        return
+    assert placement == place(config, there), "it is the same each time"
+    ranks = placement.trainer
+    on_cuda = {device for device in ranks if device.name != "cpu"}
+    used = set(placement.engine_devices)
+    assert (len(ranks), len(placement.engines)) == (size, engines)
+    assert len(on_cuda) in (0, size), "two ranks share a device"
+    assert list(ranks) == sorted(ranks, key=lambda device: device.node), "ranks of a node are adjacent"
+    for node, name in (*ranks, *used):
+        assert name == "cpu" or int(name.removeprefix("cuda:")) < num_cuda[node]
+    for devices in placement.engines:
+        assert len(set(devices)) == split, "an engine has a device twice"
+        assert len({device.node for device in devices}) == 1, "an engine spans nodes"
+    assert on_cuda & used == (on_cuda if placement.mode == "colocated" else set())
+    assert placement.mode == "apart" or (bound == 0 and {*ranks} == used)
+    assert not {placement.evaluation, placement.teacher} & on_cuda
+    plan = make_plan(config, there)
+    assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}
+    assert {process.name for process in plan.processes} >= {f"engine-{at}" for at in range(engines)}
+    assert plan_text(plan, config) == plan_text(make_plan(config, there), config)
 
 
-@pytest.mark.parametrize(
-    ("num_cuda", "overrides", "device"),
-    [
-        (0, [], "cpu"),
-        (2, [], "cuda:1"),
-        (3, [], "cuda:2"),
-        (4, [EVAL], "cuda:3"),
-        (2, ["placement.teacher=cpu"], "cpu"),
-    ],
-)
-def test_the_teacher_takes_a_device_beside_trainer_engines_and_evaluation_if_there_is_one(
-    num_cuda: int, overrides: list[str], device: str
-) -> None:
-    assert placed(num_cuda, *TAUGHT, *overrides).teacher == device
+def test_colocated_cpu_nodes_fetch_chunks_as_files() -> None:
+    both = [RAY, *TURNS, *sizes(2, 2), "placement.trainer={nodes: 2}", "weight_sync.transport=stream"]
+    assert chunk_devices(load(*both), placed((0, 0), *both)) == ()
 
 
-def test_whatever_is_not_refused_keeps_the_rules() -> None:
-    base, num_placed = load(), 0
-    forms = ("auto", "cpu", "all", 0, 1, "0-1", "trainer")
-    choices = (0, 1, 2, 4), forms[:-1], forms, (1, 2), (1, 2), (0, 2)
-    for num_cuda, trainer, rollout, size, engines, bound in itertools.product(*choices):
-        changes = {
-            "placement": PlacementConfig(trainer=trainer, rollout=rollout),
-            "trainer": base.trainer.model_copy(update={"world_size": size}),
-            "rollout": base.rollout.model_copy(update={"num_engines": engines}),
-            "buffer": base.buffer.model_copy(update={"max_staleness": bound}),
-        }
-        try:
-            placement = place(base.model_copy(update=changes), num_cuda)
-        except ConfigError:
-            continue
-        num_placed += 1
-        ranks, on_cuda = set(placement.trainer) - {"cpu"}, set(placement.rollout) - {"cpu"}
-        assert (len(placement.trainer), len(placement.rollout)) == (size, engines)
-        assert len(ranks) in (0, size), "two ranks share a device"
-        assert all(int(device.removeprefix("cuda:")) < num_cuda for device in ranks | on_cuda)
-        assert not ranks & on_cuda if placement.mode == "apart" else (bound, ranks) == (0, on_cuda)
-    assert num_placed > 150
-
-
-# ---- which devices there are
+# ---- the devices of a machine
 
 SMI = "0, GPU-aaaa, 80000, 81559\n1, GPU-bbbb, 40000, 40960\n"
 A = CudaDevice("0", 80000 * 2**20, 81559 * 2**20)
@@ -239,7 +327,7 @@ NAMED = (replace(B, name="GPU-bbbb"), replace(A, name="GPU-aaaa"))
         (2, SMI, "", ()),
     ],
 )
-def test_devices_are_those_of_the_driver_that_cuda_visible_devices_leaves(
+def test_cuda_visible_devices_selects_from_the_drivers_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, smi: str, visible: str | None, found: object
 ) -> None:
     for number in range(gpus):
@@ -255,46 +343,58 @@ def test_devices_are_those_of_the_driver_that_cuda_visible_devices_leaves(
     assert find_cuda_devices() == found
 
 
-def test_the_installed_torch_is_asked_without_being_imported() -> None:
+def test_torch_build_is_known_without_import() -> None:
     import torch
 
     assert machine.torch_has_cuda() == (torch.version.cuda is not None)
 
 
-def test_a_child_sees_its_devices_in_order_and_by_the_names_of_the_parent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_child_sees_its_devices_by_the_parents_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     named = (CudaDevice("3"), CudaDevice("GPU-bbbb"))
     shown = {"CUDA_VISIBLE_DEVICES": "GPU-bbbb,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert child_environ(("cuda:1", "cuda:0"), named) == shown
     assert child_environ(("cpu",), ()) == child_environ(("none",), named) == {}
-    assert Placement(("cuda:0",), (("none",),), None, "apart").is_on_cuda
 
 
-# ---- a machine that is described
+def test_cpu_instructions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert not machine.cpu_has_bfloat16(), "unknown"
+    (tmp_path / "cpuinfo").write_text("model name\t: bf16\nflags\t\t: fpu avx2\n")
+    assert not machine.cpu_has_bfloat16()
+    for line in ("flags\t\t: fpu avx512f avx512_bf16\n", "Features\t: fp asimd bf16\n"):
+        (tmp_path / "cpuinfo").write_text(line)
+        assert machine.cpu_has_bfloat16(), line
+
+
+# ---- described machines
 
 THREE = ("8xH200-141GB", 192, "2TB")
 
 
 @pytest.mark.parametrize(
-    ("given", "num_cuda", "each", "memory"),
+    ("given", "num_nodes", "num_cuda", "each", "memory"),
     [
-        (THREE, 8, 141 * 10**9, 2 * 10**12),
-        (("1xRTX4090-24GB", 16, "64GiB"), 1, 24 * 10**9, 64 * 2**30),
-        (("2x79.6GiB", 16, "512GB"), 2, int(79.6 * 2**30), 512 * 10**9),
-        (("1xA100-SXM4-80GB", 16, "900MB"), 1, 80 * 10**9, 900 * 10**6),
-        (("cpu", 4, "16GB"), 0, None, 16 * 10**9),
+        (THREE, 1, 8, 141 * 10**9, 2 * 10**12),
+        (("1xRTX4090-24GB", 16, "64GiB"), 1, 1, 24 * 10**9, 64 * 2**30),
+        (("2x79.6GiB", 16, "512GB"), 1, 2, int(79.6 * 2**30), 512 * 10**9),
+        (("1xA100-SXM4-80GB", 16, "900MB"), 1, 1, 80 * 10**9, 900 * 10**6),
+        (("cpu", 4, "16GB"), 1, 0, None, 16 * 10**9),
+        (("2x8xH200-141GB", 192, "2TB"), 2, 8, 141 * 10**9, 2 * 10**12),
+        (("2x8x80GB", 192, "2TB"), 2, 8, 80 * 10**9, 2 * 10**12),
+        (("3xcpu", 4, "16GB"), 3, 0, None, 16 * 10**9),
     ],
 )
-def test_a_machine_is_described_by_its_devices_cores_and_memory(
-    given: tuple[str, int, str], num_cuda: int, each: int | None, memory: int
+def test_nodes_are_described_by_devices_cores_and_memory(
+    given: tuple[str, int, str], num_nodes: int, num_cuda: int, each: int | None, memory: int
 ) -> None:
-    made = described_machine(*given)
+    made = described_nodes(*given)
     assert made is not None
-    assert [device.free_bytes for device in made.cuda] == [each] * num_cuda
-    assert (made.cores, made.memory, made.is_here) == (given[1], memory, False)
-    assert described_machine(None, None, None) is None
+    assert [node.name for node in made] == [f"node-{at}" for at in range(num_nodes)]
+    for node in made:
+        assert [device.free_bytes for device in node.machine.cuda] == [each] * num_cuda
+        assert (node.machine.cores, node.machine.memory, node.machine.is_here) == (given[1], memory, False)
+    assert described_nodes(None, None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -304,12 +404,9 @@ def test_a_machine_is_described_by_its_devices_cores_and_memory(
         (THREE[0], None, None),
         (THREE[0], 0, "2TB"),
         (THREE[0], 192, "plenty"),
-        (THREE[0], 192, "0GB"),
-        *((devices, 192, "2TB") for devices in
-          ("8", "H200-141GB", "0xH200-141GB", "8xH200", "8xH200-141", "8x0GB", "-1x80GB", "")),
+        *((devices, 192, "2TB") for devices in ("8", "0xH200-141GB", "8xH200", "2x8xH200-141", "8x0GB", "")),
     ],
-)  # fmt: skip
-def test_a_machine_that_is_not_described_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match="describes no machine") as caught:
-        described_machine(*given)
-    assert "--devices 8xH200-141GB --cores 192 --memory 2TB" in caught.value.way_out
+)
+def test_incomplete_description_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="--devices 8xH200-141GB --cores 192 --memory 2TB"):
+        described_nodes(*given)

@@ -38,7 +38,7 @@ def parameters_of(**architecture: Any) -> int:
         ("mixtral", {"num_local_experts": 8}, 320),
     ],
 )
-def test_config_json_tells_the_number_of_parameters(
+def test_config_json_gives_the_number_of_parameters(
     model_type: str, more: dict[str, Any], active: int, tmp_path: Path
 ) -> None:
     architecture = {**SMALL, "num_experts_per_tok": 2, "model_type": model_type, **more}
@@ -55,7 +55,7 @@ def test_latent_attention_caches_its_latents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_a_known_model_has_the_parameters_of_its_architecture(name: str) -> None:
+def test_known_model_has_the_parameters_of_its_architecture(name: str) -> None:
     kinds = {"Qwen2": "qwen2", "Qwen3": "qwen3"}
     kind = next((kind for part, kind in kinds.items() if part in name), "llama")
     num = parameters_of(model_type=kind, **dict(zip(SIZES, KNOWN_MODELS[name], strict=True)))
@@ -64,11 +64,11 @@ def test_a_known_model_has_the_parameters_of_its_architecture(name: str) -> None
         assert shape.num_parameters == pytest.approx(num, rel=1e-3)
 
 
-def test_a_revision_of_a_known_model_is_not_taken_from_the_table() -> None:
+def test_revision_of_a_known_model_is_not_in_the_table() -> None:
     assert model_shape(ModelConfig(path="Qwen/Qwen3-0.6B", revision="v1")) == ModelShape()
 
 
-def test_the_table_has_every_model_that_configs_and_pages_name() -> None:
+def test_table_has_every_model_of_configs_and_pages() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.yaml")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"\b(?:Qwen|HuggingFaceTB|meta-llama)/[\w.-]*\w", text))

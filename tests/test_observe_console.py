@@ -14,8 +14,8 @@ from rich.console import Console as RichConsole
 
 from asyncrl.observe import console as console_module
 from asyncrl.observe.console import Console, Kind, outliving, plain_line
-from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers, duration, sparkline
-from asyncrl.observe.verdict.verdict import Verdict, summary_panel
+from asyncrl.observe.run_numbers import Steps, TimeShares, duration, sparkline
+from asyncrl.observe.verdict import Verdict, summary_panel
 
 METRICS = {
     "step": 12,
@@ -48,8 +48,7 @@ speed Generation set the pace. Raise engines.
 steps 50 in 2 min 05 s, 2.50 s each
 time training 50%
 waiting for stragglers 10%
-forward 30%, backward 60%, the rest 10%
-12,000 tokens a second and device while training, MFU 30.0%"""
+trainer 12,000 tokens a second"""
 
 
 class Terminal(io.StringIO):
@@ -71,7 +70,7 @@ def drawn(renderable: object, width: int = 80) -> str:
     return " ".join(out.getvalue().replace("│", " ").split())
 
 
-def test_a_plain_line_says_step_reward_staleness_and_where_the_time_went() -> None:
+def test_a_plain_line_shows_reward_staleness_and_time() -> None:
     def line_of(*lines: Mapping[str, float], num: int = 1) -> str:
         return plain_line(Steps(lines), num, num_steps=300, max_staleness=4)
 
@@ -95,7 +94,7 @@ def console_to(file: TextIO, kind: Kind = "plain") -> Console:
 
 
 @pytest.mark.parametrize("kind", ["plain", "none"])
-def test_plain_prints_lines_and_what_is_said_and_none_prints_nothing(kind: Kind) -> None:
+def test_plain_prints_lines_and_none_prints_nothing(kind: Kind) -> None:
     out = io.StringIO()
     console = console_to(out, kind)
     console.start()
@@ -106,7 +105,7 @@ def test_plain_prints_lines_and_what_is_said_and_none_prints_nothing(kind: Kind)
     assert out.getvalue().splitlines() == ([] if kind == "none" else ["saved to [runs/x]", LINE, "a table"])
 
 
-def test_auto_is_plain_without_a_terminal_and_live_on_one_which_leaves_the_last_picture(
+def test_auto_is_live_only_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -120,7 +119,7 @@ def test_auto_is_plain_without_a_terminal_and_live_on_one_which_leaves_the_last_
     assert all(words in out.getvalue() for words in ("quick [start]", "12/300"))
 
 
-def test_plain_prints_a_line_every_few_seconds_and_all_steps_are_in_one(
+def test_plain_lines_are_seconds_apart_and_cover_all_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s, out = [0.0], io.StringIO()
@@ -141,7 +140,7 @@ def test_plain_prints_a_line_every_few_seconds_and_all_steps_are_in_one(
 
 
 @pytest.mark.parametrize("width", [60, 200])
-def test_the_panel_fits_its_width_and_shows_all_by_name(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_fits_its_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
     console = console_to(io.StringIO())
@@ -165,7 +164,7 @@ def full_disk() -> int:
 
 
 @pytest.mark.parametrize("make", [unread_pipe, full_disk])
-def test_output_that_cannot_be_written_ends_no_run_and_is_logged_once(
+def test_failing_output_ends_no_run_and_is_logged_once(
     make: Callable[[], int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with os.fdopen(make(), "w") as file, caplog.at_level(logging.WARNING):  # closing it raises nothing either
@@ -174,10 +173,10 @@ def test_output_that_cannot_be_written_ends_no_run_and_is_logged_once(
         console.show_step(METRICS)
         console.show("a table")
         console.close()
-    assert caplog.text.count("nothing is shown from here on") == 1
+    assert caplog.text.count("no more output is shown") == 1
 
 
-def test_the_live_panel_of_a_closed_terminal_repaints_into_nothing() -> None:
+def test_the_live_panel_survives_a_closed_terminal() -> None:
     out = Terminal()
     console = console_to(out, "live")
     console.start()
@@ -188,7 +187,7 @@ def test_the_live_panel_of_a_closed_terminal_repaints_into_nothing() -> None:
     assert "saved" not in out.getvalue()
 
 
-def test_what_finds_no_room_is_left_out_and_waited_for_once_and_not_line_by_line(
+def test_unread_output_is_dropped_after_one_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(console_module, "PATIENCE_S", 0.01)
@@ -212,7 +211,6 @@ def test_what_finds_no_room_is_left_out_and_waited_for_once_and_not_line_by_line
 
 def test_the_summary_shows_the_verdict_in_80_columns() -> None:
     shares = TimeShares(training=0.5, generation=0.3, stragglers=0.1, publishing=0.05, other=0.05)
-    trainer = TrainerNumbers({"forward": 0.3, "backward": 0.6}, 12_000.0, 0.3, 100 * 2.0**30, 2.0**30)
     verdict = Verdict(
         num_steps=50,
         wall_s=125.0,
@@ -226,14 +224,14 @@ def test_the_summary_shows_the_verdict_in_80_columns() -> None:
         trend="flat",
         shares=shares,
         bottleneck="generation",
-        trainer=trainer,
+        trainer=(("trainer", "12,000 tokens a second"),),
     )
     picture = drawn(summary_panel(verdict, title="quickstart"))
     for words in SUMMARY.splitlines():
         assert words in picture
 
 
-def test_a_sparkline_averages_what_does_not_fit_and_durations_read_like_a_person_says_them() -> None:
+def test_sparklines_and_durations_are_short() -> None:
     assert sparkline([0.0, 0.0, 1.0, 1.0], width=2) == sparkline([0.0, 1.0], width=8) == "▁█"
     assert (sparkline([0.5] * 3, width=8), sparkline([], width=8)) == ("▁▁▁", "")
     found = " | ".join(map(duration, (8.26, 245, 59.99, 7800)))

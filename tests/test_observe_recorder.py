@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_dir import Recorder
 
 
 def lines(run_dir: Path) -> list[dict[str, object]]:
@@ -55,12 +55,11 @@ def test_what_a_run_writes_is_written_without_torch(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.trackers.background import Background
-from asyncrl.observe.trackers.clients import TensorBoard
-from asyncrl.observe.trackers.tracker import TrackedRun
-from asyncrl.observe.verdict.verdict import write_reward_plot
+from asyncrl.observe.tracker_clients import TensorBoard
+from asyncrl.observe.trackers import Background, TrackedRun
+from asyncrl.observe.verdict import write_reward_plot
 steps = [{"step": n, "time_s": float(n), "reward/mean": n / 4, "policy/ess": float("nan")} for n in (1, 2, 3)]
 trackers = Background({"tensorboard": TensorBoard}, print)
 recorder = Recorder(sys.argv[1], trackers)

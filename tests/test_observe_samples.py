@@ -21,10 +21,21 @@ from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory
 from asyncrl.observe import samples as samples_module
 from asyncrl.observe.console import Console
 from asyncrl.observe.run_dir import append_lines
-from asyncrl.observe.sample_text import harmless, headline, render_samples, sample_text
-from asyncrl.observe.samples import MAX_PARTS, SampleWriter, ShownRollout, choose, read_samples, shown
-from asyncrl.observe.trackers.clients import TensorBoard
-from asyncrl.observe.trackers.tracker import TrackedRun
+from asyncrl.observe.samples import (
+    MAX_PARTS,
+    SampleOf,
+    SampleWriter,
+    ShownRollout,
+    choose,
+    harmless,
+    headline,
+    read_samples,
+    render_samples,
+    sample_text,
+    shown,
+)
+from asyncrl.observe.tracker_clients import TensorBoard
+from asyncrl.observe.trackers import TrackedRun
 from asyncrl.rollouts.rollout import FailedRollout, Seen
 
 HOSTILE = (
@@ -73,7 +84,7 @@ def turns(*lengths: int, versions: Callable[[int], int] = lambda place: 8, **mor
 
 def show(rollout: Rollout, kind: Any = "random", step: int = 10, **more: Any) -> ShownRollout:
     prompt = more.pop("prompt", Prompt("0/4", ()))
-    return shown(kind, step, (GroupId(5), 0), prompt, rollout, Letters(), min_version=7, **more)
+    return shown(SampleOf(kind, step, GroupId(5), 0, prompt), rollout, Letters(), min_version=7, **more)
 
 
 def test_every_turn_of_every_branch_is_shown() -> None:
@@ -115,7 +126,7 @@ def steps_in(folder: Path) -> list[tuple[int, str]]:
 
 
 def writer_of(folder: Path, **more: Any) -> SampleWriter:
-    return SampleWriter(folder, **{"seed": 1, "per_step": 3, "failed_per_step": 2, **more})
+    return SampleWriter(folder, **{"seed": 1, "per_step": 2, **more})
 
 
 def fail(writer: SampleWriter, group_id: int, rollout: Callable[[], Rollout] = tuple) -> None:
@@ -128,7 +139,7 @@ def nothing() -> Rollout:
     raise RolloutFailure("nothing was sampled")
 
 
-def test_failed_rollouts_are_shown_and_a_resume_drops_what_is_trained_again(tmp_path: Path) -> None:
+def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     writer = writer_of(tmp_path)
     fail(writer, 1, lambda: (turns(2, 3),))
     fail(writer, 2, nothing)
@@ -142,7 +153,7 @@ def test_failed_rollouts_are_shown_and_a_resume_drops_what_is_trained_again(tmp_
     assert (best["reward"], best["logprob_gap"], best["sample_index"]) == (3.0, 0.25, 3)
     text = sample_text(second)
     assert all(words in text for words in ("failed rollout of step 1", "no reward", "user | why", "| so"))
-    kinds = ["failed", "failed", "best", "worst", "random"]
+    kinds = ["failed", "failed", "best", "worst"]
     assert steps_in(tmp_path) == [*((1, kind) for kind in kinds), (2, "failed")]
     with (tmp_path / "samples.jsonl").open("a") as half:
         half.write('{"step": 4, "kind"')
@@ -150,7 +161,7 @@ def test_failed_rollouts_are_shown_and_a_resume_drops_what_is_trained_again(tmp_
     assert steps_in(tmp_path) == [(1, kind) for kind in kinds]
 
 
-def test_a_file_that_grows_too_large_keeps_its_newest_steps(
+def test_a_long_run_keeps_its_first_and_newest_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = writer_of(tmp_path, per_step=1)
@@ -158,14 +169,22 @@ def test_a_file_that_grows_too_large_keeps_its_newest_steps(
         writer.step(make_batch([[1.0]], step), {}, Letters())
         if step == 0:
             size = writer.path.stat().st_size
-            monkeypatch.setattr(samples_module, "MAX_BYTES", 40 * size)
+            monkeypatch.setattr(samples_module, "MAX_BYTES", 20 * size - 1)
     steps = [step for step, _ in steps_in(tmp_path)]
-    assert (steps[0], steps[-6:], steps == sorted(set(steps))) == (1, [*range(195, 201)], True)
-    assert len(steps) <= 40
+    assert steps == [*range(1, 21), *steps[20:]], "the first file stays"
+    assert steps[20:] == [*range(201 - len(steps[20:]), 201)]
+    assert 20 <= len(steps[20:]) <= 40
+    files = [*tmp_path.glob("samples*.jsonl")]
+    assert max(path.stat().st_size for path in files) <= 21 * size
+    writer.goes_on_at(195)
+    assert [step for step, _ in steps_in(tmp_path)] == [step for step in steps if step < 195]
+    writer.goes_on_at(10)
+    assert [step for step, _ in steps_in(tmp_path)] == [*range(1, 10)]
+    append_lines(writer.path, [a_sample(step) for step in range(10, 201)])
     assert [sample["step"] for sample in read_samples(tmp_path, [], newest=3)] == [198, 199, 200]
 
 
-def test_wrong_lines_are_left_out_and_told(tmp_path: Path) -> None:
+def test_invalid_samples_are_skipped_and_reported(tmp_path: Path) -> None:
     assert read_samples(tmp_path, []) == []
     (tmp_path / "samples.jsonl").write_text('{"step": 1}\nno\n' + json.dumps(a_sample(1)) + '\n{"step"')
     problems: list[str] = []
@@ -174,7 +193,7 @@ def test_wrong_lines_are_left_out_and_told(tmp_path: Path) -> None:
 
 
 def test_without_samples_no_file_is_made(tmp_path: Path) -> None:
-    writer = writer_of(tmp_path, per_step=0, failed_per_step=0)
+    writer = writer_of(tmp_path, per_step=0)
     writer.goes_on_at(1)
     assert writer.step(make_batch([[1.0]], 0), {}, Letters()) == []
     fail(writer, 1)
@@ -182,7 +201,7 @@ def test_without_samples_no_file_is_made(tmp_path: Path) -> None:
 
 
 @given(text=st.text())
-def test_a_harmless_text_has_no_control_character_but_the_line_end(text: str) -> None:
+def test_harmless_text_has_no_control_characters(text: str) -> None:
     found = harmless(text + HOSTILE)
     assert all(one == "\n" or (one.isprintable() or one.isspace()) for one in found)
     assert not set(found) & set("\x1b\x07\r\u202e\x9b\u2028\x85")
@@ -194,7 +213,7 @@ class Terminal(io.TextIOWrapper):
 
 
 @pytest.mark.parametrize("kind", ["plain", "live"])
-def test_the_console_shows_a_sample_now_and_then_and_hostile_text_as_it_is(
+def test_the_console_shows_samples_with_hostile_text_escaped(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = Terminal(io.BytesIO(), encoding="ascii") if kind == "live" else io.StringIO()
@@ -224,7 +243,7 @@ def test_the_console_shows_a_sample_now_and_then_and_hostile_text_as_it_is(
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, []), (7, [7, 14])])
-def test_the_console_shows_none_or_one_every_so_many_steps(every: int | None, steps: list[int]) -> None:
+def test_the_console_shows_a_sample_every_few_steps(every: int | None, steps: list[int]) -> None:
     out = io.StringIO()
     console = Console("plain", run_name="t", num_steps=20, max_staleness=4, samples_every=every, file=out)
     for step in range(1, 21):
@@ -235,7 +254,7 @@ def test_the_console_shows_none_or_one_every_so_many_steps(every: int | None, st
     assert [step for step in range(1, 22) if f" of step {step}:" in said] == steps
 
 
-def test_samples_are_listed_as_text_the_newest_or_those_that_are_asked_for(tmp_path: Path) -> None:
+def test_inspect_lists_the_newest_or_selected_samples(tmp_path: Path) -> None:
     append_lines(
         tmp_path / "samples.jsonl",
         [a_sample(step, kind, group_id=step) for step in range(8) for kind in ("best", "worst")],
@@ -251,13 +270,13 @@ def test_samples_are_listed_as_text_the_newest_or_those_that_are_asked_for(tmp_p
     assert listed(step=1) == listed(group=1) == both
     found = json.loads(render_samples(tmp_path, ["damaged"], as_json=True, step=1, kinds=["best"]))
     assert ([sample["kind"] for sample in found["samples"]], found["problems"]) == (["best"], ["damaged"])
-    assert render_samples(tmp_path, [], as_json=False, kinds=["failed"]).endswith("no failed sample so far")
+    assert render_samples(tmp_path, [], as_json=False, kinds=["failed"]).endswith("no failed sample yet")
     with pytest.raises(ConfigError, match="has no failed sample of step 3"):
         render_samples(tmp_path, [], as_json=False, step=3, kinds=["failed"])
 
 
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer")
-def test_tensorboard_has_the_text_of_samples_of_ever_fewer_steps_and_shows_markup_as_text(
+def test_tensorboard_shows_samples_as_verbatim_text(
     tmp_path: Path,
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -279,7 +298,7 @@ def test_tensorboard_has_the_text_of_samples_of_ever_fewer_steps_and_shows_marku
     assert not any(tag in html for tag in ("<script", "<h1", "\x1b"))
 
 
-def test_a_headline_is_one_line_whatever_names_are_in_it() -> None:
+def test_a_headline_is_one_line() -> None:
     sample = a_sample(1) | {"metrics": {"a\nb\x1b": 1.0}, "prompt_id": "x\ny"}
     assert "\n" not in headline(sample)  # type: ignore[arg-type]
     assert "\x1b" not in headline(sample)  # type: ignore[arg-type]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from job_runs import environment, write_config
@@ -18,7 +16,6 @@ from job_runs import environment, write_config
 import asyncrl
 from asyncrl.base.errors import ConfigError
 from asyncrl.job.lifecycle import Interrupts
-from asyncrl.observe.run_record import table_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -156,38 +153,3 @@ def test_a_callback_that_could_not_be_called_is_refused_before_anything_is_start
     with pytest.raises(ConfigError, match=says):
         asyncrl.run(ROOT / "configs/quickstart.yaml", run_dir=tmp_path / "run", **{name: function})
     assert not (tmp_path / "run").exists()
-
-
-def test_a_table_has_columns_of_one_length_with_nan_where_a_line_has_no_number() -> None:
-    table = table_of([{"a": 1}, {"b": 2}, {"a": 3, "b": 4}])
-    assert str(table) == str({"a": [1, math.nan, 3], "b": [math.nan, 2, 4]})
-    assert table_of([]) == {}
-
-
-def test_a_folder_that_is_no_run_is_refused_as_the_commands_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run directory"):
-        asyncrl.read_run(tmp_path)
-
-
-def test_the_package_knows_its_names_and_no_others() -> None:
-    assert {"run", "read_run", "load_config"} <= set(dir(asyncrl))
-    assert asyncrl.RunConfig.__name__ == "RunConfig"
-    with pytest.raises(AttributeError, match="no attribute 'runs'"):
-        asyncrl.runs  # type: ignore[attr-defined]  # noqa: B018
-
-
-CONFIGS = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").rglob("*.yaml"))]
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_an_editor_finds_the_schema_of_a_shipped_config_and_accepts_it(path: Path) -> None:
-    first, *_ = path.read_text(encoding="utf-8").splitlines()
-    named = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
-    if named is None:  # a file of another program: a cluster's, say
-        assert "launch" in path.parts
-        return
-    schema = json.loads((path.parent / named[1]).read_text(encoding="utf-8"))
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    jsonschema.validate(values, schema)
-    with pytest.raises(jsonschema.ValidationError, match="max_stalenes"):
-        jsonschema.validate({**values, "buffer": {"max_stalenes": 1}}, schema)

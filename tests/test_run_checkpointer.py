@@ -14,8 +14,6 @@ from unittest.mock import Mock
 
 import pytest
 from fakes import MemoryJournal
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_run_restore import Life, lives, save_checkpoint
 
 from asyncrl.base.errors import CheckpointError, TrainerLost
@@ -145,43 +143,6 @@ def test_one_that_cannot_be_made_is_told_and_costs_no_more(tmp_path: Path, place
         assert house.whole == [2, 8], "and the next one is made"
 
     live(story, tmp_path)
-
-
-@pytest.mark.parametrize("is_written", [True, False])
-def test_a_version_that_has_its_checkpoint_gets_no_second_at_the_end(
-    tmp_path: Path, is_written: bool
-) -> None:
-    async def story(house: House) -> None:
-        if not is_written:
-            house.trainer.go.clear()
-        await house.step(is_written=False)
-        await house.step(is_written=is_written)
-        last = asyncio.ensure_future(house.checkpointer.make_last(2))
-        await asyncio.sleep(0)
-        house.trainer.go.set()
-        await last
-        assert (house.whole, house.trainer.num_begun, house.checkpointer.num_made) == ([2], 1, 1)
-
-    live(story, tmp_path)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(1, 3), st.lists(st.sampled_from(["", "begin", "wait"]), min_size=1, max_size=8))
-def test_no_batch_is_forgotten_that_a_checkpoint_on_disk_would_need(
-    tmp_path_factory: pytest.TempPathFactory, keep_last: int, fails: list[str]
-) -> None:
-    async def story(house: House) -> None:
-        for number, name in enumerate(fails, start=1):
-            house.trainer.fails = {name: NO_SPACE} if name else {}
-            await house.step()
-            bound = max((event[1] for event in house.journal.named("compact")), default=0)
-            made = [version for version in range(1, number + 1) if not fails[version - 1]]
-            assert house.whole == made[-keep_last:]
-            assert bound <= min(house.whole, default=0)
-            assert bound == 0 or len(house.whole) == keep_last
-        assert len(house.told) == sum(map(bool, fails))
-
-    live(story, tmp_path_factory.mktemp("run"), every=1, keep_last=keep_last)
 
 
 # ---- a trainer that is started again while a checkpoint is being finished

@@ -15,7 +15,7 @@ from fake_server import FakeProcess, FakeTrainerServer
 from journal_cases import asked, make_group, make_partial, make_rollout, open_journal, same_group
 from test_trainer_supervision import batch_at, weights_of
 
-from asyncrl.base.errors import CheckpointError, JournalError, TaskError, TrainerError
+from asyncrl.base.errors import JournalError, TaskError, TrainerError
 from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.job.checkpointer import recover_trainer
 from asyncrl.job.resume import ResumePoint, restore
@@ -291,18 +291,6 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
 
     lives(tmp_path / "lost.sqlite", first)
     lives(tmp_path / "new.sqlite", killed_before_a_group, second, third)
-
-
-@pytest.mark.parametrize("out", [None, {"0/5": 0}])  # not there; never drawn
-def test_checkpoint_without_its_place_is_refused(tmp_path: Path, out: Any) -> None:
-    whole = Whole(3, tmp_path / "step_3", {"feed": make_feed().state(), "out": out, "next_group_id": 0})
-
-    async def resumed(life: Life) -> None:
-        with pytest.raises(CheckpointError, match="no valid controller state") as caught:
-            await life.restore(whole)
-        assert "journal.sqlite" in caught.value.way_out
-
-    lives(tmp_path / "journal.sqlite", resumed)
 
 
 def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:

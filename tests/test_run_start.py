@@ -19,7 +19,6 @@ from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
-from asyncrl.job import fleet, servers
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.job.fleet import Fleet
@@ -29,11 +28,11 @@ from asyncrl.launch.devices import place
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine
-from asyncrl.launch.nodes import Node, NodeRequirements
+from asyncrl.launch.nodes import Node, NodeRequirements, single_node
 from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import PushLoop
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -46,14 +45,10 @@ def load(*overrides: str) -> RunConfig:
     return load_config(QUICKSTART, ("weight_sync.transport=shm", *sizes, *overrides))
 
 
-def maker(folder: Path, *overrides: str, num_cuda: int = 0) -> Servers:
+def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> Servers:
     config = load(*overrides)
-    return Servers(config, place(config, num_cuda), folder / "model", folder, LocalLauncher())
-
-
-def have_cuda(monkeypatch: pytest.MonkeyPatch, *devices: CudaDevice) -> None:
-    for module in (servers, launchers):
-        monkeypatch.setattr(module, "find_cuda_devices", lambda: devices)
+    placement = place(config, single_node(Machine(cuda, 8, 2**34, has_bfloat16=False)))
+    return Servers(config, placement, folder / "model", folder, LocalLauncher())
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
@@ -93,9 +88,9 @@ def test_process_sees_only_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
 ) -> None:
     devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
-    have_cuda(monkeypatch, *devices)
+    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: devices)
     anywhere = ["placement.trainer=auto", "placement.rollout=auto", "trainer.world_size=2"]
-    launch = maker(tmp_path, *anywhere, num_cuda=num_cuda)
+    launch = maker(tmp_path, *anywhere, cuda=devices)
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
     for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert isinstance(server.child, ChildProcess)
@@ -108,12 +103,13 @@ def test_process_sees_only_its_devices(
 def test_processes_share_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, staleness: int
 ) -> None:
-    have_cuda(monkeypatch, CudaDevice("0", None, 80 * 2**30))
+    cuda = (CudaDevice("0", None, 80 * 2**30),)
+    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: cuda)
     python = make_python(tmp_path / "python")
     settings = ["placement.trainer=0", "placement.rollout=0", "placement.share=0.4", "rollout.num_engines=2"]
     settings += [f"rollout.engine={kind}", f"buffer.max_staleness={staleness}"]
     settings += [f"rollout.vllm_python={python}"] if kind == "vllm" else []
-    launch, own = maker(tmp_path, *settings, num_cuda=1), 0.5 / 80
+    launch, own = maker(tmp_path, *settings, cuda=cuda), 0.5 / 80
     (trainer,), engines = launch.trainers(tmp_path / "staging"), launch.engines()
     specs = [json.loads(server.child.spec.spec) for server in (trainer, *engines)]  # type: ignore[union-attr]
     assert specs[0]["share"] == pytest.approx(0.6 - own)
@@ -166,9 +162,8 @@ def test_nodes_hold_parts_and_ranks_know_their_store(
     assert holding.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
     assert holding.needs == dict.fromkeys((0, 1), NodeRequirements(read))
-    store = asyncio.run(made.rank_store())
-    assert store == "10.0.0.0:4000"
-    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", store)]
+    assert made.rank_store == "10.0.0.0:4000"
+    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging")]
     specs = [json.loads(rank.spec.spec) for rank in ranks]
     assert [rank.node for rank in ranks] == [0, 0, 1, 1]
     assert [spec["local_rank"] for spec in specs] == [0, 1, 0, 1]
@@ -259,24 +254,25 @@ async def test_killed_start_is_repeated(
     codes: list[int | None],
     max_restarts: int,
     num_warned: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: Any = Mortal(*codes)
     other: Any = Mortal(*[None] * len(codes))
-    warned, forgotten = list[str](), list[Any]()
-    monkeypatch.setattr(fleet, "forget_rendezvous", lambda *_: forgotten.append(_))
+    warned, forgotten = list[str](), list[None]()
     log = SimpleNamespace(warn=warned.append, activity=lambda _: None)
-    parts: Any = {
-        **dict.fromkeys(Fleet.__dataclass_fields__),
+    fleet = Fleet.__new__(Fleet)
+    fleet.__dict__ |= {
         "life": SimpleNamespace(log=log, closes=lambda *_: None),
-        "placement": SimpleNamespace(moves=False, share=None),
+        "placement": SimpleNamespace(moves=False, memory_fraction=None),
         "supervision": SimpleNamespace(config=SupervisionConfig(max_restarts=max_restarts)),
-        "ranks": (killed,),
-        "engine_servers": (other,),
-        "clients": (),
+        "ranks": [killed],
+        "engine_servers": [other],
+        "clients": [],
+        "eval_client": None,
+        "eval_server": None,
+        "teacher_server": None,
+        "_forget_rendezvous": lambda: forgotten.append(None),
     }
-    starting = Fleet(**parts).start(1, AsyncMock()(), is_new=True)
+    starting = fleet.start(1, AsyncMock()(), is_new=True)
     if codes[-1] is None:
         await starting
     else:
@@ -308,7 +304,7 @@ async def test_unknown_weights_are_replaced_before_sampling(
 ) -> None:
     fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
     targets = [EngineServer(fake)]
-    publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
+    publisher = PushLoop(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
     async with asyncio.TaskGroup() as tasks:
         values: Any = {"spawn": tasks.create_task, "are_ours": are_ours}
         await Disaggregated(publisher, num_steps=3, **values).start(0)

@@ -40,7 +40,7 @@ UNHURRIED = {"python": "rewards_for_test:Unhurried", "size": 500}
 OVER_THREE = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 3, gpus: 0}}"
 TAUGHT_ELSEWHERE = """
 from asyncrl.launch import devices
-devices._beside_node = lambda config, hosts, *_: len(hosts.names) - 1 if config.teacher else 0
+devices._device_of = lambda _, __, placement, **___: devices.NodeDevice(len(placement.nodes) - 1, "cpu")
 from asyncrl.cli import main
 main()
 """

@@ -18,7 +18,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.messages.engine_api import CommitResponse
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import PushLoop
 from asyncrl.testing.virtual_time import run_virtual
 
 EXPORT_S, PREPARE_S = 1.0, 2.0
@@ -49,7 +49,7 @@ class House:
         self.lost: list[str] = []
         on_lost = self.on_lost if is_supervised else None
         knobs = {"timeout_s": 60, "on_served": self._on_served, "on_lost": on_lost} | knobs
-        self.publisher = Publisher(self.trainer, self.targets, **knobs)
+        self.publisher = PushLoop(self.trainer, self.targets, **knobs)
         self.running = tasks.create_task(self.publisher.run(), name="publisher")
 
     def on_lost(self, lost: EngineLost) -> None:

@@ -3,11 +3,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 
 import pytest
 
-from asyncrl.testing.virtual_time import BusyLoopError, DeadlockError, all_blocked, run_virtual
+from asyncrl.testing.virtual_time import BusyLoopError, DeadlockError, run_virtual
 
 
 @pytest.mark.parametrize("start_s", [10.0, 1e12], ids=["", "one float step is above a nanosecond"])
@@ -37,31 +36,6 @@ def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
     said = r"nothing can happen at t=42\.0 s:(.|\n)*task producer-1, producer-10, producer-2: Event.wait "
     with pytest.raises(DeadlockError, match=said):
         run_virtual(story())
-
-
-def test_all_blocked_returns_when_nobody_else_can_move_and_no_time_has_passed() -> None:
-    async def story() -> None:
-        steps: list[int] = []
-        opened = asyncio.Event()
-
-        async def walk() -> None:
-            for step in range(50):
-                steps.append(step)
-                await asyncio.sleep(0)
-            await opened.wait()
-            steps.append(50)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(walk())
-            tasks.create_task(asyncio.sleep(9))
-            await all_blocked()
-            assert (steps, asyncio.get_running_loop().time()) == (list(range(50)), 0.0)
-            opened.set()
-            await all_blocked()
-            assert steps[-1] == 50
-        assert asyncio.get_running_loop().time() == 9.0
-
-    run_virtual(story())
 
 
 def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
@@ -112,10 +86,3 @@ def test_an_error_in_a_callback_is_raised_and_not_only_logged() -> None:
 
     with pytest.raises(KeyError, match="missing"):
         run_virtual(story())
-
-
-def test_threads_and_other_loops_are_refused_with_the_reason() -> None:
-    with pytest.raises(RuntimeError, match="in a thread"):
-        run_virtual(asyncio.to_thread(time.monotonic))
-    with pytest.raises(RuntimeError, match="run_virtual"):
-        asyncio.run(all_blocked())

@@ -27,16 +27,22 @@ from asyncrl.config.operation import TRACKERS
 from asyncrl.job.lifecycle import Lifecycle, RunLog
 from asyncrl.job.loop import run_job
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.observe.trackers import background
-from asyncrl.observe.trackers.background import MAX_WAITING, Background
-from asyncrl.observe.trackers.tracker import TrackedRun, sample_table
-from asyncrl.observe.trackers.tracker_names import check_trackers, make_tracker, make_trackers
+from asyncrl.observe import trackers as trackers_module
+from asyncrl.observe.tracker_clients import sample_table
+from asyncrl.observe.trackers import (
+    MAX_WAITING,
+    Background,
+    TrackedRun,
+    check_trackers,
+    make_tracker,
+    make_trackers,
+)
 
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names that were left behind, not those of other tests."""
-    monkeypatch.setattr(background, "LEFT", names := list[str]())
+    monkeypatch.setattr(trackers_module, "LEFT", names := list[str]())
     return names
 
 
@@ -51,7 +57,7 @@ def ended(trackers: Background) -> None:
     trackers.tell("close", "done")
     assert trackers._thread is not None
     trackers._thread.join()
-    trackers._say_news()
+    trackers._show_warnings()
 
 
 def calls(path: Path) -> list[list[Any]]:
@@ -75,8 +81,8 @@ def test_a_tracker_gets_everything_in_order_and_once_over_resumes(tmp_path: Path
         for kind, *more in (("step", True), ("samples",), ("evaluation",))
     ]
     assert calls(log) == [
-        *(["start", "a run", ""], *both[:6], ["weights", 0], *end),
-        *(["start", "a run", "there"], *both[6:], ["weights", 1], *end),
+        *(["start", "a run"], *both[:6], ["weights", 0], *end),
+        *(["start", "a run"], *both[6:], ["weights", 1], *end),
     ]
     assert said == []
 
@@ -124,7 +130,7 @@ def test_a_tracker_that_hangs_holds_up_no_call(
     assert len(said) == 1
     told: list[str] = []
     asyncio.run(trackers.wait_closed(1.5, told.append))
-    assert told == ["waiting 1.5 s at most for slow (Ctrl-C: stop waiting)"]
+    assert told == ["waiting up to 1.5 s for slow (Ctrl-C: stop waiting)"]
     assert len(said) == 3
     assert left == ["slow"]
     let_go.set()
@@ -138,8 +144,7 @@ import asyncio, sys
 from pathlib import Path
 from trackers_for_test import Hanging
 from asyncrl.cli import _exit
-from asyncrl.observe.trackers.background import Background
-from asyncrl.observe.trackers.tracker import TrackedRun
+from asyncrl.observe.trackers import Background, TrackedRun
 log = Path(sys.argv[1]) / "log"
 trackers = Background({"slow": lambda: Hanging(log)}, print)
 trackers.start(TrackedRun(log.parent, "a run", "0123", {}))
@@ -153,7 +158,7 @@ _exit(int(sys.argv[2]))
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_process_ends_although_a_client_waits_at_its_exit(code: int, tmp_path: Path) -> None:
+def test_the_process_ends_while_a_client_hangs(code: int, tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", LEAVES, str(tmp_path), str(code)]
@@ -162,7 +167,7 @@ def test_the_process_ends_although_a_client_waits_at_its_exit(code: int, tmp_pat
     assert "slow" in process.stdout
 
 
-def test_trackers_that_never_started_are_not_waited_for() -> None:
+def test_trackers_that_never_started_are_not_awaited() -> None:
     asyncio.run(Background({"mine": partial(Noting, "log")}, print).wait_closed(30.0, print))
 
 
@@ -206,7 +211,7 @@ SAMPLE: Any = {
 }
 
 
-def test_a_row_of_a_sample_has_its_prompt_and_what_was_sampled() -> None:
+def test_a_sample_row_has_prompt_and_completion() -> None:
     table = sample_table([SAMPLE])
     found = dict(zip(table["columns"], *table["data"], strict=True))
     assert found["prompt"] == "system: Add.\nuser: <script>"
@@ -225,7 +230,7 @@ OWN = "trackers_for_test:Noting"
         ({"status_port": 70000}, "status_port"),
     ],
 )
-def test_what_is_not_known_of_trackers_is_refused_by_the_config(given: dict[str, Any], says: str) -> None:
+def test_the_config_refuses_unknown_trackers(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match="(?s)" + says):
         ObserveConfig.model_validate(given)
 
@@ -241,22 +246,20 @@ def test_what_is_not_known_of_trackers_is_refused_by_the_config(given: dict[str,
         ("no_such_module:Mine", {}, "there is no module no_such_module"),
     ],
 )
-def test_a_tracker_of_the_users_is_loaded_and_looked_at_before_a_run(
-    name: str, args: dict[str, Any], says: str
-) -> None:
+def test_a_users_tracker_is_checked_before_a_run(name: str, args: dict[str, Any], says: str) -> None:
     observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
     with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
         check_trackers(observe)
 
 
-def test_a_run_whose_tracker_cannot_be_had_starts_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_run_without_its_tracker_writes_nothing(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, observe={"trackers": ["trackers_for_test:Lacking"]}))
     with pytest.raises(ConfigError, match="has no start"):
         run_job(config, tmp_path / "run", name="test")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tracker_of_the_users_gets_its_arguments(tmp_path: Path) -> None:
+def test_a_users_tracker_gets_its_arguments(tmp_path: Path) -> None:
     observe = ObserveConfig.model_validate(
         {"trackers": [OWN], "tracker_args": {OWN: {"path": str(tmp_path / "log")}}}
     )
@@ -264,12 +267,10 @@ def test_a_tracker_of_the_users_gets_its_arguments(tmp_path: Path) -> None:
     trackers = make_trackers(observe, print)
     trackers.start(TrackedRun(tmp_path, "a run", "0123", {}))
     ended(trackers)
-    assert calls(tmp_path / "log") == [["start", "a run", ""], ["close", "done"]]
+    assert calls(tmp_path / "log") == [["start", "a run"], ["close", "done"]]
 
 
-def test_the_settings_and_the_tracker_of_the_page_are_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
     blocks = re.findall(r"```(yaml|python)\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_tracker.py").write_text("".join(text for kind, text in blocks if kind == "python"))
@@ -282,7 +283,7 @@ def test_the_settings_and_the_tracker_of_the_page_are_taken(
         ["tensorboard", "my_tracker:Printer"],
     ]
     with monkeypatch.context() as patch:  # wandb comes with an extra
-        patch.setattr("asyncrl.observe.trackers.tracker_names.find_spec", lambda package: object())
+        patch.setattr("asyncrl.observe.trackers.find_spec", lambda package: object())
         for observe in shown:
             check_trackers(observe)
     said: list[str] = []
@@ -294,13 +295,11 @@ def test_the_settings_and_the_tracker_of_the_page_are_taken(
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_client_that_is_not_installed_is_an_error_that_names_its_extra(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_client_is_an_error_naming_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_tracker(name, {})
-    monkeypatch.setattr("asyncrl.observe.trackers.tracker_names.find_spec", lambda package: object())
+    monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: object())
     check_trackers(ObserveConfig(trackers=[name]))
-    monkeypatch.setattr("asyncrl.observe.trackers.tracker_names.find_spec", lambda package: None)
+    monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: None)
     if name == "tensorboard":  # of the extra train: asyncrl.cli names it, and check goes on without
         with pytest.raises(ModuleNotFoundError) as absent:
             check_trackers(ObserveConfig(trackers=[name]))

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from asyncrl.job.servers import Servers
 from asyncrl.launch import server as startup
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.launch.nodes import single_node
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
@@ -308,10 +310,12 @@ def test_failed_rank_ends_the_start_of_the_others(tiny_model_dir: Path, tmp_path
     (tmp_path / "empty").mkdir()
 
     async def story() -> None:
-        placement = place(config, 0)
+        placement = place(config, single_node())
         servers = Servers(config, placement, tiny_model_dir, tmp_path, LocalLauncher())
         trainers = servers.trainers(tmp_path / "staging")
-        trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
+        failing: Any = trainers[1].child
+        spec = failing.spec.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
+        failing.spec = replace(failing.spec, spec=spec)
         try:
             with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
                 await startup.start_all(trainers)

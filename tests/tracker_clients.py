@@ -21,8 +21,7 @@ from test_trackers import SAMPLE
 
 from asyncrl import cli
 from asyncrl.config import ObserveConfig
-from asyncrl.observe.trackers.tracker import TrackedRun
-from asyncrl.observe.trackers.tracker_names import make_trackers
+from asyncrl.observe.trackers import TrackedRun, make_trackers
 
 RUN_ID, NUM_STEPS = "0123456789abcdef", 4
 CONFIG = {"seed": 1, "buffer": {"max_staleness": 2}, "task": {"args": {"%": [1]}}}
@@ -36,8 +35,7 @@ def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
     limit_s = args.pop("limit_s", 120.0)
     observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
     tracker = make_trackers(observe, print)
-    name = "a run" if first == 0 else "moved"
-    tracker.start(TrackedRun(run_dir, name, RUN_ID, CONFIG))
+    tracker.start(TrackedRun(run_dir, "a run", RUN_ID, CONFIG))
     for step in range(first, first + NUM_STEPS):
         tracker.tell("step", step, {"reward/mean": step / 2, ODD: 1.0, "policy_version": step + 1})
     tracker.tell("samples", first + 1, [SAMPLE])

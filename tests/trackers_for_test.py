@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observe.trackers.tracker import TrackedRun
+from asyncrl.observe.trackers import TrackedRun
 
 
 class Noting:
@@ -24,7 +24,7 @@ class Noting:
             file.write(json.dumps(call, default=str) + "\n")
 
     def start(self, run: TrackedRun) -> str | None:
-        self.note("start", run.name, run.kept_id)
+        self.note("start", run.name)
         return self.shown_at
 
     def step(self, step: int, metrics: Any) -> None:

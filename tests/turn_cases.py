@@ -5,7 +5,7 @@ counted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,8 +26,13 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
-from asyncrl.messages.trainer_api import ExportChunkRequest, ExportChunkResponse, OffloadRequest
-from asyncrl.sync.publisher import Publisher
+from asyncrl.messages.trainer_api import (
+    ExportChunkRequest,
+    ExportChunkResponse,
+    ExportResponse,
+    OffloadRequest,
+)
+from asyncrl.sync.publisher import ColocatedPush, Publisher, PushLoop, at_once
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -114,6 +119,7 @@ class EngineRooms:
         trainer: Any,
         config: SupervisionConfig,
         make_turns: Callable[[], Any],
+        publisher: type[Publisher] = PushLoop,
         **publishing: Any,
     ) -> None:
         self.tasks, self.fakes, self.trainer = tasks, fakes, trainer
@@ -129,7 +135,7 @@ class EngineRooms:
             "on_served": self.on_served,
             "on_lost": self.on_lost,
         } | publishing
-        self.publisher = Publisher(trainer, self.targets, **publishing)
+        self.publisher: Any = publisher(trainer, self.targets, **publishing)
         self.turns, supervision = make_turns(), Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
         self.supervisors = {
             process.name: self.supervisor(process, target, supervision)
@@ -183,6 +189,7 @@ class House(EngineRooms):
         stays: bool = False,
         num_steps: int = 1000,
         at_start: Callable[[House], None] = lambda _: None,
+        wait_released: Callable[[], Awaitable[None]] = at_once,
         **publishing: Any,
     ) -> None:
         """`at_start` is called before the first turn."""
@@ -211,11 +218,16 @@ class House(EngineRooms):
                 on_event=self.tell,
                 on_lost=self.on_lost,
                 stays=stays,
+                wait_released=wait_released,
             ),
-            **{"on_published": lambda one: self.published.append((one.version, one.digest))} | publishing,
+            ColocatedPush,
+            **{"on_published": self._published} | publishing,
         )
         self.running.insert(0, tasks.create_task(trainer.run(), name="watch trainer"))
         self.running.append(tasks.create_task(self._watch(), name="watch memory"))
+
+    async def _published(self, manifest: ExportResponse) -> None:
+        self.published.append((manifest.version, manifest.digest))
 
     async def begin(self) -> None:
         """As a run starts: the engines are asleep until their first turn, unless they stay."""

@@ -41,8 +41,9 @@ Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA if available, else CPU."""
 
 DType = Literal["auto", "float32", "bfloat16"]
-"""placement/fit.py resolves auto in a run. A process started by hand takes bfloat16 on CUDA and float32 on a
-CPU."""
+"""launch/capacity.py resolves auto in a run. A process started by hand takes bfloat16 on CUDA and float32 on
+a CPU.
+"""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 """A TCP port."""

@@ -180,6 +180,6 @@ class GatewayConfig(FrozenConfig):
     read_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds in which a client must have sent its whole request."""
     max_connections: int = Field(default=8192, ge=1)
-    """Connections open at once. One more takes the place of the one idle longest, or gets 503."""
+    """Connections open at once. One more gets 503."""
     lease_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a sign of life until a worker is taken for gone and its rollouts fail."""

@@ -204,12 +204,6 @@ def all_keys() -> list[str]:
     return [name for name, _ in _fields(RunConfig)]
 
 
-def find_key(name: str) -> str | None:
-    """Return the top-level key of this name, or the only key of this name in any section."""
-    same = [key for key in all_keys() if key.rpartition(".")[2] == name]
-    return name if name in same else same[0] if len(same) == 1 else None
-
-
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, info in model.model_fields.items():
         yield prefix + name, info

@@ -152,8 +152,8 @@ class ObserveConfig(FrozenConfig):
     """Output of the run: files, trackers, console, status port."""
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a table that updates; plain: a line every few seconds; auto = live on a terminal and in a
-    notebook, else plain. Lines that a full pipe does not take are omitted; the run continues.
+    """live: a table that updates; plain: a line every few seconds; auto = live on a terminal, else
+    plain. Lines that a full pipe does not take are omitted; the run continues.
     """
     trackers: list[str] = ["tensorboard"]
     """Trackers: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio (each with the extra of its name),
@@ -168,7 +168,7 @@ class ObserveConfig(FrozenConfig):
     """Address that it listens on (0.0.0.0 = all of this machine, without TLS)."""
     samples_per_step: int = Field(default=3, ge=0, le=100)
     """Rollouts of a batch that are written as text into samples.jsonl: the best, the worst, the others by
-    chance (0 = none). Of a file that grows past 64 MB older steps are thinned out."""
+    chance (0 = none). Of a long run the first 20 MB and the newest 20 to 40 MB are kept."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Readers of the run directory, which contains the config, the logs and every conversation."""
     heartbeat_s: float = Field(default=60.0, gt=0)

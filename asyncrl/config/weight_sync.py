@@ -88,8 +88,8 @@ class WeightSyncConfig(FrozenConfig):
 
     @property
     def settled(self) -> TransportName:
-        """The transport, once asyncrl/launch/fit.py has settled what auto is."""
-        assert self.transport != "auto", "settle() comes before anything that moves weights"
+        """The transport, after launch/capacity.py has resolved auto."""
+        assert self.transport != "auto", "resolve_auto() comes before anything that moves weights"
         return self.transport
 
     @property

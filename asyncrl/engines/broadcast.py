@@ -65,16 +65,14 @@ class Broadcast:
 
 
 class BroadcastGroup:
-    """Meeting point of engines for the weights of a version.
+    """Collects the engines of a broadcast, and has the trainer send once all of them wait.
 
-    Life: of a version: engines are expected as they prepare -> each waits in receive(), or leaves -> when all
-        expected engines wait, the trainer sends -> all have the version, or the round failed. The group is
-        reused as long as the same processes take part and none failed.
+    Life: per version: engines are expected as they prepare -> each waits in receive(), or leaves -> the
+        trainer sends -> all have the version, or it failed. The group of processes is reused while the same
+        ones take part and none failed.
     Waits: receive sleeps until there is a trainer, then until all members wait, then until its workers have
-        the weights. A lost engine leaves, which wakes the others. The caller sets the limit
-        (weight_sync.timeout_s).
-    Invariant: a round begins with all expected engines and none joins later, so trainer and workers make the
-        same calls. An engine that fails in a round raises: it never keeps part of a version unnoticed.
+        the weights. The caller sets the limit (weight_sync.timeout_s).
+    Invariant: none joins later, so trainer and workers make the same calls. An engine that fails raises.
     """
 
     def __init__(

@@ -41,19 +41,18 @@ class EngineClient(Protocol):
     """Client of an engine server: EngineServer (ours) or VllmServer.
 
     Calls raise EngineError, EngineLost if the process is gone or was given up, and RequestRefused for a
-    request that the server cannot serve. `num_commits` counts the starts and ends of swaps and sleeps, so
-    that a caller can explain an interruption. `policy_version` is the last confirmed version.
+    request that the server cannot serve. `num_commits` counts the starts and ends of swaps and sleeps.
+    `policy_version` is the last confirmed version.
 
     - disconnect_nowait: give the process up; all its calls raise EngineLost. Idempotent.
     - reset_nowait: the client belongs to a new process with the initial weights. Idempotent.
-    - generate_segment: sample until the end, the budget or an interruption. With `on_chunk` the answer
-      contains only the tokens after the chunks. A server that can hold an interrupted request passes its
-      tokens to `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
-    - abort: end these requests (None: all of this client) with their tokens so far; return the ids found.
+    - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early; the
+      answer is the rest. A server that can hold an interrupted request passes its tokens to `on_interrupted`
+      and continues if that returns true. Cancelling the call ends the request.
+    - abort: end these requests (None: all) with their tokens so far; return the ids found.
     - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
-    - commit: swap to the prepared weights.
-    - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Weights that
-      slept have no content until a commit; requests wait for it, and until all parts are awake.
+    - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Requests wait
+      until all parts are awake and a push is committed.
     """
 
     name: str
@@ -83,8 +82,7 @@ class CallScope:
     """Ends all calls to a process when it is lost; its successor gets a new CallScope.
 
     Life: whole -> cut: given up by the supervisor (disconnect_nowait), or found broken (break_nowait).
-    Waits: calls() sleeps in its block. A cut ends all calls at once, because a frozen process keeps its
-        connections.
+    Waits: calls() sleeps in its block. A cut ends all calls at once: a frozen process keeps its connections.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -162,14 +160,13 @@ class EngineServer:
     """EngineClient of an embedded or simulated engine.
 
     Life: connected to a process with its initial version -> disconnect_nowait() -> reset_nowait(): a new
-        process with the same name.
-    Waits: calls sleep until the server answers, is gone or is given up. The caller sets limits:
-        rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat.
+        process.
+    Waits: calls sleep until the server answers, is gone or is given up. The caller sets limits.
     Invariant: no token is older than the version confirmed when its segment was sent; SegmentCheck verifies
-        this per chunk.
+        this.
 
-    `broadcast_group`: for transport nccl. Sampling continues with the old weights until all members wait;
-    a failed commit receives once more.
+    `broadcast_group`: for transport nccl. Sampling continues with the old weights until all members wait; a
+    failed commit receives once more.
     """
 
     def __init__(

@@ -28,14 +28,13 @@ OnSpent = Callable[[int], None]
 class EnginePool:
     """Samples on M servers: one logical request in, one joined completion out.
 
-    Life: a logical request stays on one server, segment after segment, until it stops, its budget is used, or
-        its caller is cancelled. If the server is lost, it continues on another with its tokens. It also moves
-        if it is interrupted while its server has more requests than slots and another has a free slot.
+    Life: a logical request stays on one server, segment after segment, until its end, or until its server is
+        lost, or is overloaded when it interrupts while another has a free slot. It continues elsewhere with
+        its tokens.
     Waits: generate sleeps in the server's answer; without a server, until up_nowait. The limit is the
         caller's rollout.timeout_s.
     Invariant: generate returns what one uninterrupted request would have returned under the same weights,
-        because SegmentJoin keeps seed and positions. A server that interrupts without a push
-        MAX_EMPTY_SEGMENTS times without a token raises EngineError.
+        because SegmentJoin keeps seed and positions.
 
     `on_lost` is called with every EngineLost and must take the server down (down_nowait and
     disconnect_nowait). Without it the error reaches the caller.
@@ -220,10 +219,9 @@ class Charge:
 
 
 class Router:
-    """Prefers the server with the request's prefix while it has a free slot, else the least loaded one. Pure.
+    """Prefers the server with the request's prefix (`near`, or of its key) while it has a free slot, else the
+    least loaded one. Pure.
 
-    Life: take(key) charges a server until the block ends. Requests of one key stay together while any is in
-        flight. `near` is the server of the session's last turn.
     Invariant: a server without a free slot gets a request only if no server in `up` has one. Once another
         has, an interrupted request of an overloaded server moves there and charges the slot at once. Nothing
         else moves a request, so none oscillates.
@@ -278,9 +276,8 @@ class Router:
 class SegmentJoin:
     """Sampled tokens of one request and its next segment. Pure.
 
-    Life: empty, or `partial` (of an earlier process) -> segments, each after next_request() -> is_finished,
-        completion(). A segment is any number of chunks and an end, or cut() if the rest is lost. `on_segment`
-        gets all tokens after each interruption.
+    A segment is any number of chunks and an end, or cut() if the rest is lost. `partial`: tokens of an
+    earlier process. `on_segment` gets all tokens after each interruption.
     Invariant: the spans cover every token once, and all segments have at most request.max_tokens tokens,
         unless `partial` has more: an earlier run may have had a larger limit.
     """

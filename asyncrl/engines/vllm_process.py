@@ -52,12 +52,11 @@ class VllmProcess(Routes):
 
     Life: `state` is serving: the weights of `label` serve -> paused: a commit holds new requests back ->
         loading: the weights belong to no version -> serving, once checked. asleep: a sleep dropped the
-        weights; the next push is loading. A process that is lost, or fails while loading, is cut like any
-        CallScope.
+        weights. A process that fails while loading is cut like any CallScope.
     Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began before its
-        answer, until the weights are known. change_nowait wakes both.
+        answer. change_nowait wakes both.
     Invariant: a segment is sent only while `version`'s weights serve and no part sleeps, under `label`. No
-        token is passed on that was sampled during a load that failed.
+        token of a failed load is passed on.
     """
 
     def __init__(self, caller: Caller, version: int, mark: str = "") -> None:
@@ -177,11 +176,9 @@ class VllmProcess(Routes):
 class VllmRequirements:
     """What the run needs of a server, and how it pushes.
 
-    `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name; a stop
-    string with such a name stops at that token. `starts_fresh`: it has the initial weights; otherwise an
-    external server, whose weights are replaced first. `stays`: it keeps its memory during sleep.
-    `returns_routing`: it returns each token's experts. `canary_limit` in nats. `chunk_bytes`: of a file that
-    is loaded at once.
+    `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name, for stop
+    strings. `starts_fresh`: it has the initial weights; an external server's are replaced first. `stays`: it
+    keeps its memory during sleep. `canary_limit` in nats. `chunk_bytes`: of a file that is loaded at once.
     """
 
     model_path: str

@@ -36,12 +36,10 @@ class VllmServer:
     """EngineClient of a vLLM server.
 
     Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait(): a new
-        process with the same name, again before ready().
-    Waits: generate_segment sleeps during commits and sleeps, then until vLLM answers; prepare and commit
-        until vLLM is done. The caller sets limits: rollout.timeout_s, weight_sync.timeout_s, and the run's
-        heartbeat.
-    Invariant: as for EngineServer. Versions come from vLLM's own spans; tokens are streamed early only if no
-        load began since the request. See VllmProcess and Commit.
+        process, again before ready().
+    Waits: generate_segment sleeps during commits and sleeps, then until vLLM answers. The caller sets limits:
+        rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat.
+    Invariant: as for EngineServer. Versions come from vLLM's own spans. See VllmProcess and Commit.
 
     `decode`: for stop strings across two segments. `mark`: in all labels of this run; tokens with another
     run's label raise EngineError.

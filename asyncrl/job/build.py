@@ -6,11 +6,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.base.errors import WeightsLost
 from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
@@ -19,12 +21,12 @@ from asyncrl.job.check import check_everything
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.evaluate import make_eval_generator, make_eval_sets
-from asyncrl.job.fleet import Fleet, make_fleet
+from asyncrl.job.fleet import Fleet
 from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, special_tokens
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, ScaledEngine
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervise import EngineSupervisor
+from asyncrl.job.supervise import EngineSupervisor, find_teacher
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
@@ -41,7 +43,8 @@ from asyncrl.rollouts.generators import Taught
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.publisher import Publisher, at_once
+from asyncrl.sync.publisher import ColocatedPush, Publisher, PushLoop, at_once
+from asyncrl.sync.push import Locate, in_place
 from asyncrl.tasks.from_config import EvalTask, make_prompt_source, read_eval_task
 from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.prompt_source import PromptSource
@@ -125,9 +128,11 @@ async def build(
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
 
-    servers = Servers(config, placement, model_path, life.run_dir, life.launcher)
+    teacher_path = await asyncio.to_thread(find_teacher, config, tokenizer)
+    servers = Servers(config, placement, model_path, life.run_dir, life.launcher, teacher_path)
+    await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
-    fleet = await make_fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
+    fleet = Fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
     await fleet.start(num_first, asyncio.to_thread(model_pin.read, model_path), is_new=is_new)
 
     def requeued(*group: Any) -> None:
@@ -161,8 +166,7 @@ async def build(
     evaluation = None
     if eval_tasks:
         evaluation = _make_evaluation(life, fleet, eval_tasks, tokenizer, harnessing, checkpoints, listener)
-    publisher = _make_publisher(config, fleet, journal, buffer, evaluation, listener)
-    scheduler = _make_scheduler(life, fleet, publisher, journal)
+    scheduler = _make_scheduler(life, fleet, journal, buffer, evaluation, listener)
     engine_supervisors = _supervise_engines(fleet, scale, scheduler)
     if harnessing is not None:
         await harnessing.open(life)
@@ -180,7 +184,7 @@ async def build(
         scale=scale,
         buffer=buffer,
         producers=producers,
-        publisher=publisher,
+        publisher=scheduler.publisher,
         scheduler=scheduler,
         checkpointer=Checkpointer(
             checkpoints, fleet.trainer, journal, partial(controller_state, feed, producers, buffer), life
@@ -269,69 +273,80 @@ def _make_evaluation(
     )
 
 
-def _make_publisher(
-    config: RunConfig,
+def _make_scheduler(
+    life: Lifecycle,
     fleet: Fleet,
     journal: Journal,
     buffer: Buffer,
     evaluation: Evaluation | None,
     listener: RunListener,
-) -> Publisher:
-    def offer_file(manifest: ExportResponse) -> None:
-        """Pass a version in one file to the evaluation. The file may disappear after the return."""
-        if evaluation is not None:
-            evaluation.published_nowait(manifest)
+) -> WeightScheduler:
+    """Build the pushes, and the scheduler that runs them."""
+    config = life.config
+    sync = config.weight_sync
+    files = fleet.node_files
 
-    def published(manifest: ExportResponse) -> None:
+    async def fetched(manifest: ExportResponse) -> ExportResponse:
+        has_own_node = files is not None and fleet.eval_server is not None
+        return await files.for_evaluation(EVAL_ENGINE, manifest) if files and has_own_node else manifest
+
+    async def published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
         listener.published(manifest.version, manifest.digest)
         if evaluation is not None and fleet.eval_server is None:
             evaluation.served_nowait(manifest.version)
-        elif manifest.path:  # colocated: only evaluated versions have a file
-            offer_file(manifest)
+        elif evaluation is not None and manifest.path and evaluation.wants(manifest.version):
+            with suppress(WeightsLost):  # a later version is evaluated
+                evaluation.published_nowait(await fetched(manifest))
 
-    def is_file_wanted(version: int) -> bool:
-        return evaluation is not None and evaluation.wants(version)
+    async def export_for_evaluation(version: int) -> None:
+        if evaluation is not None and evaluation.wants(version):
+            manifest = await fetched(await fleet.trainer.export())
+            evaluation.published_nowait(manifest)
+            Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240  a name in shared memory
 
-    sync = config.weight_sync
-    nodes: dict[str, Any] = {} if fleet.node_files is None else {"locate": fleet.node_files.locate}
-    if fleet.node_files is not None and fleet.eval_server is not None:
-        nodes["here"] = partial(fleet.node_files.for_evaluation, EVAL_ENGINE)
-    return Publisher(
+    def handed_over(event: str, detail: Mapping[str, Any]) -> None:
+        journal.event_nowait(event, detail, keep=KEPT_HANDOVERS if event in ROUTINE else None)
+
+    locate: Locate = in_place if files is None else files.locate
+    wait_released = at_once if evaluation is None else evaluation.wait_released
+    num_steps = config.trainer.num_steps
+    if fleet.placement.mode != "colocated":
+        loop = PushLoop(
+            fleet.trainer,
+            fleet.clients,
+            timeout_s=sync.timeout_s,
+            on_served=buffer.set_served_nowait,
+            on_published=published,
+            on_lost=fleet.on_lost,
+            interrupt=config.interrupt,
+            is_rolling=sync.rolling,
+            is_collective=sync.facts.is_collective,
+            locate=locate,
+            wait_released=wait_released,
+        )
+        are_ours = config.rollout.urls is None
+        return Disaggregated(loop, num_steps=num_steps, spawn=life.spawn, are_ours=are_ours)
+    push = ColocatedPush(
         fleet.trainer,
         fleet.clients,
-        interrupt=config.interrupt,
         timeout_s=sync.timeout_s,
         on_served=buffer.set_served_nowait,
         on_published=published,
         on_lost=fleet.on_lost,
-        is_rolling=sync.rolling,
-        is_collective=sync.facts.is_collective,
-        is_file_wanted=is_file_wanted,
-        on_file=offer_file,
-        wait_released=at_once if evaluation is None else evaluation.wait_released,
-        **nodes,
+        locate=locate,
     )
-
-
-def _make_scheduler(life: Lifecycle, fleet: Fleet, publisher: Publisher, journal: Journal) -> WeightScheduler:
-    def handed_over(event: str, detail: Mapping[str, Any]) -> None:
-        journal.event_nowait(event, detail, keep=KEPT_HANDOVERS if event in ROUTINE else None)
-
-    config = life.config
-    num_steps = config.trainer.num_steps
-    if fleet.placement.mode != "colocated":
-        are_ours = config.rollout.urls is None
-        return Disaggregated(publisher, num_steps=num_steps, spawn=life.spawn, are_ours=are_ours)
     return Colocated(
         fleet.clients,
         fleet.trainer,
-        publisher,
+        push,
         num_steps=num_steps,
-        timeout_s=config.weight_sync.timeout_s,
+        timeout_s=sync.timeout_s,
         on_event=handed_over,
         on_lost=fleet.on_lost,
-        stays=fleet.placement.stays,
+        stays=fleet.placement.resident,
+        wait_released=wait_released,
+        export_for_evaluation=export_for_evaluation,
     )
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,12 +34,12 @@ from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.supervise import check_teacher
-from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share, start_words
+from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.fork_server import NEVER_INHERITED
-from asyncrl.launch.nodes import Node
-from asyncrl.launch.plan import make_plan, nodes_of, plan_text
+from asyncrl.launch.nodes import Node, single_node
+from asyncrl.launch.plan import plan_text
 from asyncrl.messages.records import Prompt
-from asyncrl.observe.trackers.tracker_names import check_trackers
+from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.tasks.from_config import (
     EvalTask,
@@ -49,12 +48,13 @@ from asyncrl.tasks.from_config import (
     look_at_task,
     make_prompt_source,
 )
-from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
-from asyncrl.tasks.task import PromptTask, RowTask
+from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 
 NUM_PROMPTS = 100
-"""Prompts to tokenize. Rows have all their characters checked."""
+"""Prompts to tokenize."""
+NUM_SCRATCH_PROMPTS = 1000
+"""Prompts to compare with the characters of a scratch model, instead."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 FINE = 64
 """Exit code after loading everything; unlikely as an exit code of user code."""
@@ -77,21 +77,20 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     unchecked = list[str]()
     with may_lack_train("trackers", unchecked):
         check_trackers(config.observe)
-    config, settled = settle(config, where)
-    if nodes_of(where)[0].machine.is_here:
+    nodes = where or single_node()
+    config, resolved = resolve_auto(config, nodes)
+    if nodes[0].machine.is_here:
         fetch_architectures(config)
     found = validate(config, unchecked)
     yield from found.lines
     if unchecked:
         yield f"not checked: {', '.join(unchecked)}; that needs the extra train: {install_extra('train')}"
-    yield from settled
+    yield from resolved
     yield from (f"note: {note}" for note in found.notes)
-    plan, share_text = settle_share(make_plan(config, where), config)
+    plan, messages = plan_run(config, nodes)
     yield plan_text(plan, config)
-    if share_text:
-        yield share_text
-    yield from start_words(plan, config)
-    refuse_what_cannot_fit(plan, config)
+    yield from messages
+    refuse_over_capacity(plan, config)
 
 
 async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
@@ -173,30 +172,31 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
 
 
 def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer | None) -> None:
-    """Check characters and lengths of the first prompts; rows have all their characters checked."""
-    prompts: list[Prompt] = []
+    """Check characters and lengths of the first prompts. Raises ConfigError if a prompt cannot be made."""
+    by_task = dict[str, list[Prompt]]()
+    num_prompts = NUM_PROMPTS if config.model.scratch is None else NUM_SCRATCH_PROMPTS
     if len(found.tasks) == len(config.tasks):
-        num = min(NUM_PROMPTS, sum(map(len, found.tasks.values())))
-        prompts = list(_drawn(make_prompt_source(config, found.tasks), num))
+        source = make_prompt_source(config, found.tasks)
+        try:
+            for _ in range(min(num_prompts, sum(map(len, found.tasks.values())))):
+                prompt = source.next_nowait()
+                by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
+        except TaskError as error:
+            raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
+    for name, (_, held_out) in found.evals.items():
+        by_task[f"eval task {name}".rstrip()] = list(held_out[:num_prompts])
     if config.model.scratch is not None:
-        characters = config.model.scratch.characters
-        every = itertools.chain(prompts, _prompts_of_rows(config, found.tasks))
-        _refuse_outside_alphabet("task", every, characters)
-        held_out = itertools.chain.from_iterable(prompts for _, prompts in found.evals.values())
-        _refuse_outside_alphabet("eval task", held_out, characters)
+        for name, prompts in by_task.items():
+            _refuse_outside_alphabet(name, prompts, config.model.scratch.characters)
     if tokenizer is None:
         return
     if config.generator.is_harness or config.evaluates_agent:
         with _refusing(config, "the simplest chat"):  # an agent's messages are still unknown
             tokenizer.render([{"role": "user", "content": "Hello"}])
-    by_name = dict[str, list[Prompt]]()
-    for prompt in () if config.generator.is_harness else prompts:
-        by_name.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
-    for _, eval_prompts in () if config.evaluates_agent else found.evals.values():
-        for prompt in eval_prompts[:NUM_PROMPTS]:
-            by_name.setdefault(f"eval task {prompt.task}".rstrip(), []).append(prompt)
-    for name, of_task in by_name.items():
-        found.notes += _check_lengths(name, of_task, tokenizer, config)
+    for name, prompts in by_task.items():
+        is_eval = name.startswith("eval")
+        if not (config.evaluates_agent if is_eval else config.generator.is_harness):
+            found.notes += _check_lengths(name, prompts[:NUM_PROMPTS], tokenizer, config)
 
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
@@ -219,23 +219,6 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
         except ValueError as error:
             raise ConfigError(str(error), way_out="correct model.scratch.characters.") from error
         return HFChatTokenizer(made, chat_template=template, chat_template_kwargs=settings)
-
-
-def _prompts_of_rows(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator[Prompt]:
-    """Raises ConfigError if a prompt cannot be made."""
-    for name, task in tasks.items():
-        if isinstance(task, RowTask):
-            system = config.tasks[name].system_prompt
-            prompts = TaskPrompts(task, seed=config.seed, shuffle=False, system_prompt=system, label=name)
-            yield from _drawn(PromptSource(prompts), len(task))
-
-
-def _drawn(feed: PromptSource, num: int) -> Iterator[Prompt]:
-    try:
-        for _ in range(num):
-            yield feed.next_nowait()
-    except TaskError as error:
-        raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
 
 
 @contextlib.contextmanager
@@ -268,18 +251,16 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
     )
 
 
-def _refuse_outside_alphabet(kind: str, prompts: Iterable[Prompt], characters: str) -> None:
-    used: dict[str, set[str]] = {}
-    for prompt in prompts:
-        used.setdefault(prompt.task, set()).update(*(message["content"] for message in prompt.messages))
-    for task, found in used.items():
-        if unknown := "".join(sorted(found - set(characters))):
-            name = f"{kind} {task}".rstrip()
-            raise ConfigError(
-                f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
-                rule="each of them would be the same token, <unk>",
-                way_out="add them to model.scratch.characters, or change the prompts.",
-            )
+def _refuse_outside_alphabet(name: str, prompts: Sequence[Prompt], characters: str) -> None:
+    used = {
+        character for prompt in prompts for message in prompt.messages for character in message["content"]
+    }
+    if unknown := "".join(sorted(used - set(characters))):
+        raise ConfigError(
+            f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
+            rule="each would become the token <unk>",
+            way_out="add them to model.scratch.characters, or change the prompts.",
+        )
 
 
 def _check_lengths(
@@ -363,19 +344,13 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
     from asyncrl.trainer.model.lora import find_targets
     from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
 
-    try:
-        if model.scratch is None:
-            architecture = AutoConfig.from_pretrained(folder)
-        else:
-            tokenizer = make_character_tokenizer(model.scratch.characters)
-            architecture = scratch_config(model.scratch.architecture, tokenizer)
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(architecture)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
-        source = f"model.path={model.path}" if model.scratch is None else "model.scratch"
-        what = f"{source}: transformers cannot make this architecture: {type(error).__name__}: {error!s:.500}"
-        way_out = "correct the architecture, or choose another causal language model."
-        raise ConfigError(what, way_out=way_out) from error
+    if model.scratch is None:
+        architecture = AutoConfig.from_pretrained(folder)
+    else:
+        tokenizer = make_character_tokenizer(model.scratch.characters)
+        architecture = scratch_config(model.scratch.architecture, tokenizer)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(architecture)
     find_targets(whole, lora)
 
 

@@ -15,7 +15,7 @@ from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.launch.lease import Call, Lease, Side
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.rollouts.producers import Spawn
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.publisher import ColocatedPush, PushLoop, at_once
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Disaggregated:
     `are_ours`: the run started the engines, with the initial weights; external engines have unknown weights.
     """
 
-    def __init__(self, publisher: Publisher, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
+    def __init__(self, publisher: PushLoop, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
         self.publisher = publisher
         self._num_steps = num_steps
         self._spawn = spawn
@@ -87,17 +87,22 @@ class Colocated:
         self,
         engines: Sequence[EngineClient],
         trainer: SupervisedTrainer,
-        publisher: Publisher,
+        publisher: ColocatedPush,
         *,
         num_steps: int,
         timeout_s: float,
         on_event: Callable[[str, Mapping[str, Any]], None],
         on_lost: Callable[[EngineLost], None] | None,
         stays: bool = False,
+        wait_released: Callable[[], Awaitable[None]] = at_once,
+        export_for_evaluation: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """Initialize. `on_lost` receives a lost engine, and the handover skips it; None: the handover
-        fails. `stays`: both sides stay in memory, and only the turn changes.
+        fails. `stays`: both sides stay in memory, and only the turn changes. `wait_released` returns once no
+        evaluation needs the engines. `export_for_evaluation` is called while the trainer has a new version.
         """
+        self._wait_released = wait_released
+        self._export_for_evaluation = export_for_evaluation
         self.publisher = publisher
         self._engines = tuple(engines)
         self._trainer = trainer
@@ -138,7 +143,7 @@ class Colocated:
         """Hand the devices to the trainer once no evaluation needs the engines. Raises RoomError, with the
         phase that failed.
         """
-        await self.publisher.wait_released()
+        await self._wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._handover:
                 if self.lease.owner != "trainer":
@@ -150,11 +155,12 @@ class Colocated:
         """
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._handover:
-                await self.publisher.evaluate(version)
+                if self._export_for_evaluation is not None:
+                    await self._export_for_evaluation(version)
                 if version >= self._num_steps and not is_for_evaluation:
                     return
                 self.last["engines"] = await self.lease.hand_to("engines")
-                self.publisher.announce()
+                await self.publisher.announce()
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:

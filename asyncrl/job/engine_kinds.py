@@ -20,9 +20,9 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.choice import NO_DEVICE
+from asyncrl.launch.device_selection import NO_DEVICE
 from asyncrl.launch.devices import Placement
-from asyncrl.launch.fit import find_python, find_version
+from asyncrl.launch.engine_python import find_python, find_version
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.plan import EVAL_ENGINE, engine_threads
 from asyncrl.launch.server import Server
@@ -162,8 +162,8 @@ class Vllm(Embedded):
         """Return a client whose readiness includes a check of the server's settings."""
         config = self.config
         is_eval = server.name == EVAL_ENGINE
-        device = placement.evaluation if is_eval else placement.rollout[0]
-        if device is None or device == NO_DEVICE:  # rollout.urls: the run places no engine server
+        device = placement.evaluation if is_eval else placement.engines[0][0]
+        if device is None or device.name == NO_DEVICE:  # rollout.urls: the run places no engine server
             device = placement.trainer[0]
         limit = config.weight_sync.canary_limit
         if limit is None:
@@ -176,10 +176,10 @@ class Vllm(Embedded):
             slots=self.slots(server.name),
             max_length=self.rollout.max_length,
             end_ids=tuple(sorted(tokenizer.end_ids)),
-            device=device.partition(":")[0],
+            device=device.name.partition(":")[0],
             special_ids=_special_ids(tokenizer),
             starts_fresh=is_eval or self.rollout.urls is None,
-            stays=placement.stays and not is_eval,
+            stays=placement.resident and not is_eval,
             returns_routing=config.algorithm.router_replay and not is_eval,
             canary_limit=limit,
             chunk_bytes=config.weight_sync.chunk_bytes,

@@ -21,16 +21,16 @@ from asyncrl.base.files import whole_folder
 from asyncrl.base.serving import Refused
 from asyncrl.config import RunConfig
 from asyncrl.journal.checkpoints import MANIFEST, TRAINER, Checkpoints, read_whole
-from asyncrl.observe.run_dir import read_evaluations, read_metrics
+from asyncrl.observe.run_dir import read_config, read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.status import read_config
-from asyncrl.observe.verdict.verdict import PLOT_FILE, write_reward_plot
+from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model, hub_source
 
 MARK = "asyncrl.json"
 """Record of an export's policy_version and files."""
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+REPO_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 """Files of an earlier push that the hub removes if this export lacks them, such as extra shards."""
 
@@ -92,7 +92,7 @@ def export_run(
             rule="users of the adapters must find the base model",
             way_out="add --base with its hub id.",
         )
-    repo = None if push is None else _open_repo(push, is_public=public)
+    repo = None if push is None else open_repo(push, is_public=public)
     dtype = dtype or config.model.dtype
     found = find_weights(run_dir, config, step, is_as_trained=dtype == config.model.dtype, tell=tell)
     version, _, is_final = found
@@ -111,7 +111,7 @@ def export_run(
     tell(f"{kind} of policy_version {version}, {num_bytes / 1e6:,.1f} MB: {out}")
     if repo is not None:
         tell(f"pushing to {repo}")
-        tell(f"pushed: {_push(repo, out, version)}")
+        tell(f"pushed: {push_folder(repo, out, version)}")
 
 
 def _refuse_wrong(
@@ -335,13 +335,14 @@ def _failures_named(export: Export, out: Path) -> Iterator[None]:
         ) from error
 
 
-def _open_repo(name: str, *, is_public: bool) -> str:
+def open_repo(name: str, *, is_public: bool) -> str:
     """Create the repository if missing, private unless `is_public`; return its id. Raises HubError, and
     ConfigError for an invalid name, a missing token, or a public repository without `is_public`.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError
 
+    if not REPO_NAME.fullmatch(name):
+        raise ConfigError(f"--push {name}: invalid repository name", way_out="use a name like OWNER/NAME.")
     if get_token() is None:
         what = f"--push {name}: no Hugging Face token on this machine"
         raise ConfigError(what, way_out="log in with `hf auth login`, or set HF_TOKEN.")
@@ -349,8 +350,6 @@ def _open_repo(name: str, *, is_public: bool) -> str:
     try:
         repo: str = api.create_repo(name, private=not is_public, exist_ok=True).repo_id
         is_private = api.repo_info(repo).private
-    except HFValidationError as error:
-        raise ConfigError(f"--push {name}: {error}", way_out="use a name like OWNER/NAME.") from error
     except Exception as error:
         raise _hub_error(name, error) from error
     if not is_public and not is_private:
@@ -359,7 +358,7 @@ def _open_repo(name: str, *, is_public: bool) -> str:
     return repo
 
 
-def _push(repo: str, folder: Path, version: int) -> str:
+def push_folder(repo: str, folder: Path, version: int) -> str:
     """Upload the folder, tag it step-VERSION and return its address. Raises HubError."""
     from huggingface_hub import HfApi
 

@@ -41,16 +41,14 @@ from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, re
 from asyncrl.job.scale import first_wanted
 from asyncrl.job.status import processes, reported
 from asyncrl.journal.checkpoints import set_aside
+from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import Placement
-from asyncrl.launch.fit import refuse_what_cannot_fit, settle, settle_share, start_words
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.nodes import Launcher
-from asyncrl.launch.plan import make_plan
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.observe.trackers.tracker import Tracker
-from asyncrl.observe.trackers.tracker_names import check_trackers
+from asyncrl.observe.trackers import Tracker, check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.pinned_data import DATA_PIN
@@ -89,12 +87,12 @@ def run_job(
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
         num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may change it at any time
-        config, settled = settle(config, launcher.nodes, begun=resumed_dtype(run_dir))
+        config, resolved = resolve_auto(config, launcher.nodes, begun=resumed_dtype(run_dir))
         fetch_architectures(config)
-        plan, share_text = settle_share(make_plan(config, launcher.nodes), config)
-        refuse_what_cannot_fit(plan, config)
+        plan, messages = plan_run(config, launcher.nodes)
+        refuse_over_capacity(plan, config)
         with _opened_run_dir(config, run_dir or new_run_dir(name), resume, allow_change) as (folder, point):
-            for text in filter(None, (*settled, share_text, *start_words(plan, config))):
+            for text in (*resolved, *messages):
                 logger.info("%s", text)
             reporter = Reporter(config, folder, name, trackers, goes_on=point is not None)
             job = Job(config, folder, reporter, point, plan.placement, launcher, num_first)

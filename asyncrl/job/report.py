@@ -24,23 +24,19 @@ from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import Totals, gauge_of, is_total
-from asyncrl.observe.page.trace import write_trace
-from asyncrl.observe.recorder import Recorder, evaluation_metrics
-from asyncrl.observe.run_dir import SUMMARY_FILE, read_evaluations, read_metrics
+from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import (
     Steps,
     by_evaluation,
     duration,
     evaluation_text,
-    read_steps,
     several,
     skipped_text,
 )
 from asyncrl.observe.samples import SampleWriter, ShownRollout
-from asyncrl.observe.timeline import TimelineWriter
-from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
-from asyncrl.observe.trackers.tracker_names import make_trackers
-from asyncrl.observe.verdict.verdict import judge, summary_panel, write_reward_plot
+from asyncrl.observe.timeline import TimelineWriter, write_trace
+from asyncrl.observe.trackers import TrackedRun, Tracker, make_trackers
+from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
@@ -87,8 +83,7 @@ class Reporter:
         self._trackers = make_trackers(config.observe, self.log.warn, trackers)
         self._recorder = Recorder(run_dir, self._trackers)
         self._timeline = TimelineWriter(run_dir)
-        per_step = config.observe.samples_per_step
-        self._samples = SampleWriter(run_dir, seed=config.seed, per_step=per_step, failed_per_step=per_step)
+        self._samples = SampleWriter(run_dir, seed=config.seed, per_step=config.observe.samples_per_step)
         self._last: Mapping[str, Any] = {}
         self._opened_s = self._trained_since_s = time.monotonic()
         self._now: Mapping[str, Any] = {}
@@ -304,7 +299,7 @@ class Reporter:
         newest = [lines[-1] for lines in by_evaluation(self._evaluations).values()]
         if newest:
             summary |= {"evaluation": newest[0]} if len(newest) == 1 else {"evaluations": newest}
-        if (steps := read_steps(self.run_dir, [])).values("reward/mean"):
+        if (steps := Steps(read_metrics(self.run_dir, []))).values("reward/mean"):
             verdict = judge(steps, self.config)
             summary |= asdict(verdict)
             plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)

@@ -38,8 +38,8 @@ from asyncrl.job.lifecycle import (
     removed_if_refused,
 )
 from asyncrl.job.servers import Servers
+from asyncrl.launch.capacity import resolve_auto
 from asyncrl.launch.devices import place
-from asyncrl.launch.fit import settle
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision, heartbeat
@@ -88,7 +88,7 @@ def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Ite
     with opened(config.launcher) as launcher:
         num_engines = config.rollout.engine_range.min  # serve never scales
         rollout = config.rollout.model_copy(update={"num_engines": num_engines})
-        config, settled = settle(config.model_copy(update={"rollout": rollout}), launcher.nodes)
+        config, settled = resolve_auto(config.model_copy(update={"rollout": rollout}), launcher.nodes)
         log = RunLog()
         for text in settled:
             log.info(text)

@@ -16,9 +16,9 @@ from asyncrl.config.learning import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.engine_kinds import EnginePlace, engine_kind
+from asyncrl.launch.device_selection import NodeDevice
 from asyncrl.launch.devices import Placement, chunk_devices
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.machine import find_cuda_devices
 from asyncrl.launch.nodes import Launcher, NodeRequirements
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import LOOPBACK, ForeignProcess, Process, ProcessSpec
@@ -26,7 +26,7 @@ from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model_folder import find_model, load_limit_s
+from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 MEET_FRACTION = 0.8
@@ -38,70 +38,64 @@ class Servers:
     """Creates servers on the nodes of a placement; starts none. They share the secret of the run."""
 
     def __init__(
-        self, config: RunConfig, placement: Placement, model_path: Path, run_dir: Path, launcher: Launcher
+        self,
+        config: RunConfig,
+        placement: Placement,
+        model_path: Path,
+        run_dir: Path,
+        launcher: Launcher,
+        teacher_path: Path | None = None,
     ) -> None:
         self.config = config
         self.placement = placement
         self.model_path = model_path
+        self.teacher_path = teacher_path
         self.run_dir = run_dir
         self.launcher = launcher
         self.secret = secrets.token_hex(32)
         self.kind = engine_kind(config)
+        self.rank_store = ""
+        """Address where ranks meet if they do not share the staging folder."""
+        self.weights_store = ""
+        """Address where trainer and engines meet for a broadcast, if not the staging folder."""
 
-    async def rank_store(self) -> str:
-        """Return the address where ranks meet if they do not share the staging folder."""
-        nodes = {self.placement.rank_node(rank) for rank in range(self.config.trainer.world_size)}
-        return await self._store() if nodes != {0} else ""
-
-    async def weights_store(self) -> str:
-        """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
-        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective
-        return await self._store() if is_far else ""
-
-    async def _store(self) -> str:
-        first = self.placement.rank_node(0)
-        return f"{self.launcher.nodes[first].address}:{await self.launcher.free_port(first)}"
-
-    def trainers(self, staging_dir: Path, store: str = "", weights_store: str = "") -> list[Server]:
-        """Return the ranks of the trainer; the first takes requests. Ranks meet at `store`, engines at
-        `weights_store`.
-        """
+    def trainers(self, staging_dir: Path) -> list[Server]:
+        """Return the ranks of the trainer; the first takes requests."""
         servers = list[Server]()
         for rank in range(self.config.trainer.world_size):
             name = f"trainer-{rank}"
-            spec = self.trainer_spec(rank, staging_dir, store, weights_store).model_dump_json()
+            spec = self.trainer_spec(rank, staging_dir).model_dump_json()
             devices = [self.placement.trainer[other] for other in self._ranks_on_node_of(rank)]
-            node = self.placement.rank_node(rank)
-            child = self._process(name, "asyncrl.trainer.rank_process", spec, devices, node)
+            child = self._process(name, "asyncrl.trainer.rank_process", spec, devices)
             servers.append(Server(child, Caller(name, "", self.secret), TrainerHealth, self._start_s()))
         return servers
 
     def _ranks_on_node_of(self, rank: int) -> list[int]:
-        node_of = self.placement.rank_node
-        return [other for other in range(len(self.placement.trainer)) if node_of(other) == node_of(rank)]
+        ranks = self.placement.trainer
+        return [other for other, device in enumerate(ranks) if device.node == ranks[rank].node]
 
-    def trainer_spec(
-        self, rank: int, staging_dir: Path, store: str = "", weights_store: str = ""
-    ) -> TrainerSpec:
+    def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
         """Return a rank's spec. It sees the devices of all ranks on its node only."""
         config = self.config
         placement = self.placement
-        node = placement.rank_node(rank)
+        node = placement.trainer[rank].node
+        fraction = placement.memory_fraction
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, placement))
+        is_far = bool(self.rank_store or self.weights_store)
         return TrainerSpec(
             model_path=str(self.model_path),
             dtype=config.model.dtype,
             device="cuda" if placement.is_on_cuda else "cpu",
-            share=self._without_cuda(None if placement.share is None else 1 - placement.share),
+            share=self._without_cuda(None if fraction is None else 1 - fraction),
             seed=config.seed,
             threads=threads_on(config, placement, node)[1],
             rank=rank,
             local_rank=self._ranks_on_node_of(rank).index(rank),
-            address=self.launcher.nodes[node].address if store or weights_store else LOOPBACK,
-            store=store,
+            address=self.launcher.nodes[node].address if is_far else LOOPBACK,
+            store=self.rank_store,
             meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
-            weights_store=weights_store,
+            weights_store=self.weights_store,
             trainer=config.trainer,
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
@@ -127,34 +121,31 @@ class Servers:
             return [self._engine_server(child, key) for child in foreign]
         placement = self.placement
         servers = list[Server]()
-        for number in range(rollout.max_engines):
-            share = placement.share_of(number)
+        for number, devices in enumerate(placement.engines):
+            share = placement.memory_fraction_of(number)
             place = EnginePlace(
-                placement.engines[number][0],
+                devices[0].name,
                 is_colocated=placement.mode == "colocated",
-                is_resident=placement.stays,
+                is_resident=placement.resident,
                 # vLLM counts CUDA's own memory itself
                 memory_fraction=share if rollout.facts.package else self._without_cuda(share),
-                cores=self._cores(placement.engine_node(number)),
+                cores=self._cores(devices[0]),
             )
-            devices = placement.engines[number]
-            node = placement.engine_node(number)
-            servers.append(self._engine(f"engine-{number}", place, devices, node))
+            servers.append(self._engine(f"engine-{number}", place, devices))
         return servers
 
     def eval_engine(self) -> Server:
         device = self.placement.evaluation
         assert device is not None, "the placement has an eval engine"
-        node = self.placement.beside_node
-        place = EnginePlace(device, cores=self._cores(node))
-        return self._engine(EVAL_ENGINE, place, [device], node)
+        place = EnginePlace(device.name, cores=self._cores(device))
+        return self._engine(EVAL_ENGINE, place, [device])
 
-    def teacher(self, folder: Path) -> Server:
+    def teacher(self) -> Server:
         config = self.config
         device = self.placement.teacher
-        assert config.teacher is not None, "the config has a teacher"
+        folder = self.teacher_path
+        assert folder is not None, "the config has a teacher"
         assert device is not None, "the placement has a teacher"
-        node = self.placement.beside_node
         spec = {
             "name": TEACHER,
             "slots": 1,
@@ -162,11 +153,11 @@ class Servers:
             "max_length": config.rollout.max_length,
             "model_path": str(folder),
             "dtype": config.model.dtype,
-            "device": device.partition(":")[0],
-            "threads": engine_threads(config, self._cores(node)),
+            "device": device.name.partition(":")[0],
+            "threads": engine_threads(config, self._cores(device)),
             "deterministic": config.rollout.deterministic,
         }
-        child = self._process(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device], node)
+        child = self._process(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device])
         return Server(child, Caller(TEACHER, "", self.secret), EngineHealth, self._start_s(folder))
 
     def client(
@@ -177,10 +168,10 @@ class Servers:
         server.client_health = lambda timeout_s: client.health(timeout_s=timeout_s)
         return client
 
-    def _engine(self, name: str, place: EnginePlace, devices: Sequence[str], node: int) -> Server:
+    def _engine(self, name: str, place: EnginePlace, devices: Sequence[NodeDevice]) -> Server:
         spec = json.dumps(self.kind.spec(self.model_path, name, place))
         module = f"asyncrl_servers.{self.config.rollout.engine}"
-        child = self._process(name, module, spec, devices, node, self.kind.python)
+        child = self._process(name, module, spec, devices, self.kind.python)
         return self._engine_server(child, self.secret)
 
     def _engine_server(self, child: Process, key: str) -> Server:
@@ -191,58 +182,65 @@ class Servers:
         name: str,
         module: str,
         spec: str,
-        devices: Sequence[str],
-        node: int,
+        devices: Sequence[NodeDevice],
         python: Callable[[], Path] | None = None,
     ) -> Process:
-        process = ProcessSpec(name, module, spec, self.run_dir, self.secret, devices, python=python)
-        return self.launcher.process(node, process)
+        names = [device.name for device in devices]
+        process = ProcessSpec(name, module, spec, self.run_dir, self.secret, names, python=python)
+        return self.launcher.process(devices[0].node, process)
 
     def _start_s(self, folder: Path | None = None) -> float:
         return self.config.supervision.start_timeout_s + load_limit_s(folder or self.model_path)
 
-    def _cores(self, node: int) -> int | None:
-        return self.placement.nodes[node].machine.cores if self.placement.nodes else None
+    def _cores(self, device: NodeDevice) -> int:
+        return self.placement.nodes[device.node].machine.cores
 
     def _without_cuda(self, share: float | None) -> float | None:
         """Subtract CUDA's own memory from a share of the trainer's device: torch does not count it."""
         if share is None:
             return None
-        nodes = self.placement.nodes
-        cuda = nodes[self.placement.rank_node(0)].machine.cuda if nodes else find_cuda_devices()
-        total = cuda[int(self.placement.trainer[0].removeprefix("cuda:"))].total_bytes
+        node, device = self.placement.trainer[0]
+        total = self.placement.nodes[node].machine.cuda[int(device.removeprefix("cuda:"))].total_bytes
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     async def hold(self, staging_dir: Path | None = None) -> None:
-        """Reserve the servers' resources on nodes that can read their files. `staging_dir`: None with
-        engines only. Raises ConfigError or RoomError.
+        """Reserve the servers' resources on nodes that can read their files, and find addresses to meet.
+        `staging_dir`: None with engines only. Raises ConfigError or RoomError.
         """
+        placement = self.placement
         has_engines = self.config.rollout.urls is None
-        parts = self.placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
+        parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
         needs = {
             node: await asyncio.to_thread(self._needs, node, staging_dir)
             for node, devices in parts.items()
             if devices
         }
         await self.launcher.hold(parts, needs)
+        if staging_dir is None:
+            return
+        first = placement.trainer[0].node
+        address = self.launcher.nodes[first].address if self.launcher.nodes else LOOPBACK
+        if {device.node for device in placement.trainer} != {0}:
+            self.rank_store = f"{address}:{await self.launcher.free_port(first)}"
+        if placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective:
+            self.weights_store = f"{address}:{await self.launcher.free_port(first)}"
 
     def _needs(self, node: int, staging_dir: Path | None) -> NodeRequirements:
         """Return files (one of the model's) and packages that the node's processes need. Blocks."""
         config = self.config
         placement = self.placement
-        is_beside = staging_dir is not None and placement.beside_node == node
-        engines = placement.engine_devices if config.rollout.urls is None else ()
-        has_engine = node in {one.node for one in engines}
-        has_engine |= is_beside and placement.evaluation is not None
+        is_training = staging_dir is not None
+        engines = [*placement.engine_devices] if config.rollout.urls is None else []
+        engines += [placement.evaluation] if is_training and placement.evaluation else []
+        has_engine = node in {device.node for device in engines}
         paths = [self.model_path / "config.json"]
         if (self.run_dir / "run.id").is_file():
             paths.append(self.run_dir / "run.id")
-        if staging_dir is not None and node in {one.node for one in placement.ranks}:
+        if is_training and node in {device.node for device in placement.trainer}:
             template = config.model.chat_template
             paths += [Path(template)] if template else []
-        if is_beside and node and config.teacher is not None:
-            teacher = find_model(config.teacher.path, config.teacher.revision, TEACHER_KEY)
-            paths.append(teacher / "config.json")
+        if self.teacher_path and node and placement.teacher and placement.teacher.node == node:
+            paths.append(self.teacher_path / "config.json")
         files = {str(path.absolute()): path.read_text(encoding="utf-8") for path in paths}
         if staging_dir is not None and config.weight_sync.disk_dir is not None:
             files[str((staging_dir / LOCK).absolute())] = ""

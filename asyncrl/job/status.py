@@ -11,7 +11,7 @@ from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.observe.metrics import GAUGES, is_total
+from asyncrl.observe.metrics import PROGRESS, is_total
 from asyncrl.observe.watchdog import Reported
 
 
@@ -55,7 +55,7 @@ def reported(run: Components) -> Reported:
     marks = {
         name: value
         for name, value in gauges(run).items()
-        if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
+        if name in PROGRESS and not isinstance(value, Mapping)
     }
     supervisors = (run.trainer, *run.fleet.supervisors.values())
     return Reported(marks, tuple(run.producers.oldest()), any(one.is_starting for one in supervisors))

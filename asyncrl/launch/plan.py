@@ -17,14 +17,11 @@ from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.generation import ENGINES, EngineCapabilities
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS, TEACHER_SLOTS
 from asyncrl.config.weight_sync import transport_words
-from asyncrl.launch.choice import NO_DEVICE, NodeDevice
+from asyncrl.launch.device_selection import NO_DEVICE, NodeDevice, Side, cuda_devices
 from asyncrl.launch.devices import Placement, place
-from asyncrl.launch.machine import Machine, this_machine
 from asyncrl.launch.model_shape import ModelShape, model_shape
 from asyncrl.launch.nodes import Node
-from asyncrl.launch.processes import LOOPBACK
 
-ProcessSide = Literal["controller", "trainer", "engine", "eval", "host"]
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
 TEACHER = "teacher"
@@ -62,8 +59,7 @@ class ProcessPlan:
     """
 
     name: str
-    side: ProcessSide
-    node: int
+    side: Literal["controller", "trainer", "engine", "eval", "host"]
     device: str
     threads: int
     memory: Memory = Memory()
@@ -117,84 +113,83 @@ def trainer_threads(
 
 def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int, int]:
     """Return the CPU threads of each engine and of each rank on this node."""
-    cores = placement.nodes[node].machine.cores if placement.nodes else None
-    num_engines = sum(placement.engine_node(engine) == node for engine in range(len(placement.engines)))
-    num_ranks = sum(device.node == node for device in placement.ranks)
+    cores = placement.nodes[node].machine.cores
+    num_engines = sum(devices[0].node == node for devices in placement.engines)
+    num_ranks = sum(device.node == node for device in placement.trainer)
     return engine_threads(config, cores), trainer_threads(config, cores, num_engines, num_ranks)
 
 
-def nodes_of(given: Machine | Sequence[Node] | None) -> tuple[Node, ...]:
-    """Return the given nodes; a machine: as the only node, None: this one."""
-    if given is None or isinstance(given, Machine):
-        return (Node("this machine", LOOPBACK, given or this_machine()),)
-    return tuple(given)
-
-
-def make_plan(config: RunConfig, where: Machine | Sequence[Node] | None = None) -> Plan:
-    """Plan a run on this machine, another one, or several nodes. Raises ConfigError for an impossible
-    placement.
-    """
-    nodes, shape = nodes_of(where), model_shape(config.model)
+def make_plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
+    """Plan a run on these nodes. Raises ConfigError for an impossible placement."""
+    shape = model_shape(config.model)
     placement = place(config, nodes)
-    hosts = placement.hosts
     memory = dict[str, tuple[int | None, int | None]]()
-    for number, node in enumerate(nodes):
-        memory[hosts.label(NodeDevice(number, "cpu"))] = node.machine.memory, node.machine.memory
-        for device, has in zip(hosts.cuda[number], node.machine.cuda, strict=True):
-            memory[hosts.label(device)] = has.free_bytes, has.total_bytes
+    for number, (node, devices) in enumerate(zip(nodes, cuda_devices(nodes), strict=True)):
+        memory[placement.label(NodeDevice(number, "cpu"))] = node.machine.memory, node.machine.memory
+        for device, has in zip(devices, node.machine.cuda, strict=True):
+            memory[placement.label(device)] = has.free_bytes, has.total_bytes
     return Plan(placement, lay_out(config, shape, placement), shape, memory)
 
 
 def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
     """Return every process with its memory."""
-    rollout, label, beside = config.rollout, placement.hosts.label, placement.beside_node
+    label = placement.label
     threads = [threads_on(config, placement, node) for node in range(len(placement.nodes))]
-    plans = [ProcessPlan("controller", "controller", 0, label(NodeDevice(0, "cpu")), 1)]
-    for rank, (node, device) in enumerate(placement.ranks):
-        name, memory, host = f"trainer-{rank}", trainer_memory(config, shape, device, rank), Memory()
+    plans = [ProcessPlan("controller", "controller", label(NodeDevice(0, "cpu")), 1)]
+    for rank, device in enumerate(placement.trainer):
+        name = f"trainer-{rank}"
+        memory = trainer_memory(config, shape, device.name, rank)
+        host = Memory()
         if config.trainer.cpu_offload:
-            memory, host = Memory(micro_batch=memory.micro_batch), replace(memory, micro_batch=0)
+            host = replace(memory, micro_batch=0)
+            memory = Memory(micro_batch=memory.micro_batch)
         elif placement.moves and placement.is_on_cuda:  # gradients are freed, the rest moves
             gradients = 4 * num_trained(config, shape) // config.trainer.world_size
             host = Memory(copies=memory.total - memory.micro_batch - gradients)
-        where = label(NodeDevice(node, device))
-        plans.append(ProcessPlan(name, "trainer", node, where, threads[node][1], memory))
+        plans.append(ProcessPlan(name, "trainer", label(device), threads[device.node][1], memory))
         if host.total:
-            plans.append(ProcessPlan(f"{name}/host", "host", node, label(NodeDevice(node, "cpu")), 0, host))
+            plans.append(ProcessPlan(f"{name}/host", "host", label(NodeDevice(device.node, "cpu")), 0, host))
 
-    def add(name: str, side: ProcessSide, node: int, devices: Sequence[str], memory: Memory) -> None:
+    def add(name: str, side: Literal["engine", "eval"], devices: Side, memory: Memory) -> None:
         for part, device in enumerate(devices):
-            own, where = f"{name}/{part}" if part else name, label(NodeDevice(node, device))
-            plans.append(ProcessPlan(own, side, node, where, threads[node][0], memory))
+            own = f"{name}/{part}" if part else name
+            plans.append(ProcessPlan(own, side, label(device), threads[device.node][0], memory))
 
-    stages, caches = placement.mode == "apart", 2 if config.keeps_turns else 1
+    engine = config.rollout.facts
+    caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
-        memory = engine_memory(config, shape, rollout.facts, caches * rollout.slots, devices, stages)
-        add(f"engine-{number}", "engine", placement.engine_node(number), devices, memory)
-    if (own := placement.evaluation) is not None:
-        num = caches * config.eval_slots
-        memory = engine_memory(config, shape, rollout.facts, num, [own], stages=True)
-        add(EVAL_ENGINE, "eval", beside, [own], memory)
-    if (teacher := config.teacher) is not None and (own := placement.teacher) is not None:
+        slots = caches * config.rollout.slots
+        memory = engine_memory(config, shape, engine, slots, devices, stages=placement.mode == "apart")
+        add(f"engine-{number}", "engine", devices, memory)
+    if placement.evaluation is not None:
+        devices = (placement.evaluation,)
+        memory = engine_memory(config, shape, engine, caches * config.eval_slots, devices, stages=True)
+        add(EVAL_ENGINE, "eval", devices, memory)
+    if (teacher := config.teacher) is not None and placement.teacher is not None:
+        devices = (placement.teacher,)
         shape = model_shape(ModelConfig(path=teacher.path, revision=teacher.revision))
-        memory = engine_memory(config, shape, ENGINES["embedded"], TEACHER_SLOTS + 1, [own], stages=False)
-        add(TEACHER, "eval", beside, [own], memory)
+        memory = engine_memory(config, shape, ENGINES["embedded"], TEACHER_SLOTS + 1, devices, stages=False)
+        add(TEACHER, "eval", devices, memory)
     return tuple(plans)
 
 
 def num_trained(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of parameters that the optimizer changes; adapters are on seven layers each."""
+    """Return the number of parameters that the optimizer changes; a layer has adapters on seven matrices."""
     lora = config.trainer.lora
-    adapters = 0 if lora is None else shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
-    return shape.num_parameters if lora is None else adapters
+    if lora is None:
+        return shape.num_parameters
+    return shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int = 0) -> Memory:
     """Return the memory of a rank. If sharded, it gathers the embeddings and a layer, with gradients, in its
     micro-batch. In a broadcast, the first rank holds the version that it sends.
     """
-    trainer, lora, item = config.trainer, config.trainer.lora, item_bytes(config.model.dtype, device)
-    num, trained = shape.num_parameters, num_trained(config, shape)
+    trainer = config.trainer
+    lora = trainer.lora
+    item = item_bytes(config.model.dtype, device)
+    num = shape.num_parameters
+    trained = num_trained(config, shape)
     is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
     has_masters = item == 2 and lora is None and not is_sharded
     has_reference = config.algorithm.kl_coefficient > 0 and lora is None
@@ -205,8 +200,9 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
         optimizer=trained * (16 if has_masters else 12),
         copies=item * (num if has_reference else merged),
     )
-    kind, tokens = device.partition(":")[0], trainer.micro_batch_tokens
-    tokens = min(tokens, CPU_MICRO_BATCH_TOKENS) if kind == "cpu" else tokens
+    kind = device.partition(":")[0]
+    most = CPU_MICRO_BATCH_TOKENS if kind == "cpu" else trainer.micro_batch_tokens
+    tokens = min(most, trainer.micro_batch_tokens)
     tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
     work = shape.activation_bytes(tokens, item, kind, is_checkpointed=trainer.gradient_checkpointing)
     if is_sharded:
@@ -220,26 +216,29 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
 def engine_memory(
     config: RunConfig,
     shape: ModelShape,
-    facts: EngineCapabilities,
+    engine: EngineCapabilities,
     slots: int,
-    devices: Sequence[str],
+    devices: Side,
+    *,
     stages: bool,
 ) -> Memory:
     """Return the memory of one engine on each of its devices. A paged KV cache counts for one sequence: more
     sequences wait. `stages`: the next weights arrive while the engine generates.
     """
-    if devices[0] == NO_DEVICE:
+    device = devices[0].name
+    if device == NO_DEVICE:
         return Memory()
-    item, is_on_cpu = item_bytes(config.model.dtype, devices[0]), devices[0] == "cpu"
+    item = item_bytes(config.model.dtype, device)
     length = config.rollout.max_length
-    sequences = 1 if facts.pages_kv and not is_on_cpu else slots
-    work = min(facts.forward_tokens, slots * length) * (4 * shape.hidden + 3 * shape.active) * item
+    sequences = 1 if engine.pages_kv and device != "cpu" else slots
+    tokens = min(engine.forward_tokens, slots * length)
     weights = shape.num_parameters * item
     whole = Memory(
         parameters=weights,
-        kv=sequences * facts.kv_length(length) * shape.layers * shape.cached * item,
-        micro_batch=work + slots * shape.vocab * 4 * facts.logit_copies,
-        copies=weights if stages and (facts.stages_weights or is_on_cpu) else 0,
+        kv=sequences * engine.kv_length(length) * shape.layers * shape.cached * item,
+        micro_batch=tokens * (4 * shape.hidden + 3 * shape.active) * item
+        + slots * shape.vocab * 4 * engine.logit_copies,
+        copies=weights if stages and (engine.stages_weights or device == "cpu") else 0,
     )
     return whole.split(len(devices))
 
@@ -256,11 +255,13 @@ def size_text(size: int) -> str:
 
 def plan_text(plan: Plan, config: RunConfig) -> str:
     """Return the plan as text: the model, a row per process, how weights travel, and each device's memory."""
-    num, placement, revision = plan.shape.num_parameters, plan.placement, config.model.revision
-    fetch = f"hf download {config.model.path} config.json{f' --revision {revision}' if revision else ''}"
-    size = f"{num:,} parameters" if num else f"size not known without config.json; `{fetch}` is enough"
-    names = (*(field.name.replace("_", " ") for field in fields(Memory)), "total")
-    lines = [f"model: {size}", "", _row("process", "device", "threads", names)]
+    num = plan.shape.num_parameters
+    placement = plan.placement
+    revision = f" --revision {config.model.revision}" if config.model.revision else ""
+    fetch = f"hf download {config.model.path} config.json{revision}"
+    size = f"{num:,} parameters" if num else f"size unknown without config.json; `{fetch}` is enough"
+    columns = [*(field.name.replace("_", " ") for field in fields(Memory)), "total"]
+    lines = [f"model: {size}", "", _row("process", "device", "threads", columns)]
     for one in plan.processes:
         sizes = [size_text(part) if part else "-" for part in (*astuple(one.memory), one.memory.total)]
         lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
@@ -268,10 +269,11 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     lines += ["", f"mode: {placement.mode}: {'time-sharing' if placement.mode == 'colocated' else sync}"]
     if config.eval is not None:
         lines.append(f"evaluation: {EVAL_ENGINE if placement.evaluation else 'rollout engines'}")
-    used, alike = {one.device for one in plan.processes}, defaultdict[str, list[str]](list)
+    used = {one.device for one in plan.processes}
+    alike = defaultdict[str, list[str]](list)
     for device, (free, _) in plan.memory.items():
-        needed = size_text(plan.needed_bytes(device)) if num else "not known"
-        has = "not known (no nvidia-smi)" if free is None else size_text(free)
+        needed = size_text(plan.needed_bytes(device)) if num else "unknown"
+        has = "unknown (no nvidia-smi)" if free is None else size_text(free)
         alike[f"needs {needed}, free {has}" if device in used else "not used"].append(device)
     return "\n".join([*lines, *(f"{', '.join(devices)}: {text}" for text, devices in alike.items())])
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.errors import RoomError
 from asyncrl.base.message import SECRET_ENV, find_fatal
 from asyncrl.launch import fork_server
 
@@ -42,8 +42,8 @@ PACKAGES = ("asyncrl", "asyncrl_servers")
 class ProcessSpec:
     """A process to start, independent of the machine.
 
-    `module` runs as `python -m module` with `spec` (JSON) in a file and a listening socket, at `port` or any
-    free one. It sees only `devices` (cpu, cuda:1, ...) of its node. `secret` opens its server; `secrets` are
+    `module` runs as `python -m module` with `spec` (JSON) in a file and a listening socket. It sees only
+    `devices` (cpu, cuda:1, ...) of its node. `secret` opens its server; `secrets` are
     others by name. `python`, called on its node, returns its Python (None: ours) or raises ConfigError.
     """
 
@@ -53,7 +53,6 @@ class ProcessSpec:
     run_dir: Path
     secret: str
     devices: Sequence[str] = ("cpu",)
-    port: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
     python: Callable[[], Path] | None = None
@@ -143,7 +142,7 @@ class Process:
         """Send SIGKILL without waiting."""
 
     def dump_stacks_nowait(self) -> None:
-        """Make it log its stacks, unless SIGUSR1 would end it."""
+        """Make it log its stacks."""
 
 
 class ForeignProcess(Process):
@@ -189,9 +188,7 @@ class ChildProcess(Process):
             return f"process {self.pid} ended with {self.returncode}"
 
     async def start(self) -> None:
-        """Bind the socket and start the process. Raises ConfigError if its port is taken or its Python
-        missing.
-        """
+        """Bind the socket and start the process. Raises ConfigError if its Python is missing."""
         spec = self.spec
         specs = spec.run_dir / "specs"
         env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **HUGE_PAGES, **self._environ}
@@ -202,7 +199,7 @@ class ChildProcess(Process):
             folder.mkdir(parents=True, exist_ok=True)
         spec_path = specs / f"{spec.name}.json"
         spec_path.write_text(spec.spec, encoding="utf-8")
-        with bind_socket(spec.name, spec.port, self._host) as listener, spec.log_path.open("ab") as log:
+        with bind_socket(self._host) as listener, spec.log_path.open("ab") as log:
             self._log_start = log.tell()
             arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
             stdin, self._stdin = os.pipe()
@@ -263,7 +260,7 @@ class ChildProcess(Process):
             _signal_group(self._process.pid, signal.SIGCONT)
 
     def dump_stacks_nowait(self) -> None:
-        if self._process is not None and self.returncode is None and catches(self._process.pid, STACKS):
+        if self._process is not None and self._process.returncode is None:
             os.kill(self._process.pid, STACKS)
 
 
@@ -282,38 +279,13 @@ def import_folder(folder: Path) -> Path:
     return folder
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Return True if the process handles the signal; a process that has just started would die of it."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
-
-
-def bind_socket(owner: str, port: int | None, host: str = LOOPBACK) -> socket.socket:
-    """Return a listening socket at `port` or any free one. Raises ConfigError if the port is taken, OSError
-    otherwise.
-    """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port or 0))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        if port is None:
-            raise
-        raise ConfigError(
-            f"port {port} for {owner} cannot be used: {error.strerror}",
-            rule=f"each internal server needs a port of its own on {host}",
-            way_out="end the program that holds it, or set the port to none (any free one).",
-        ) from error
-    return listener
+def bind_socket(host: str = LOOPBACK) -> socket.socket:
+    """Return a socket that listens at any free port."""
+    return socket.create_server((host, 0), backlog=2048)
 
 
 def free_port_at(host: str) -> int:
-    with bind_socket("a port", None, host) as listener:
+    with bind_socket(host) as listener:
         port: int = listener.getsockname()[1]
         return port
 

@@ -1,14 +1,10 @@
-"""Compute the digest of a set of weights: here with numpy, for tensors with torch
-(asyncrl/weights/tensor_files.py), with equal results. It proves that names, dtypes, shapes and bytes arrived
-unchanged, against faults but not against an attacker.
+"""Digest of a set of weights, with numpy; weights/tensor_files.py computes the same with torch. It detects
+faults in names, dtypes, shapes and bytes, not attacks.
 
-The bytes of a tensor are cut into blocks of 2048, the last one padded with zeros. Each block gives 8 sums,
-sum(byte * key), with bytes and keys as signed integers, exact; sha256 runs over all sums, after name, dtype
-and shape. Two different blocks have the same 8 sums under at most one in 127**8 = 2**55 choices of keys (if
-byte j differs and all other keys are given, at most one value of its key makes a sum equal): a linear hash,
-as in Carter and Wegman, Universal classes of hash functions (1979). Keys are fixed and independent of faults.
-|sum| <= 2048 * 128 * 63 < 2**24, so float32 is exact in any order of addition: on a device it is one matrix
-product, on any unit.
+A tensor's bytes are cut into blocks of 2048, zero-padded. Each block gives 8 exact sums of byte * key
+(signed); sha256 runs over name, dtype, shape and all sums. Two different blocks have equal sums under at most
+one in 127**8 = 2**55 choices of keys: a linear hash (Carter and Wegman, Universal classes of hash functions,
+1979). |sum| <= 2048 * 128 * 63 < 2**24, so a float32 matrix product is exact in any order.
 """
 
 from __future__ import annotations

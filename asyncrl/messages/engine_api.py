@@ -60,9 +60,8 @@ class TransferStats(Message):
 class MemoryHandle(Message):
     """Handle that opens a block of memory in another process.
 
-    `kind` file: `name` is the path of a file in shared memory, to be mapped. cuda: `name` is the
-    CUipcMemHandle of an allocation on the shared device, 64 bytes in base64. A handle stays valid across
-    writes to its memory. `device`: the UUID of a CUDA device, equal in every process; "" for a file.
+    `name`: path of a file in shared memory, or base64 of the CUipcMemHandle of a CUDA allocation. It stays
+    valid across writes. `device`: the UUID of a CUDA device, "" for a file.
     """
 
     kind: Literal["file", "cuda"]
@@ -92,12 +91,11 @@ class ChunkMemory(Message):
 
 
 class GroupMember(Message):
-    """The place of one participant in the group that weights are sent through: the trainer has rank 0, an
-    engine's workers the ranks from `rank` on.
+    """A participant's place in the group that weights are sent through: the trainer has rank 0, an engine's
+    workers the ranks from `rank` on.
 
-    `path` is the file in which they find each other, one a group; with `store`, which is ADDRESS:PORT on the
-    trainer's node, the group's name there. `is_new`: the group is to be formed first. `timeout_s` bounds
-    forming it, and each buffer that is sent.
+    `path` names the group: a file where the members meet, or with `store` (ADDRESS:PORT of the trainer's
+    node) a name there. `is_new`: form the group first. `timeout_s` bounds forming it and sending each buffer.
     """
 
     path: str
@@ -155,11 +153,10 @@ MAX_TOP_LOGPROBS = 20
 class GenerateRequest:
     """Sample up to `max_tokens` after `prompt_ids`, int [P].
 
-    The last `num_resumed` ids of the prompt were sampled by an earlier segment of the same logical request:
-    they count only for stop strings that span the joint. The draw of each token depends only on (`seed`, its
-    absolute position, counted from the first prompt id). `max_tokens` >= 1; `temperature` >= 0; 0 < `top_p`
-    <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS. `grammar` (see token_grammars.py)
-    covers the sampled text, including the resumed ids.
+    The last `num_resumed` ids were sampled by an earlier segment of the same logical request; they count for
+    stop strings that span the joint, and for the grammar. Each draw depends only on (`seed`, absolute
+    position). `max_tokens` >= 1; `temperature` >= 0; 0 < `top_p` <= 1; 0 <= `seed` < 2**63; 0 <=
+    `top_logprobs` <= MAX_TOP_LOGPROBS.
     """
 
     request_id: str
@@ -212,13 +209,12 @@ class ChunkBody(WeightsBody):
 
 
 class PrepareRequest(WeightsBody):
-    """Read the safetensors file `path` into staging during serving; with a `member`, and no path, receive a
-    whole set of weights from the trainer there.
+    """Read the safetensors file `path` into staging during serving; with a `member`, receive the weights
+    there.
 
-    `kind` weights: a whole set of them. lora: adapters for the weights that the server started with, as
-    `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each adapted layer, and
-    the scalar `scale`; staged is base + scale * B A, computed in float32. `digest` covers the tensors in the
-    file, in either case.
+    `kind` lora: adapters for the initial weights, as `<module>.lora_A.weight` [rank, in] and
+    `<module>.lora_B.weight` [out, rank] of each adapted layer, and the scalar `scale`; staged is base + scale
+    * B A, computed in float32. `digest` covers the tensors in the file.
     """
 
     path: str

@@ -162,14 +162,11 @@ class Trajectory:
     included.
 
     token_ids int32 [T]; loss_mask bool [T], true only on tokens sampled in this branch; behaviour_logprobs
-    float32 [T] in nats, 0 without loss_mask; version_spans cover exactly the tokens with loss_mask, in order.
-    A rollout of one conversation has one branch; a harness that edits its history makes more, and each
-    sampled token is in the loss_mask of exactly one branch. `reward` is the rollout's. `credits`, if any,
-    assign a reward to each token with loss_mask, cover it once, and replace `reward` in the advantage;
-    without them all branches are one sample. `grammars`: spans of loss_mask tokens that were sampled under a
-    grammar. teacher_logprobs float32 [T] in nats: a teacher's for the same tokens, 0 without loss_mask; None
-    without a teacher. routing uint16 [T, E]: for each router of the model, in order, the experts that read
-    the token, NO_EXPERT if unknown, as for the last token; None without router replay.
+    float32 [T] in nats, 0 without loss_mask; version_spans cover the tokens with loss_mask, in order. A
+    harness that edits its history makes several branches; each sampled token is in the loss_mask of one.
+    `credits` assign a reward to each token with loss_mask and replace `reward` in the advantage. `grammars`:
+    spans that were sampled under a grammar. teacher_logprobs float32 [T], like behaviour_logprobs. routing
+    uint16 [T, E]: for each router in order, the experts that read the token, NO_EXPERT if unknown.
     """
 
     sample_index: int

@@ -44,11 +44,10 @@ class OffloadRequest(Message):
 
 
 class Canary(Message):
-    """Logprobs of a fixed short text, computed by the trainer with the weights that it exports. An engine
-    with these weights must compute the same.
+    """The trainer's logprobs of a fixed short text under the exported weights, in nats at temperature 1.
 
     `logprobs`: of token_ids[1:], each given all ids before it. `next_logprob`: of the most likely id after
-    the last one. float32 values in nats at temperature 1.
+    the last one.
     """
 
     token_ids: list[int] = Field(min_length=2)
@@ -89,7 +88,7 @@ class TrainResponse(Message):
     """Result of an optimizer step: the new version and its metrics by full name (`policy/loss`, ...).
 
     `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`: (group_id,
-    sample_index, mean of |engine - trainer| in nats over its fresh tokens) of each rollout that has some.
+    sample_index, mean |engine - trainer| in nats over fresh tokens).
     """
 
     policy_version: int
@@ -99,11 +98,10 @@ class TrainResponse(Message):
 
 
 class ExportResponse(WeightsBody):
-    """A set of weights in staging: all of them, or only the adapters (see PrepareRequest).
+    """A set of weights in staging, or only the adapters (see PrepareRequest).
 
-    `path` is a safetensors file that every engine server of this machine can read. `canary`: the trainer's
-    logprobs of a short text with these weights, if requested. `is_held`: the trainer holds them to send them
-    itself (/broadcast); `path` may be '' then.
+    `path`: a safetensors file for the engines of this machine. `canary`: if requested. `is_held`: the trainer
+    sends them itself (/broadcast); `path` may be ''.
     """
 
     path: str
@@ -165,10 +163,9 @@ class BatchHeader(Message):
 class BatchArrays(BaseModel):
     """Arrays of a batch, trajectories one after the other: N tokens in all, one entry each.
 
-    token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
-    for a token that was not sampled; engines int16 [N], the number of the engine server that sampled the
-    token, -1 if unknown; teacher_logprobs float32 [N] in nats, None without a teacher; routing uint16 [N, E],
-    None without router replay: see Trajectory.
+    token_ids int32; loss_mask bool; behaviour_logprobs float32 in nats; versions int32, -1 for a token that
+    was not sampled; engines int16, the engine server, -1 if unknown; teacher_logprobs float32; routing uint16
+    [N, E]: see Trajectory.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)

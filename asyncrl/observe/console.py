@@ -13,7 +13,6 @@ import math
 import os
 import select
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
@@ -38,25 +37,27 @@ from asyncrl.observe.run_numbers import (
     several,
     sparkline,
 )
-from asyncrl.observe.sample_text import sample_text
-from asyncrl.observe.samples import ShownRollout
+from asyncrl.observe.samples import ShownRollout, sample_text
 
 Kind = Literal["auto", "live", "plain", "none"]
-_RECENT = slice(-20, None)
-LINE_EVERY_S, LATER_LINE_EVERY_S, LATER_S = 5.0, 10.0, 60.0
-"""Seconds between two plain lines: in the first LATER_S, and later."""
-SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S = 20.0, 300.0
-"""Seconds between two samples, likewise, unless the config sets a number of steps."""
+RECENT = slice(-20, None)
+LINE_EVERY_S = 5.0
+LATER_LINE_EVERY_S = 10.0
+SAMPLE_EVERY_S = 20.0
+LATER_SAMPLE_EVERY_S = 300.0
+LATER_S = 60.0
+"""Plain lines and samples are rarer after this time."""
 MAX_SAMPLE_CHARS = 300
-"""Characters of each part of a sample."""
+"""Maximum characters of each part of a sample."""
+BY_TASK = "reward/mean/"
 
 
 class Console:
-    """Shows progress. Life: silent until start(); live until close().
+    """Shows progress.
 
-    live repaints one panel in a thread of rich; plain prints a line every few seconds with the means of its
-    steps; none prints nothing; auto is live on a terminal and in a notebook, else plain. A file that cannot
-    be written raises nothing. `health` returns sentences about faults of the run.
+    live repaints a panel in a thread of rich; plain prints a line every few seconds with the means of its
+    steps; none prints nothing; auto is live on a terminal, else plain. Output errors raise nothing. `health`
+    returns sentences about problems of the run. Life: silent until start(); live until close().
     """
 
     def __init__(
@@ -74,27 +75,31 @@ class Console:
         self._rich = RichConsole(
             file=outliving(file), highlight=False, quiet=kind == "none", force_jupyter=False
         )
-        # not asked of rich, which takes a pipe for a terminal where FORCE_COLOR is set: CI, notebooks
-        is_seen = self._rich.file.isatty() or is_in_notebook()
-        self.kind: Kind = ("live" if is_seen else "plain") if kind == "auto" else kind
-        self._run_name, self._num_steps, self._max_staleness = run_name, num_steps, max_staleness
-        self._samples_every, self._has_failed, self._sample_at_s = samples_every, False, -math.inf
-        self._steps, self._activity, self._started_s = Steps(), "starting", time.monotonic()
-        self._health_of, self._health = health, (0, tuple[str, ...]())
+        # rich takes a pipe for a terminal if FORCE_COLOR is set (CI)
+        is_terminal = self._rich.file.isatty()
+        self.kind: Kind = ("live" if is_terminal else "plain") if kind == "auto" else kind
+        self._run_name = run_name
+        self._num_steps = num_steps
+        self._max_staleness = max_staleness
+        self._samples_every = samples_every
+        self._has_failed = False
+        self._sample_at_s = -math.inf
+        self._steps = Steps()
+        self._activity = "starting"
+        self._started_s = time.monotonic()
+        self._health_of = health
+        self._health: tuple[int, tuple[str, ...]] = (0, ())
         """Number of steps, and the sentences about them."""
-        self._line_at_s, self._num_unshown = -math.inf, 0
-        self._of_tasks = dict[str, list[float]]()
+        self._line_at_s = -math.inf
+        self._num_unshown = 0
+        self._by_task: dict[str, list[float]] = {}
         """Rewards of each task since the last line."""
-        self._live: Live | NotebookLive | None = None
+        self._live: Live | None = None
 
     def start(self) -> None:
-        """Start to show."""
         self._started_s = time.monotonic()
-        if self.kind == "live" and is_in_notebook():
-            self._live = NotebookLive(self.panel)
-        elif self.kind == "live":
+        if self.kind == "live":
             self._live = Live(get_renderable=self.panel, console=self._rich, refresh_per_second=4)
-        if self._live is not None:
             self._live.start()
 
     def goes_on(self, steps: Steps) -> None:
@@ -105,40 +110,49 @@ class Console:
         """Show the metrics of one optimizer step."""
         self._steps.add(metrics)
         self._num_unshown += 1
-        for name in filter(is_of_task, metrics):
-            self._of_tasks.setdefault(name, []).append(metrics[name])
+        for name in metrics:
+            if name.startswith(BY_TASK):
+                self._by_task.setdefault(name, []).append(metrics[name])
         now_s = time.monotonic()
-        every_s = LINE_EVERY_S if now_s - self._started_s < LATER_S else LATER_LINE_EVERY_S
-        if now_s - self._line_at_s >= every_s or metrics["step"] >= self._num_steps:
+        if now_s - self._line_at_s >= self._every(LINE_EVERY_S, LATER_LINE_EVERY_S, now_s) or (
+            metrics["step"] >= self._num_steps
+        ):
             self._show_line(now_s)
 
+    def _every(self, first_s: float, later_s: float, now_s: float) -> float:
+        return first_s if now_s - self._started_s < LATER_S else later_s
+
     def _show_line(self, now_s: float) -> None:
-        """Print a plain line on the steps since the last line."""
+        """Print a plain line about the steps since the last line."""
         if self.kind == "plain" and self._num_unshown:
-            of_tasks = tasks_text({name: fmean(rewards) for name, rewards in self._of_tasks.items()})
+            by_task = tasks_text({name: fmean(rewards) for name, rewards in self._by_task.items()})
             numbers = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
-            self.say(plain_line(self._steps, self._num_unshown, **numbers, of_tasks=of_tasks))
-            self._of_tasks.clear()
-        self._line_at_s, self._num_unshown = now_s, 0
+            self.say(plain_line(self._steps, self._num_unshown, **numbers, by_task=by_task))
+            self._by_task.clear()
+        self._line_at_s = now_s
+        self._num_unshown = 0
 
     def show_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         """Show the last sample of a step, a random one, if it is due; and the first failed one."""
-        for sample in samples[-1:]:
-            is_first_failed = sample["kind"] == "failed" and not self._has_failed
-            self._has_failed |= is_first_failed
-            is_due = is_first_failed or (sample["kind"] != "failed" and self._is_sample_due(step))
-            if self._samples_every is not None and is_due:
-                text = sample_text(sample, most=MAX_SAMPLE_CHARS)
-                encoding = self._rich.encoding  # of a terminal that may not know the model's characters
-                text = text.encode(encoding, "backslashreplace").decode(encoding)
-                self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
+        if self._samples_every is None or not samples:
+            return
+        sample = samples[-1]
+        if sample["kind"] == "failed":
+            is_due = not self._has_failed
+            self._has_failed = True
+        else:
+            is_due = self._is_sample_due(step)
+        if is_due:
+            text = sample_text(sample, most=MAX_SAMPLE_CHARS)
+            encoding = self._rich.encoding  # of a terminal that may not know the model's characters
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+            self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
 
     def _is_sample_due(self, step: int) -> bool:
-        if self._samples_every != "auto":
-            return self._samples_every is not None and step % self._samples_every == 0
+        if isinstance(self._samples_every, int):
+            return step % self._samples_every == 0
         now_s = time.monotonic()
-        every_s = SAMPLE_EVERY_S if now_s - self._started_s < LATER_S else LATER_SAMPLE_EVERY_S
-        if now_s - self._sample_at_s < every_s:
+        if now_s - self._sample_at_s < self._every(SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S, now_s):
             return False
         self._sample_at_s = now_s
         return True
@@ -152,11 +166,10 @@ class Console:
         self._rich.print(escape(text), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """Print anything that rich can draw."""
         self._rich.print(renderable)
 
     def close(self) -> None:
-        """Stop repainting, or print the last plain line; idempotent."""
+        """Stop repainting, or print the last plain line. Idempotent."""
         self._show_line(time.monotonic())
         if self._live is not None:
             self._live.stop()
@@ -164,25 +177,24 @@ class Console:
 
     def panel(self) -> RenderableType:
         """Draw the panel; fits 80 columns."""
+        steps = self._steps
+        last = steps.last
         activity = Text(self._activity, overflow="ellipsis", no_wrap=True)
         rows: list[tuple[str, RenderableType]] = [("progress", self._progress()), ("now", activity)]
-        steps, last = self._steps, self._steps.last
         if last:
             names = ("inflight", "interrupted", "retried", "failed", "dropped", "filtered")
-            rollouts = [
-                f"{last[f'rollout/{name}']:.0f} {name}" for name in names if f"rollout/{name}" in last
-            ]
+            counts = {name: last[f"rollout/{name}"] for name in names if f"rollout/{name}" in last}
             rows += [
                 ("reward", reward_text(steps)),
-                *([("by task", of_tasks)] if (of_tasks := tasks_text(last)) else []),
-                *([("answers", answers)] if (answers := answers_text(steps)) else []),
-                *([("health", Text("\n".join(health), "red"))] if (health := self._health_now()) else []),
+                ("by task", tasks_text(last)),
+                ("answers", _answers_text(steps)),
+                ("health", Text("\n".join(self._health_now()), "red")),
                 ("speed", self._speed()),
-                ("time", shares_text(TimeShares.of(lambda metric: steps.total(metric, _RECENT)))),
+                ("time", shares_text(TimeShares.of(lambda metric: steps.total(metric, RECENT)))),
                 ("staleness", staleness_text(last, self._max_staleness)),
-                ("rollouts", ", ".join(rollouts)),
+                ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
-        return boxed(rows, Text(f"asyncrl {self._run_name}"))
+        return boxed([row for row in rows if row[1]], f"asyncrl {self._run_name}")
 
     def _health_now(self) -> tuple[str, ...]:
         """Judge once a step, as the panel is drawn often."""
@@ -203,22 +215,22 @@ class Console:
         return line
 
     def _speed(self) -> str:
-        steps, step_s = self._steps, self._steps.mean("perf/step_s", _RECENT)
+        step_s = self._steps.mean("perf/step_s", RECENT)
         if not step_s:
             return "-"
-        tokens = steps.total("tokens/trained", _RECENT) / steps.total("perf/step_s", _RECENT)
-        mfu = f", MFU {steps.last['perf/mfu']:.1%}" if "perf/mfu" in steps.last else ""
-        return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s{mfu}"
+        tokens = self._steps.total("tokens/trained", RECENT) / self._steps.total("perf/step_s", RECENT)
+        mfu = self._steps.last.get("perf/mfu")
+        return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s" + (f", MFU {mfu:.1%}" if mfu else "")
 
 
-def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int, of_tasks: str = "") -> str:
+def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int, by_task: str = "") -> str:
     """Describe the newest `num` steps: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)
     0.41 s/step  train 71% wait 24%  1 min 58 s left`.
     """
-    part, last = slice(-num, None), steps.last
-    parts = [f"step {int(last['step']):>{len(str(num_steps))}}/{num_steps}"]
+    part = slice(-num, None)
+    parts = [f"step {int(steps.last['step']):>{len(str(num_steps))}}/{num_steps}"]
     if (reward := steps.mean("reward/mean", part)) is not None:
-        parts.append(f"reward {reward:.3f}" + (of_tasks and f" ({of_tasks})"))
+        parts.append(f"reward {reward:.3f}" + (by_task and f" ({by_task})"))
     if (age := steps.mean("sample/staleness_mean", part)) is not None:
         largest = max(steps.values("sample/staleness_max", part), default=age)
         parts.append(f"staleness {age:.1f} (max {largest:.0f} of {max_staleness})")
@@ -248,54 +260,50 @@ def reward_text(steps: Steps) -> Text:
 
 def shares_text(shares: TimeShares) -> Text:
     """Show where the time went: `training 71%, waiting for generation 17%`."""
-    words = Text()
-    for name, (word, colour, _) in SHARES.items():
-        if (share := getattr(shares, name)) >= 0.005:
-            words.append(", " if words else "").append(f"{word} {share:.0%}", colour)
-    return words
+    found = [(name, getattr(shares, name)) for name in SHARES]
+    shown = [(*SHARES[name][:2], share) for name, share in found if share >= 0.005]
+    return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
 
 
-def answers_text(steps: Steps) -> str:
+def _answers_text(steps: Steps) -> str:
     """Describe the answers of the recent steps: length, truncation, entropy."""
     part = recent(len(steps))
-    length, cut = steps.mean("sample/length_mean", part), steps.mean("sample/truncated_fraction", part)
-    words = [] if length is None else [f"{length:.0f} tokens on average"]
-    words += [] if cut is None else [f"{cut:.0%} cut off"]
-    entropy = steps.mean("policy/entropy", part)
-    return ", ".join(words + ([] if entropy is None else [f"entropy {entropy:.2g}"]))
+    form = {
+        "sample/length_mean": "{:.0f} tokens on average",
+        "sample/truncated_fraction": "{:.0%} cut off",
+        "policy/entropy": "entropy {:.2g}",
+    }
+    means = {name: steps.mean(name, part) for name in form}
+    return ", ".join(form[name].format(mean) for name, mean in means.items() if mean is not None)
 
 
 def tasks_text(metrics: Mapping[str, float]) -> str:
     """Show the reward of each of several tasks: `sums 0.413, words 0.250`; else ''."""
-    return ", ".join(f"{n.split('/', 2)[2]} {num:.3f}" for n, num in metrics.items() if is_of_task(n))
-
-
-def is_of_task(name: str) -> bool:
-    """Return whether the metric is the mean reward of a single task in a run of several."""
-    return name.startswith("reward/mean/")
+    found = {name.removeprefix(BY_TASK): num for name, num in metrics.items() if name.startswith(BY_TASK)}
+    return ", ".join(f"{task} {reward:.3f}" for task, reward in found.items())
 
 
 def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
     """Describe the age of the tokens of a step."""
-    mean, largest = metrics.get("sample/staleness_mean"), metrics.get("sample/staleness_max")
-    if mean is None or largest is None:
+    if "sample/staleness_mean" not in metrics:
         return "no token in the loss"
     masked = metrics.get("sample/masked_fraction", 0.0)
-    words = f", {masked:.1%} of the tokens masked" if masked > 0 else ""
-    return f"{mean:.1f} on average, {largest:.0f} at most of {max_staleness} allowed{words}"
+    text = f"{metrics['sample/staleness_mean']:.1f} on average, "
+    text += f"{metrics['sample/staleness_max']:.0f} at most of {max_staleness} allowed"
+    return text + (f", {masked:.1%} of the tokens masked" if masked > 0 else "")
 
 
 PATIENCE_S = 1.0
 """Seconds to wait, once, for a slow reader."""
-_PIECE = 1000
+PIECE = 1000
 """Characters per write: at most 4 KB, so that a writable pipe takes them whole (pipe(7), PIPE_BUF)."""
 
 logger = logging.getLogger(__name__)
 
 
 def outliving(file: TextIO | None = None) -> TextIO:
-    """Return `file` (default: standard output) without its errors: after one, nothing is written; text that
-    a full pipe or terminal does not take is dropped. Both are logged once.
+    """Return `file` (default: standard output) without its errors: after an error nothing is written; text
+    that a full pipe or terminal does not take is dropped. Both are logged once.
     """
     return cast("TextIO", _Outliving(file or sys.stdout or io.StringIO()))
 
@@ -304,12 +312,15 @@ def outliving(file: TextIO | None = None) -> TextIO:
 class _Outliving:
     """A file that drops text after an OSError, and while its reader is behind.
 
-    write() waits PATIENCE_S for a reader that falls behind, then not again until it reads: the event loop of
-    a run calls it.
+    The event loop calls write(), so it waits PATIENCE_S once for a reader that falls behind, and then not
+    again until it has caught up.
     """
 
     def __init__(self, file: TextIO) -> None:
-        self._file, self._is_lost, self._is_behind, self._is_told = file, False, False, False
+        self._file = file
+        self._is_lost = False
+        self._is_behind = False
+        self._has_warned = False
         self._poll: select.poll | None = None
         with contextlib.suppress(OSError):  # a file in memory has no descriptor and never blocks
             descriptor = file.fileno()
@@ -320,15 +331,15 @@ class _Outliving:
         return getattr(self._file, name)  # encoding, isatty
 
     def write(self, text: str) -> int:
-        for start in range(0, len(text), _PIECE):
+        for start in range(0, len(text), PIECE):
             if not self._is_lost and self._has_room():
                 try:
-                    self._file.write(text[start : start + _PIECE])
+                    self._file.write(text[start : start + PIECE])
                     self._file.flush()
                 except OSError as error:
                     self._is_lost = True
-                    logger.warning("nothing is shown from here on, standard output fails: %s", error)
-                    # at /dev/null a flush at the end of the process cannot fail
+                    logger.warning("no more output is shown, standard output fails: %s", error)
+                    # a flush at the end of the process cannot fail at /dev/null
                     with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
                         os.dup2(nowhere.fileno(), self._file.fileno())
         return len(text)
@@ -337,59 +348,9 @@ class _Outliving:
         """Do nothing: each piece is flushed when written, so no buffer blocks the end of the process."""
 
     def _has_room(self) -> bool:
-        if self._poll is not None and not self._poll.poll(0 if self._is_behind else PATIENCE_S * 1000):
-            if not self._is_told:
-                logger.warning("standard output is not read: lines that it does not take are left out")
-            self._is_behind = self._is_told = True
-            return False
-        self._is_behind = False
-        return True
-
-
-# ---- in the output of a notebook's cell
-
-REPAINT_S = 1.0
-_WIDTH = 100
-_HTML = '<pre style="line-height: 1.2; white-space: pre">{code}</pre>'
-
-
-def is_in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
-class NotebookLive:
-    """Shows the result of `get_renderable`, as rich's Live does on a terminal.
-
-    Life: silent until start(); repaints in its thread until stop(), which leaves the last picture.
-    """
-
-    def __init__(self, get_renderable: Callable[[], RenderableType]) -> None:
-        self._get_renderable = get_renderable
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._repaint, name="notebook panel", daemon=True)
-
-    def start(self) -> None:
-        """Show the panel."""
-        from IPython.display import display
-
-        self._handle = display(self._picture(), raw=True, display_id=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Paint once more, and no more after that."""
-        self._stopped.set()
-        self._thread.join()
-        self._handle.update(self._picture(), raw=True)
-
-    def _repaint(self) -> None:
-        while not self._stopped.wait(REPAINT_S):
-            self._handle.update(self._picture(), raw=True)
-
-    def _picture(self) -> dict[str, str]:
-        """Return the panel by MIME type."""
-        console = RichConsole(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False)
-        console.print(self._get_renderable())
-        html = console.export_html(inline_styles=True, code_format=_HTML, clear=False)
-        return {"text/html": html, "text/plain": console.export_text()}
+        timeout_ms = 0 if self._is_behind else PATIENCE_S * 1000
+        self._is_behind = self._poll is not None and not self._poll.poll(timeout_ms)
+        if self._is_behind and not self._has_warned:
+            logger.warning("standard output is not read: dropping lines that it does not take")
+            self._has_warned = True
+        return not self._is_behind

@@ -1,68 +1,85 @@
-"""The files of a run directory and their tolerant readers: a torn or foreign line is skipped and reported."""
+"""The files of a run directory: their writer (Recorder), and tolerant readers, which skip and report a torn
+or invalid line. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterable, Iterator
+import math
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic_core import from_json
+from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.base.files import lines_from_end
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import LOST, cut_at, lines_from_end
+from asyncrl.config import RunConfig, load_config
+from asyncrl.observe.metrics import is_total
+
+if TYPE_CHECKING:
+    from asyncrl.observe.trackers import Background
 
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
-SAMPLES_FILE = "samples.jsonl"
 TRAINED_FILE = "trained.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 TRACE_FILE = "trace.json"
 JOURNAL_FILE = "journal.sqlite"
 LOCK_FILE = "run.lock"
 REPORT_FILE = "report.html"
-T = TypeVar("T")
 LOST_KEY = "lost"
 """Key of a line without a step: [first, last] of steps whose lines are missing, with `why`."""
+NOT_FINITE = "not_finite"
+"""Key with the names of metrics that were NaN or infinite."""
+EVAL_PREFIX = "eval/"
 MAX_PROBLEMS = 100
+QUIET_S = 30.0
+"""A run that has not written its status for this long may be dead."""
+
+T = TypeVar("T")
+State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
+OBJECT = TypeAdapter(dict[str, Any])
 
 
-def read_values(path: Path, problems: list[str], kind: type[T], *, from_end: bool = False) -> Iterator[T]:
-    """Yield the JSON values of one `kind` of a file, one a line, the last first `from_end`; an absent file is
-    empty. Other lines go to `problems`.
-    """
+def tell(problems: list[str], problem: str) -> None:
+    """Add a problem, up to MAX_PROBLEMS."""
+    if len(problems) < MAX_PROBLEMS:
+        problems.append(problem)
+    elif len(problems) == MAX_PROBLEMS:
+        problems.append("More problems were found; they are not listed.")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, not a bool."""
+    return type(value) in (int, float) and -1e300 < value < 1e300
+
+
+def read_lines(
+    path: Path, problems: list[str], form: TypeAdapter[T], *, from_end: bool = False
+) -> Iterator[T]:
+    """Yield the JSON lines of a file in the `form`; report others in `problems`. No file means no lines."""
     try:
-        for line in _lines(path, from_end=from_end):
-            value = parse(line)
-            if isinstance(value, kind):
-                yield value
-            elif line.endswith(b"\n"):
-                tell(problems, f"a line of {path.name} is no JSON {kind.__name__}, skipped: {line[:60]!r}")
-            else:
-                tell(problems, f"{path.name} ends in half a line, which is skipped")
+        for line in _raw_lines(path, from_end=from_end):
+            try:
+                yield form.validate_json(line)
+            except ValidationError as error:
+                tell(problems, f"{path.name}: skipped {_fault(line, error)}")
     except FileNotFoundError:
         return
     except OSError as error:
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
 
 
-def read_jsonl(
-    path: Path, problems: list[str], *numbers: str, from_end: bool = False
-) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file that have the `numbers`, as read_values() does."""
-    for value in read_values(path, problems, dict, from_end=from_end):
-        if LOST_KEY in value:
-            tell(problems, f"steps {value[LOST_KEY]} are missing in {path.name} ({value.get('why')})")
-        elif missing := [name for name in numbers if not is_number(value.get(name))]:
-            tell(problems, f"a line of {path.name} without a number {missing[0]} is skipped")
-        else:
-            yield value
-
-
-def _lines(path: Path, *, from_end: bool) -> Iterator[bytes]:
+def _raw_lines(path: Path, *, from_end: bool) -> Iterator[bytes]:
     if from_end:
         yield from (line for _, line in lines_from_end(path))
     else:
@@ -70,45 +87,132 @@ def _lines(path: Path, *, from_end: bool) -> Iterator[bytes]:
             yield from file
 
 
-def parse(line: bytes) -> Any:
-    """Parse JSON; return None if it is invalid."""
-    try:
-        return from_json(line, allow_inf_nan=False, cache_strings="keys")  # three times as fast as json
-    except ValueError:
-        return None
+def _fault(line: bytes, error: ValidationError) -> str:
+    if not line.endswith(b"\n"):
+        return "an incomplete last line"
+    fault = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, fault["loc"]))
+    return f"the line {line[:60]!r}: {place}{': ' * bool(place)}{fault['msg']}"
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Read a file with one JSON object; {} if it is absent or not readable."""
+    """Read a file that holds one JSON object; {} if it is absent or invalid."""
     try:
-        value = parse(path.read_bytes())
+        return OBJECT.validate_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
-        return {}
-    if not isinstance(value, dict):
-        tell(problems, f"{path.name} is no JSON object")
-        return {}
-    return value
+    except ValidationError:
+        tell(problems, f"{path.name} is not a JSON object")
+    return {}
 
 
-def read_metrics(run_dir: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of each step in metrics.jsonl."""
-    for line in read_jsonl(run_dir / METRICS_FILE, problems, "step"):
+def numbers_in(
+    lines: Iterable[dict[str, Any]], name: str, problems: list[str], *required: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the `lines` of file `name` that have the `required` numbers."""
+    for line in lines:
+        if LOST_KEY in line:
+            tell(problems, f"{name}: steps {line[LOST_KEY]} are missing ({line.get('why')})")
+        elif missing := [number for number in required if not is_number(line.get(number))]:
+            tell(problems, f"{name}: skipped a line without a number {missing[0]}")
+        else:
+            yield line
+
+
+def read_metrics(run_dir: Path, problems: list[str], *, from_end: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the finite metrics of each step."""
+    lines = read_lines(run_dir / METRICS_FILE, problems, OBJECT, from_end=from_end)
+    for line in numbers_in(lines, METRICS_FILE, problems, "step"):
         yield {name: value for name, value in line.items() if is_number(value)}
 
 
 def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Return the complete lines of eval.jsonl."""
-    path = run_dir / EVAL_FILE
-    lines = read_jsonl(path, problems, "policy_version", "eval/version", "eval/seconds")
+    lines = read_lines(run_dir / EVAL_FILE, problems, OBJECT)
+    required = ("policy_version", "eval/version", "eval/seconds")
     of_samples = {"eval/length_mean", "eval/truncated_fraction"}
-    return [line for line in lines if "eval/reward_mean" not in line or of_samples <= line.keys()]
+    found = numbers_in(lines, EVAL_FILE, problems, *required)
+    return [line for line in found if "eval/reward_mean" not in line or of_samples <= line.keys()]
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Read config.yaml of a run. Raises ConfigError if the folder is not a run directory."""
+    try:
+        (folder / CONFIG_FILE).open("rb").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} is not a run directory: cannot read its {CONFIG_FILE} ({error.strerror})",
+            way_out="give the directory that `asyncrl run` printed; by default runs/NAME-DATE-TIME.",
+        ) from error
+    return load_config(folder / CONFIG_FILE)
+
+
+def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """Read status.json; {} if it is absent or invalid."""
+    status = read_object(folder / STATUS_FILE, problems)
+    if is_number(status.get("updated_s", 0.0)):
+        return status
+    tell(problems, f"{STATUS_FILE} has no number updated_s")
+    return {}
+
+
+def age_of(status: Mapping[str, Any]) -> float:
+    """Return the seconds since the run wrote its status."""
+    return max(0.0, time.time() - float(status.get("updated_s", 0.0)))
+
+
+def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
+    """Return the state and its explanation, from status.json and the lock. A run is `crashed` only if this
+    machine can prove it.
+    """
+    reported = status.get("state")
+    age_s = age_of(status)
+    if reported in ("done", "failed", "interrupted"):
+        return reported, str(status.get("why") or "")
+    if not status:
+        return "unknown", f"there is no readable {STATUS_FILE}"
+    if reported not in ("starting", "running"):
+        return "unknown", f"{STATUS_FILE} has state={reported!r}, which no run writes"
+    here = socket.gethostname()
+    host = status.get("host", here)
+    is_held = _is_held(folder / LOCK_FILE)
+    seen = f"process {status.get('pid')} on host {host} last wrote {age_s:.0f} s ago"
+    if is_held:
+        return reported, seen
+    is_same_boot = age_s > QUIET_S or status.get("boot_id") == boot_id()
+    if host == here and is_same_boot and is_held is False:
+        return "crashed", f"{seen} and is gone; see {folder / 'logs' / 'controller.log'}"
+    state: State = "unknown" if age_s > QUIET_S else reported
+    return state, f"{seen}; {here} cannot check it, so run `asyncrl status {folder}` on that host"
+
+
+def _is_held(path: Path) -> bool | None:
+    """Return whether a process holds the lock, on any machine over NFS; None if unknown."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
+
+
+def boot_id() -> str:
+    """Return the id of the running kernel; all containers of a machine share it."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text(encoding="ascii").strip() if path.exists() else ""
+
+
+# ---- writing
 
 
 def append_lines(path: Path, lines: Iterable[Any]) -> None:
-    """Append JSON values; half a line of a killed process gets its line end first. Raises OSError."""
+    """Append JSON values, after ending the incomplete line of a killed process. Raises OSError."""
     torn = path.exists() and next(lines_from_end(path), (0, b"\n"))[1][-1:] != b"\n"
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" if torn else "")
@@ -116,20 +220,95 @@ def append_lines(path: Path, lines: Iterable[Any]) -> None:
             file.write(json.dumps(line, default=methodcaller("item")) + "\n")  # numpy's numbers
 
 
-def tell(problems: list[str], problem: str) -> None:
-    """Add a problem, unless there are many already."""
-    if len(problems) < MAX_PROBLEMS:
-        problems.append(problem)
-    elif len(problems) == MAX_PROBLEMS:
-        problems.append("there are more problems, which are not listed")
+def cut_steps(path: Path, num_steps: int) -> tuple[float, dict[str, Any]]:
+    """Remove a torn end and the lines of steps after `num_steps`.
+
+    Return the last kept step, lost ones included, and the line of the last kept step ({} without one).
+    """
+    end = path.stat().st_size
+    newest = 0.0
+    last: dict[str, Any] = {}
+    for start, text in lines_from_end(path):
+        line, step = _parsed(text)
+        if newest == 0 and not 0 <= step <= num_steps:
+            end = start
+            continue
+        newest = max(newest, step)
+        if "step" in line:
+            last = line
+            break
+    cut_at(path, end)
+    return newest, last
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, and no bool."""
-    return type(value) in (int, float) and -1e300 < value < 1e300
+def _parsed(text: bytes) -> tuple[dict[str, Any], float]:
+    """Return a line and its step, or the last of lost steps; -1 for another line."""
+    try:
+        line = OBJECT.validate_json(text)
+        return line, float(line[LOST_KEY][1] if LOST_KEY in line else line["step"])
+    except (KeyError, TypeError, ValueError, IndexError):
+        return {}, -1.0
 
 
-def boot_id() -> str:
-    """Return the id of the running kernel; all containers of a machine share it."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text(encoding="ascii").strip() if path.exists() else ""
+class Recorder:
+    """Writes metrics.jsonl, eval.jsonl and status.json from one thread; passes the numbers to trackers."""
+
+    def __init__(self, run_dir: str | Path, trackers: Background | None = None) -> None:
+        self.run_dir = Path(run_dir)
+        self.trackers = trackers
+        (self.run_dir / METRICS_FILE).touch()
+        self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
+
+    def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
+        """Drop the steps after `num_steps`, which are trained again; return the line of the last kept step.
+
+        If steps up to `num_steps` are missing, append {"lost": [first, last], "why": ...}.
+        """
+        path = self.run_dir / METRICS_FILE
+        newest, last = cut_steps(path, num_steps)
+        if newest < num_steps:
+            append_lines(path, [{LOST_KEY: [int(newest) + 1, num_steps], "why": LOST}])
+        return last
+
+    def record_step(self, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of one optimizer step. NaN and infinity are named in `not_finite` instead."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        left_out = [name for name in metrics if name not in finite]
+        append_lines(self.run_dir / METRICS_FILE, [{**finite, NOT_FINITE: left_out} if left_out else finite])
+        if self.trackers is not None:
+            names = (name for name in finite if name != "step" and not name.startswith(EVAL_PREFIX))
+            self.trackers.tell("step", int(metrics["step"]), {name: float(finite[name]) for name in names})
+
+    def record_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Append one evaluation, with `policy_version`, and `name` if there are several."""
+        append_lines(self.run_dir / EVAL_FILE, [_finite(line)])
+        if self.trackers is not None:
+            self.trackers.tell("evaluation", line["policy_version"], evaluation_metrics(line))
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replace status.json atomically: `status` with pid, host, boot_id and `updated_s`."""
+        body = {**status, **self._owner, "updated_s": time.time()}
+        path = self.run_dir / STATUS_FILE
+        temporary = path.with_name(f".{STATUS_FILE}.new")
+        temporary.write_text(json.dumps(_finite(body), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinity by null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of an evaluation by their names in metrics.jsonl: eval/NAME/... if there are
+    several; totals count all evaluations together.
+    """
+    found = {name: float(value) for name, value in line.items() if name.startswith(EVAL_PREFIX)}
+    if not line.get("name"):
+        return found
+    own = f"{EVAL_PREFIX}{line['name']}/"
+    return {n if is_total(n) else own + n.removeprefix(EVAL_PREFIX): value for n, value in found.items()}

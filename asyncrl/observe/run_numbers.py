@@ -1,4 +1,4 @@
-"""Numbers of a whole run from its step metrics, and texts that console, status and summary share."""
+"""Numbers of a whole run from its step metrics, and how console, status and summary show them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.run_dir import read_metrics
+from asyncrl.observe.run_dir import METRICS_FILE, OBJECT, is_number
 
 
 class Steps:
-    """The metrics of all steps of a run, by columns. A repeated step replaces itself and all later steps.
+    """The metrics of all steps of a run, by column. A repeated step replaces itself and all later steps.
     `last`: the last line.
     """
 
@@ -34,7 +34,6 @@ class Steps:
         return len(self._columns["step"])
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add one step."""
         while len(self) and self._columns["step"][-1] >= line["step"]:
             for column in self._columns.values():
                 column.pop()
@@ -48,7 +47,6 @@ class Steps:
 
     @property
     def names(self) -> list[str]:
-        """Names of the metrics that any step has."""
         return [*self._columns]
 
     def column(self, name: str) -> array[float]:
@@ -56,46 +54,75 @@ class Steps:
         return self._columns.get(name, array("d", [math.nan]) * len(self))
 
     def values(self, name: str, part: slice = slice(None)) -> list[float]:
-        """Return the values of the steps, or a part of them, that have the metric."""
+        """Return the values of the steps in `part` that have the metric."""
         return [value for value in self.column(name)[part] if value == value]
 
     def total(self, name: str, part: slice = slice(None)) -> float:
-        """Sum the steps that have the metric."""
         return float(sum(self.values(name, part)))
 
     def mean(self, name: str, part: slice = slice(None)) -> float | None:
-        """Return the mean of the steps with the metric, None without any."""
         values = self.values(name, part)
         return fmean(values) if values else None
 
-    def most(self, name: str) -> float | None:
-        """Return the largest value, None without any."""
+    def largest(self, name: str) -> float | None:
         return max(self.values(name), default=None)
+
+    def newest(self, name: str) -> float:
+        """Return the last value of a counter; 0 without one."""
+        return ([0.0] + self.values(name))[-1]
 
     def rate(self, name: str) -> float | None:
         """Return the mean of a rate per second of training, weighted by time."""
         both = zip(self.column(name), self.column("perf/train_s"), strict=True)
         found = [(value * train_s, train_s) for value, train_s in both if value * train_s >= 0]
-        whole_s = sum(train_s for _, train_s in found)
-        return sum(value for value, _ in found) / whole_s if whole_s else None
-
-    def newest(self, name: str) -> float:
-        """Return the last value of a counter; 0 without any."""
-        return ([0.0] + self.values(name))[-1]
+        train_s = sum(seconds for _, seconds in found)
+        return sum(amount for amount, _ in found) / train_s if train_s else None
 
 
-def read_steps(run_dir: Path, problems: list[str]) -> Steps:
-    """Read metrics.jsonl; `problems` grows."""
-    return Steps(read_metrics(run_dir, problems))
+class GrowingSteps:
+    """The steps of a live run; each read() parses only what is new in metrics.jsonl."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS_FILE
+        self._steps = Steps()
+        self._end = 0
+        self._last = b""
+
+    def read(self) -> Steps:
+        """Return all steps. A file that was cut or replaced is read again. Raises OSError."""
+        if not self._path.is_file():
+            return Steps()
+        with self._path.open("rb") as file:
+            file.seek(self._end - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._steps = Steps()
+                self._end = 0
+                file.seek(0)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._last = line
+                self._end += len(line)
+                self._add(line)
+        return self._steps
+
+    def _add(self, line: bytes) -> None:
+        try:
+            values = OBJECT.validate_json(line)
+        except ValueError:
+            return
+        metrics = {name: value for name, value in values.items() if is_number(value)}
+        if "step" in metrics:
+            self._steps.add(metrics)
 
 
 def recent(num: int) -> slice:
-    """Select the recent steps of `num`: the last tenth, 5 to 50 steps; below 10 steps the second half."""
+    """Select the recent ones of `num` steps: the last tenth, 5 to 50; below 10 steps the second half."""
     return slice(-max(1, min(50, num // 10), min(5, num // 2)), None)
 
 
 def seconds_left(steps: Steps, num_steps: int) -> float | None:
-    """Estimate the time until `num_steps`, at the pace of recent steps; None before the first step."""
+    """Estimate the time until `num_steps`, at the pace of the last 20 steps; None before the first step."""
     step_s = steps.mean("perf/step_s", slice(-20, None))
     return None if step_s is None else step_s * max(0, num_steps - int(steps.last["step"]))
 
@@ -105,12 +132,10 @@ SHARES = {
     "generation": ("waiting for generation", "yellow", "perf/wait_generation_s"),
     "stragglers": ("waiting for stragglers", "red", "perf/wait_stragglers_s"),
     "publishing": ("waiting for publishing", "magenta", "perf/wait_publishing_s"),
-    "turns": ("taking turns", "cyan", "perf/handover_s"),
+    "handovers": ("handovers", "cyan", "perf/handover_s"),
     "other": ("other", "bright_black", ""),
 }
-"""Field of TimeShares -> its name, its color, and its metric."""
-
-
+"""Field of TimeShares -> its name, color and metric."""
 TRAIN_PARTS = {
     "forward": "perf/forward_s",
     "backward": "perf/backward_s",
@@ -123,73 +148,48 @@ TRAIN_PARTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerNumbers:
-    """Use of the trainer's device over all steps; None if unknown. `parts`: shares of perf/train_s by the
-    names of TRAIN_PARTS. Memory: the peak of the device, and of all ranks on the host.
-    """
-
-    parts: Mapping[str, float]
-    tokens_per_device_s: float | None
-    mfu: float | None
-    device_memory_bytes: float | None
-    host_memory_bytes: float | None
-
-    @classmethod
-    def of(cls, steps: Steps) -> TrainerNumbers:
-        """Compute from the metrics of the trainer."""
-        train_s = steps.total("perf/train_s")
-        parts = {words: steps.total(name) for words, name in TRAIN_PARTS.items() if steps.values(name)}
-        return cls(
-            parts={words: part_s / train_s for words, part_s in parts.items()} if train_s else {},
-            tokens_per_device_s=steps.rate("perf/device_tokens_per_s"),
-            mfu=steps.rate("perf/mfu"),
-            device_memory_bytes=steps.most("perf/device_memory_bytes"),
-            host_memory_bytes=steps.most("perf/host_memory_bytes"),
-        )
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield parts of training and use of the device, for a table."""
-        if self.parts:
-            parts = {**self.parts, "the rest": max(0.0, 1 - sum(self.parts.values()))}
-            yield "training", ", ".join(f"{w} {share:.0%}" for w, share in parts.items() if share >= 0.005)
-        if self.tokens_per_device_s is not None:
-            mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
-            device, host = self.device_memory_bytes, self.host_memory_bytes
-            memory = f"; peak memory {device / 2**30:.1f} GiB on the device" if device else ""
-            memory += (
-                f"{', ' if device else '; peak memory '}{host / 2**30:.1f} GiB on the host" if host else ""
-            )
-            speed = f"{self.tokens_per_device_s:,.0f} tokens a second and device while training"
-            yield "trainer", f"{speed}{mfu}{memory}"
-
-
-@dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Shares of the wall time of the steps, 1 in total. `other`: without a metric; `turns`: handovers of
-    shared devices.
-    """
+    """Shares of the wall time of the steps, 1 in total."""
 
     training: float = 0.0
     generation: float = 0.0
     stragglers: float = 0.0
     publishing: float = 0.0
     other: float = 1.0
-    turns: float = 0.0
+    handovers: float = 0.0
 
     @property
     def waiting(self) -> float:
-        """Sum of all waits."""
         return self.generation + self.stragglers + self.publishing
 
     @classmethod
     def of(cls, seconds_of: Callable[[str], float]) -> TimeShares:
         """Compute from the seconds of each metric. Parts that exceed the total (rounding) are scaled down."""
         parts = {name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric}
-        whole = max(seconds_of("perf/step_s"), sum(parts.values()))
-        if whole <= 0:
+        total_s = max(seconds_of("perf/step_s"), sum(parts.values()))
+        if total_s <= 0:
             return cls()
-        shares = {name: part / whole for name, part in parts.items()}
+        shares = {name: part_s / total_s for name, part_s in parts.items()}
         return cls(**shares, other=max(0.0, 1 - sum(shares.values())))
+
+
+def trainer_rows(steps: Steps) -> Iterator[tuple[str, str]]:
+    """Yield the parts of training and the use of the device, for a table."""
+    if (train_s := steps.total("perf/train_s")) <= 0:
+        return
+    parts = {words: steps.total(name) / train_s for words, name in TRAIN_PARTS.items()}
+    if any(parts.values()):
+        parts["the rest"] = max(0.0, 1 - sum(parts.values()))
+        yield "training", ", ".join(f"{w} {share:.0%}" for w, share in parts.items() if share >= 0.005)
+    if (speed := steps.rate("perf/device_tokens_per_s")) is None:
+        return
+    texts = [f"{speed:,.0f} tokens a second and device while training"]
+    if (mfu := steps.rate("perf/mfu")) is not None:
+        texts.append(f"MFU {mfu:.1%}")
+    for where in ("device", "host"):
+        if peak := steps.largest(f"perf/{where}_memory_bytes"):
+            texts.append(f"peak {where} memory {peak / 2**30:.1f} GiB")
+    yield "trainer", ", ".join(texts)
 
 
 def masked_tokens(steps: Steps) -> int:
@@ -199,23 +199,25 @@ def masked_tokens(steps: Steps) -> int:
     return int(sum(num for num in masked if num > 0))
 
 
+# ---- as text
+
+
 def thinned(values: Sequence[float], num: int) -> list[float]:
-    """Reduce values to at most `num` means."""
+    """Average neighboring values to at most `num` means."""
     if len(values) <= num:
         return list(values)
     edges = [round(index * len(values) / num) for index in range(num + 1)]
     return [fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-
-
 def sparkline(values: Sequence[float], *, width: int = 32) -> str:
     """Draw values as at most `width` block characters."""
+    blocks = "▁▂▃▄▅▆▇█"
     means = thinned(values, width)
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in means)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((value - low) * scale)] for value in means)
 
 
 def duration(seconds: float) -> str:
@@ -231,8 +233,10 @@ def several(num: float, noun: str) -> str:
     return f"{num:.0f} {noun if num == 1 else f'{noun}s'}"
 
 
-def grid(rows: Iterable[tuple[str, RenderableType]]) -> Table:
-    """Draw a row for each field."""
+Rows = Iterable[tuple[str, RenderableType]]
+
+
+def grid(rows: Rows) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
@@ -241,9 +245,8 @@ def grid(rows: Iterable[tuple[str, RenderableType]]) -> Table:
     return table
 
 
-def boxed(rows: Iterable[tuple[str, RenderableType]], title: str | Text) -> Panel:
-    """Draw a grid in a frame."""
-    return Panel(grid(rows), title=Text.assemble(title), title_align="left", border_style="blue")
+def boxed(rows: Rows, title: str) -> Panel:
+    return Panel(grid(rows), title=Text(title), title_align="left", border_style="blue")
 
 
 def plain(value: Any) -> str:
@@ -285,11 +288,11 @@ def evaluation_text(metrics: Mapping[str, Any]) -> str:
         truncated = f"{metrics['eval/truncated_fraction']:.1%} truncated"
         parts.append(f"{metrics['eval/length_mean']:.1f} tokens, {truncated}")
     parts.append(f"{metrics['eval/seconds']:.1f} s")
-    words = {
+    failures = {
         "eval/failed": "samples failed",
         "eval/skipped": "skipped so far",
         "eval/abandoned": "abandoned so far",
         "eval/abandoned_calls": "reward calls abandoned so far",
     }
-    parts += [f"{what}: {metrics[name]:.0f}" for name, what in words.items() if metrics.get(name)]
+    parts += [f"{words}: {metrics[name]:.0f}" for name, words in failures.items() if metrics.get(name)]
     return "  ".join(parts)

@@ -1,21 +1,32 @@
-"""A run directory as tables, for notebooks and scripts. Imports no torch and no pandas."""
+"""A run directory as Python values: tables for notebooks (RunRecord), and all that status and report show
+(RunFiles). Imports no torch and no pandas.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_dir import TRAINED_FILE, read_evaluations, read_metrics
+from asyncrl.observe.run_dir import (
+    State,
+    judge_state,
+    read_config,
+    read_evaluations,
+    read_metrics,
+    read_status,
+)
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.samples import ShownRollout, read_samples
-from asyncrl.observe.status import State, judge_state, read_config, read_status
 from asyncrl.observe.trained import TrainedRecord, trajectory_summaries
+from asyncrl.observe.verdict import Verdict, judge
 
 Table = dict[str, list[Any]]
-"""Columns by name, all of one length: `pandas.DataFrame(table)`. A number that a line lacks is NaN."""
+"""Columns by name, all of one length: `pandas.DataFrame(table)`. Missing numbers are NaN."""
 
 
 class RunRecord:
@@ -26,7 +37,8 @@ class RunRecord:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.problems = run_dir, list[str]()
+        self.run_dir = run_dir
+        self.problems: list[str] = []
         self.config: RunConfig = read_config(run_dir)
         self._status = read_status(run_dir, self.problems)
 
@@ -40,7 +52,7 @@ class RunRecord:
 
     @property
     def why(self) -> str:
-        """The state in a sentence."""
+        """Explanation of the state."""
         return judge_state(self._status, self.run_dir)[1]
 
     @cached_property
@@ -50,50 +62,79 @@ class RunRecord:
 
     @cached_property
     def evaluations(self) -> Table:
-        """Table with one row per evaluation: policy_version, time_s, eval/*."""
+        """One row per evaluation: policy_version, time_s, eval/*."""
         return table_of(read_evaluations(self.run_dir, self.problems))
 
     @cached_property
     def samples(self) -> list[ShownRollout]:
-        """Recorded rollouts, as text (samples.jsonl); `pandas.DataFrame(record.samples)`."""
+        """Recorded rollouts as text (samples.jsonl); `pandas.DataFrame(record.samples)`."""
         return read_samples(self.run_dir, self.problems)
 
     @cached_property
     def trained(self) -> Table:
-        """Table with one row per trained trajectory, from the trainer's own record: step, group_id,
-        prompt_id, sample_index, branch, reward, num_tokens, num_loss_tokens, tokens_sha, staleness (None
-        without a token in the loss) and spans ([start, end, version] of the tokens in the loss).
+        """One row per trained trajectory, from the trainer's own record: step, group_id, prompt_id,
+        sample_index, branch, reward, num_tokens, num_loss_tokens, tokens_sha, staleness (None without a token
+        in the loss) and spans ([start, end, version] of the tokens in the loss).
         """
-        bound = self.config.buffer.max_staleness
-        record = TrainedRecord(self.run_dir / TRAINED_FILE, self.problems, bound)
-        rows = (
+        record = TrainedRecord(self.run_dir, self.problems, self.config.buffer.max_staleness)
+        return table_of(
             {"step": line.version + 1, **entry}
             for line in record.lines()
             for entry in trajectory_summaries(line)
         )
-        return table_of(rows)
 
     @property
     def weights(self) -> Path | None:
-        """The folder with the trained model, a Hugging Face one; None before the run is done."""
+        """The folder with the trained model in Hugging Face format; None before the run is done."""
         folder = self.run_dir / "final"
         return folder if folder.is_dir() else None
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
-    """The record of a run directory. Raises ConfigError if it is none, or if its config cannot be read."""
+    """Return the record of a run directory. Raises ConfigError if it is not one, or its config is invalid."""
     return RunRecord(Path(run_dir))
 
 
 def table_of(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Columns in the order in which they first appear."""
+    """Return columns, in the order in which they first appear."""
     table: Table = {}
     for number, row in enumerate(rows):
         for name, value in row.items():
-            if name not in table:
-                table[name] = [math.nan] * number
-            table[name].append(value)
+            table.setdefault(name, [math.nan] * number).append(value)
         for column in table.values():
             if len(column) == number:
                 column.append(math.nan)
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Contents of a run directory without trained.jsonl. `verdict`: None before the first step; `problems`:
+    sentences about unreadable files.
+    """
+
+    run_dir: Path
+    config: RunConfig
+    state: State
+    explanation: str
+    status: Mapping[str, Any]
+    steps: Steps
+    evaluations: list[dict[str, Any]]
+    verdict: Verdict | None
+    problems: list[str]
+
+
+def read_files(run_dir: str | Path, steps: Steps | None = None) -> RunFiles:
+    """Read a run directory; `steps`: read already. Raises ConfigError if it is not one, or its config is
+    invalid.
+    """
+    folder = Path(run_dir)
+    problems: list[str] = []
+    config = read_config(folder)
+    status = read_status(folder, problems)
+    if steps is None:
+        steps = Steps(read_metrics(folder, problems))
+    verdict = judge(steps, config) if steps else None
+    state, explanation = judge_state(status, folder)
+    evaluations = read_evaluations(folder, problems)
+    return RunFiles(folder, config, state, explanation, status, steps, evaluations, verdict, problems)

@@ -1,6 +1,6 @@
-"""samples.jsonl: a few rollouts of each step as text, one JSON object a line. Bounded: long texts are cut.
+"""samples.jsonl: a few rollouts of each step as text, one JSON object a line, and how they are shown.
 
-Text is hostile: a model wrote it. The record of training is trained.jsonl.
+A model wrote the text: it may be hostile. Long texts are cut. The record of training is trained.jsonl.
 """
 
 from __future__ import annotations
@@ -9,25 +9,35 @@ import contextlib
 import itertools
 import json
 import random
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, Protocol
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from asyncrl.base.errors import RolloutFailure
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import rollouts_of
-from asyncrl.observe.run_dir import SAMPLES_FILE, append_lines, read_jsonl, tell
+from asyncrl.observe.run_dir import append_lines, cut_steps, read_lines
+from asyncrl.observe.run_numbers import plain, several
 from asyncrl.rollouts.rollout import FailedRollout
 
 SampleKind = Literal["best", "worst", "random", "failed"]
 """Best and worst reward of the batch, by chance (seeded), or failed."""
-MAX_BYTES = 64_000_000
-"""Size of the file above which every other older step is dropped."""
-MAX_TOKENS, MAX_PARTS, MAX_CHARS, MAX_MESSAGES = 1024, 40, 4000, 40
+FIRST_FILE = "samples.1.jsonl"
+MIDDLE_FILE = "samples.2.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+MAX_BYTES = 20_000_000
+"""A larger samples.jsonl is renamed to the first free of FIRST_FILE and MIDDLE_FILE, or replaces MIDDLE_FILE.
+"""
+MAX_TOKENS = 1024
+MAX_PARTS = 40
+MAX_CHARS = 4000
+MAX_MESSAGES = 40
 """Tokens of a part, parts of a rollout, characters of a message, messages."""
 
 
@@ -39,6 +49,7 @@ class ShownPart(TypedDict):
     text: str
 
 
+@with_config(ConfigDict(allow_inf_nan=False))
 class ShownRollout(TypedDict):
     """A rollout as text. `step`: the step that trained on it, or the next step for a failed one; `metrics`:
     parts of the reward; `versions`: oldest and newest policy_version of its tokens; `staleness`: age of its
@@ -52,7 +63,7 @@ class ShownRollout(TypedDict):
     sample_index: int
     prompt_id: str
     task: NotRequired[str]
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, str]]
     answer: NotRequired[str]
     reward: float | None
     metrics: dict[str, float]
@@ -82,7 +93,7 @@ def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, R
     """
     rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
     random.Random(f"{seed} {batch.version}").shuffle(rollouts)
-    found = list[tuple[SampleKind, Group, Rollout]]()
+    found: list[tuple[SampleKind, Group, Rollout]] = []
     picks: tuple[tuple[SampleKind, Any], ...] = (("best", max), ("worst", min))
     for kind, pick in picks[:num]:
         if rollouts:
@@ -92,11 +103,19 @@ def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, R
     return found + [("random", *entry) for entry in rollouts[: num - len(found)]]
 
 
+@dataclass(frozen=True, slots=True)
+class SampleOf:
+    """Names of a sampled rollout."""
+
+    kind: SampleKind
+    step: int
+    group_id: GroupId
+    sample_index: int
+    prompt: Prompt
+
+
 def shown(
-    kind: SampleKind,
-    step: int,
-    names: tuple[GroupId, int],
-    prompt: Prompt,
+    sample_of: SampleOf,
     rollout: Rollout,
     decoder: SampleDecoder,
     *,
@@ -104,33 +123,30 @@ def shown(
     min_version: int | None = None,
     error: str | None = None,
 ) -> ShownRollout:
-    """Make text of a rollout. `min_version`: the oldest version in the loss, None without training."""
+    """Make text of a rollout. `min_version`: oldest version in the loss; None if it was not trained on."""
+    prompt = sample_of.prompt
     versions = [span.version for branch in rollout for span in branch.version_spans]
     in_loss = [version for version in versions if min_version is not None and version >= min_version]
+    parts = itertools.chain.from_iterable(_parts(branch, decoder) for branch in rollout)
     sample: ShownRollout = {
-        "step": step,
-        "kind": kind,
-        "group_id": int(names[0]),
-        "sample_index": names[1],
+        "step": sample_of.step,
+        "kind": sample_of.kind,
+        "group_id": int(sample_of.group_id),
+        "sample_index": sample_of.sample_index,
         "prompt_id": prompt.prompt_id,
         "messages": [
-            {
-                name: _cut(value if isinstance(value, str) else json.dumps(value, default=str))
-                for name, value in message.items()
-            }
+            {name: _cut(value) for name, value in message.items()}
             for message in prompt.messages[-MAX_MESSAGES:]
         ],
         "reward": float(rollout[0].reward) if min_version is not None else None,
         "metrics": {name: float(value) for name, value in rollout[0].metrics.items()} if rollout else {},
         "num_sampled": sum(branch.num_sampled for branch in rollout),
         "versions": [int(min(versions)), int(max(versions))] if versions else [],
-        "staleness": int(step - 1 - min(in_loss)) if in_loss else None,
+        "staleness": int(sample_of.step - 1 - min(in_loss)) if in_loss else None,
         "logprob_gap": gap,
         "is_truncated": any(branch.is_truncated for branch in rollout),
         "num_interruptions": sum(branch.num_interruptions for branch in rollout),
-        "parts": list(itertools.chain.from_iterable(_parts(branch, decoder) for branch in rollout))[
-            -MAX_PARTS:
-        ],
+        "parts": list(parts)[-MAX_PARTS:],
         "error": error and _cut(error),
     }
     if prompt.task:
@@ -144,37 +160,43 @@ def _parts(branch: Trajectory, decoder: SampleDecoder) -> Iterator[ShownPart]:
     mask = branch.loss_mask
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     for first, end in itertools.pairwise(edges):
-        token_ids = branch.token_ids[first:end].tolist()
-        shown_ids = [token_ids]
-        if len(token_ids) > MAX_TOKENS:
-            shown_ids = [token_ids[: MAX_TOKENS // 2], token_ids[-MAX_TOKENS // 2 :]]
-        text = " [...] ".join(decoder.decode(ids, skip_special_tokens=False) for ids in shown_ids)
+        ids = branch.token_ids[first:end].tolist()
+        pieces = [ids]
+        if len(ids) > MAX_TOKENS:
+            pieces = [ids[: MAX_TOKENS // 2], ids[-MAX_TOKENS // 2 :]]
+        text = " [...] ".join(decoder.decode(piece, skip_special_tokens=False) for piece in pieces)
         yield {"branch": branch.branch, "is_sampled": bool(mask[first]), "text": text}
 
 
-def _cut(text: str) -> str:
+def _cut(value: Any) -> str:
     """Keep beginning and end of a long text; as Unicode, without lone surrogates."""
-    if len(text) > MAX_CHARS:
-        text = f"{text[: MAX_CHARS // 2]} [...] {text[-MAX_CHARS // 2 :]}"
-    return text.encode(errors="replace").decode()
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return _middle_cut(text, MAX_CHARS).encode(errors="replace").decode()
+
+
+def _middle_cut(text: str, most: int | None) -> str:
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[: most - most // 3]} [...] {text[-(most // 3) :]}"
 
 
 class SampleWriter:
     """Writes samples.jsonl. Life: goes_on_at() in a resumed run -> step() and failed(). Raises OSError."""
 
-    def __init__(self, run_dir: Path, *, seed: int, per_step: int, failed_per_step: int) -> None:
+    def __init__(self, run_dir: Path, *, seed: int, per_step: int) -> None:
+        self._run_dir = run_dir
         self.path = run_dir / SAMPLES_FILE
         self.seed = seed
         self.per_step = per_step
-        self.failed_per_step = failed_per_step
         self._next_step = 1
         self._num_failed = 0
 
     def goes_on_at(self, step: int) -> None:
         """Drop the lines of steps from `step` on, which are trained again."""
         self._next_step = step
-        if self.path.exists():
-            self._rewrite(lambda line: line["step"] < step)
+        for name in (SAMPLES_FILE, MIDDLE_FILE, FIRST_FILE):
+            if (self._run_dir / name).exists():
+                cut_steps(self._run_dir / name, step - 1)
 
     def step(
         self, batch: Batch, gaps: Mapping[tuple[int, int], float], decoder: SampleDecoder
@@ -182,16 +204,12 @@ class SampleWriter:
         """Write some rollouts of a trained batch; `gaps` by group and sample."""
         self._next_step = batch.version + 2
         self._num_failed = 0
-        samples = list[ShownRollout]()
+        samples = []
         for kind, group, rollout in choose(batch, self.per_step, self.seed):
-            names = group.group_id, rollout[0].sample_index
-            samples.append(
-                shown(
-                    *(kind, batch.version + 1, names, group.prompt, rollout, decoder),
-                    gap=gaps.get(names),
-                    min_version=batch.min_version,
-                )
-            )
+            index = rollout[0].sample_index
+            sample_of = SampleOf(kind, batch.version + 1, group.group_id, index, group.prompt)
+            gap = gaps.get((group.group_id, index))
+            samples.append(shown(sample_of, rollout, decoder, gap=gap, min_version=batch.min_version))
         return self._append(samples)
 
     def failed(
@@ -199,29 +217,21 @@ class SampleWriter:
     ) -> list[ShownRollout]:
         """Write a rollout that failed for good, if few did since the last step."""
         self._num_failed += 1
-        if self._num_failed > self.failed_per_step:
+        if self._num_failed > self.per_step:
             return []
         rollout: Rollout = ()
         with contextlib.suppress(RolloutFailure):  # nothing was sampled
             rollout = failed.seen.rollout()
-        names = group_id, failed.sample_index
-        why = f"{failed.how}: {failed.failure}"
-        return self._append([shown("failed", self._next_step, names, prompt, rollout, decoder, error=why)])
+        sample_of = SampleOf("failed", self._next_step, group_id, failed.sample_index, prompt)
+        return self._append([shown(sample_of, rollout, decoder, error=f"{failed.how}: {failed.failure}")])
 
     def _append(self, samples: list[ShownRollout]) -> list[ShownRollout]:
         if samples:
             append_lines(self.path, samples)
-        if samples and self.path.stat().st_size > MAX_BYTES:
-            steps = sorted({line["step"] for line in read_jsonl(self.path, [])})
-            gone = set(steps[: -max(1, len(steps) // 4)][1::2])
-            self._rewrite(lambda line: line["step"] not in gone)
+            if self.path.stat().st_size > MAX_BYTES:
+                is_first = not (self._run_dir / FIRST_FILE).exists()
+                self.path.replace(self._run_dir / (FIRST_FILE if is_first else MIDDLE_FILE))
         return samples
-
-    def _rewrite(self, is_kept: Any) -> None:
-        unfinished = self.path.with_name(f".{self.path.name}.new")
-        unfinished.unlink(missing_ok=True)
-        append_lines(unfinished, filter(is_kept, read_jsonl(self.path, [], "step")))
-        unfinished.replace(self.path)
 
 
 def read_samples(
@@ -234,19 +244,111 @@ def read_samples(
     newest: int | None = None,
 ) -> list[ShownRollout]:
     """Return the samples of a run, a step, a group or some kinds, by step; at most the `newest` ones."""
-    found = list[ShownRollout]()
-    for line in read_jsonl(run_dir / SAMPLES_FILE, problems, "step", from_end=True):
-        if step not in (None, line["step"]) or group not in (None, line.get("group_id")):
-            continue
-        if kinds and line.get("kind") not in kinds:
-            continue
-        try:
-            json.dumps(line, allow_nan=False)
-            found.append(_SHOWN.validate_python(line))
-        except ValueError as error:
-            why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
-            tell(problems, f"a line of {SAMPLES_FILE} is no sample, skipped: {why}")
-        if len(found) == newest:
-            break
+    files = (SAMPLES_FILE, MIDDLE_FILE, FIRST_FILE)
+    lines = (read_lines(run_dir / name, problems, _SHOWN, from_end=True) for name in files)
+    wanted = (
+        sample
+        for sample in itertools.chain.from_iterable(lines)
+        if step in (None, sample["step"]) and group in (None, sample["group_id"])
+        if not kinds or sample["kind"] in kinds
+    )
+    found = [*itertools.islice(wanted, newest)]
     found.reverse()
     return sorted(found, key=lambda sample: sample["step"])
+
+
+# ---- as text, on the console, in `asyncrl inspect --samples` and in TensorBoard
+
+NEWEST = 10
+NEWEST_JSON = 1000
+"""Number of samples without --step and --group, as text and as JSON."""
+LABEL = 12
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def harmless(text: str) -> str:
+    """Escape control characters except the line end, for a terminal."""
+    return "".join(
+        char
+        if char == "\n" or unicodedata.category(char) not in _HIDDEN
+        else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def headline(sample: ShownRollout) -> str:
+    """Describe a sample in a line."""
+    reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
+    what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
+    words = [f"{what} of step {sample['step']}: {reward}"]
+    words += [f"{name} {plain(value)}" for name, value in sample["metrics"].items()]
+    if sample["versions"]:
+        words.append(f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}")
+    if sample["staleness"] is not None:
+        words.append(f"staleness {sample['staleness']}")
+    words.append(several(sample["num_sampled"], "token"))
+    if sample["logprob_gap"] is not None:
+        words.append(f"logprob gap {sample['logprob_gap']:.2g}")
+    if sample["is_truncated"]:
+        words.append("truncated")
+    if sample["num_interruptions"]:
+        words.append(several(sample["num_interruptions"], "interruption"))
+    words.append(f"group {sample['group_id']} sample {sample['sample_index']}, prompt {sample['prompt_id']}")
+    return harmless(", ".join(words).replace("\n", " "))
+
+
+def sample_text(sample: ShownRollout, *, most: int | None = None) -> str:
+    """Return a sample as text, at most `most` characters of each part; with a limit, only the last four
+    parts.
+    """
+    lines = [headline(sample)]
+    if sample["error"]:
+        lines += _block("failed", sample["error"], most)
+    if not sample["parts"]:
+        for message in sample["messages"]:
+            lines += _block(message.get("role", "?")[:LABEL], message.get("content", ""), most)
+    branch = 0
+    for part in sample["parts"] if most is None else sample["parts"][-4:]:
+        if part["branch"] != branch:
+            branch = part["branch"]
+            lines.append(f"  branch {branch}")
+        given = "prompt" if part is sample["parts"][0] else "context"
+        lines += _block("model" if part["is_sampled"] else given, part["text"], most)
+    if "answer" in sample:
+        lines += _block("answer", sample["answer"], most)
+    return "\n".join(lines)
+
+
+def _block(label: str, text: str, most: int | None) -> Iterator[str]:
+    """Add a margin, so that a text cannot imitate our lines."""
+    for line in harmless(_middle_cut(text, most).replace("\r\n", "\n")).split("\n"):
+        yield f"{harmless(label):>{LABEL}} | {line}"
+        label = ""
+
+
+def render_samples(
+    run_dir: Path,
+    problems: list[str],
+    *,
+    as_json: bool,
+    step: int | None = None,
+    group: int | None = None,
+    kinds: Sequence[str] = (),
+) -> str:
+    """Return the samples of a step or group, else the newest ones. Raises ConfigError if there are none."""
+    newest = None if (step, group) != (None, None) else NEWEST_JSON if as_json else NEWEST
+    found = read_samples(run_dir, problems, step, group=group, kinds=kinds, newest=newest)
+    if as_json:
+        return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": problems})
+    what = " or ".join(kinds) + " sample" if kinds else "sample"
+    if not found and newest is None:
+        named = f"step {step}" if group is None else f"group {group}"
+        raise ConfigError(
+            f"{run_dir} has no {what} of {named}",
+            rule="only observe.samples_per_step rollouts of a step are written",
+            way_out=f"take another; `asyncrl inspect {run_dir} --samples` shows the newest.",
+        )
+    texts = [sample_text(sample) for sample in found] or [f"{run_dir} has no {what} yet"]
+    if newest == len(found):
+        texts.insert(0, f"the newest {newest}; --step N and --group N show others:")
+    return "\n\n".join([*texts, *(f"problem: {harmless(problem)}" for problem in problems)])

@@ -1,8 +1,8 @@
-"""timeline.jsonl: spans of all processes, for the page of a run and for Perfetto.
+"""timeline.jsonl: spans of all processes, for the page of a run and, as trace.json, for Perfetto.
 
-A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is in seconds since the epoch,
-`number` the batch or policy_version, -1 for none. Lines of lane "" are "slots": their text is an object of
-each engine's requests in flight, the mean over those seconds; and "thinned": what began earlier is not whole.
+A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is in seconds since the epoch;
+`number` is the batch or policy_version, or -1. Lane "" has two kinds: "slots" with each engine's mean number
+of requests in flight, and "thinned": earlier rows are incomplete.
 """
 
 from __future__ import annotations
@@ -10,150 +10,295 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pydantic import FiniteFloat, NonNegativeFloat, TypeAdapter
+
+from asyncrl.base.files import write_whole
 from asyncrl.base.spans import TimedSpan
-from asyncrl.observe.run_dir import TIMELINE_FILE, append_lines, is_number, parse, read_values, tell
+from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_lines, read_lines, tell
 
 MAX_BYTES = 2 * 2**20
-"""Limit of the file. A step takes some 300 to 600 bytes, a second of a slow step 50 and 20 an engine."""
 SLOTS_PERIOD_S = 0.1
-"""Least seconds between two lines of slots."""
-LARGEST_STEP_S = 1.0
-"""A clock of the day that is off by more was set, or the machine slept."""
+"""Minimum time between two rows of slots."""
+KINDS = {
+    "wait for generation": "the trainer waits for rollouts",
+    "wait for stragglers": "the trainer waits for groups that would become too old",
+    "wait for publishing": "the trainer waits until engines serve a newer version",
+    "train": "forward, backward and optimizer step of a batch",
+    "to trainer": "colocated: the devices go to the trainer",
+    "to engines": "the new weights are copied; colocated: the devices go to the engines",
+    "journal": "the batch is committed to the journal",
+    "copy": "a checkpoint copies the weights while the trainer waits",
+    "record": "metrics of the step are written, after the step",
+    "train again": "journaled batches are trained again after a resume",
+    "save": "the final weights are written",
+    "export": "the trainer exports new weights",
+    "prepare": "engines load new weights while they generate",
+    "chunks": "colocated: new weights go to the engines in chunks",
+    "commit": "engines swap to the new weights",
+    "pause": "an engine stops decoding to swap weights",
+    "checkpoint": "a checkpoint is written",
+    "evaluation": "a version is evaluated",
+    "held for an evaluation": "new weights wait until an evaluation on the rollout engines ends",
+    "start": "processes start and load the model",
+    "down": "a process was lost and is being replaced",
+    "gone": "the run was killed or interrupted",
+    "event": "an event of the journal",
+}
+_FIRST = ("trainer", "weight sync")
+_LAST = ("handovers", "checkpoints", "evaluations", "start", "restarts")
+_OF_VERSION = ("export", "prepare", "chunks", "commit", "pause", "checkpoint", "evaluation")
 
 logger = logging.getLogger("asyncrl.observe.timeline")
-Row = tuple[str, str, float, float, int, Any]
+
+
+class Row(NamedTuple):
+    """A line of the file."""
+
+    lane: str
+    kind: str
+    start_s: FiniteFloat
+    seconds: NonNegativeFloat
+    number: int
+    text: str | dict[str, FiniteFloat]
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.seconds
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Mean requests in flight by engine, of a row of slots."""
+        return self.text if isinstance(self.text, dict) else {}
+
+    @property
+    def title(self) -> str:
+        """The step or version of a span, and its text."""
+        is_version = self.kind in _OF_VERSION or self.kind.startswith("held")
+        number = f"version {self.number}" if is_version else f"step {self.number + 1}"
+        return ": ".join(filter(None, (number if self.number >= 0 else "", str(self.text))))
+
+
+_ROW = TypeAdapter(Row)
 
 
 class TimelineWriter:
-    """Writes the time line of a run. Life: made -> open() when the run may write -> note(), slots() ->
-    close(). Earlier notes are written by open().
+    """Writes the timeline of a run.
 
-    A file above MAX_BYTES is shortened by a quarter. A kill loses the notes since the last slots(). An
-    OSError ends the time line with a warning in the log.
+    Life: made -> note(), slots() -> open(), which writes them -> ... -> close(). An OSError stops the
+        timeline, not the run. A kill loses the rows since the last slots().
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / TIMELINE_FILE
         self._is_open = False
-        self._is_refused = False
         self._rows: list[Row] = []
         self._offset_s = time.time() - time.monotonic()
-        self._busy_s = dict[str, float]()
+        self._busy_s: Mapping[str, float] = {}
         self._busy_at_s = time.monotonic()
 
     def open(self) -> None:
-        """Start to write; idempotent."""
+        """Start to write. Idempotent."""
         self._is_open = True
         self._write()
 
     def note(self, span: TimedSpan) -> None:
         """Add a span; slots() writes it."""
-        seconds = round(span.end_s - span.start_s, 6)
         text = span.text.encode(errors="replace").decode()  # JSON has no lone surrogates
-        self._add(span.lane, span.kind, span.start_s, seconds, span.number, text)
+        self._add(span.lane, span.kind, span.start_s, span.end_s, span.number, text)
 
     def slots(self, busy_s: Mapping[str, float], now_s: float) -> None:
-        """Add the mean requests of each engine. `busy_s`: seconds of all its requests so far."""
+        """Add the mean requests in flight of each engine. `busy_s`: request-seconds of each engine so far."""
         if (seconds := now_s - self._busy_at_s) < SLOTS_PERIOD_S:
             return
-        if self._busy_s:
-            means = {
-                name: round((busy_s[name] - before_s) / seconds, 2)
-                for name, before_s in self._busy_s.items()
-                if name in busy_s
-            }
-            self._add("", "slots", self._busy_at_s, round(seconds, 6), -1, means)
+        if known := self._busy_s.keys() & busy_s.keys():
+            means = {name: round((busy_s[name] - self._busy_s[name]) / seconds, 2) for name in sorted(known)}
+            self._add("", "slots", self._busy_at_s, now_s, -1, means)
         self._busy_s = dict(busy_s)
         self._busy_at_s = now_s
         self._write()
 
     def close(self) -> None:
-        """Write the remaining rows; idempotent."""
+        """Write the remaining rows. Idempotent."""
         self._write()
         self._is_open = False
 
-    def _add(self, lane: str, kind: str, start_s: float, seconds: float, number: int, text: Any) -> None:
-        if self._is_refused:
-            return
-        offset_s = time.time() - time.monotonic()
-        if abs(offset_s - self._offset_s) > LARGEST_STEP_S:
-            self._offset_s = offset_s
-        self._rows.append((lane, kind, round(start_s + self._offset_s, 6), seconds, number, text))
+    def _add(self, lane: str, kind: str, start_s: float, end_s: float, number: int, text: Any) -> None:
+        self._rows.append(
+            Row(lane, kind, round(start_s + self._offset_s, 6), round(end_s - start_s, 6), number, text)
+        )
 
     def _write(self) -> None:
-        if not self._is_open or self._is_refused:
+        if not self._is_open:
             return
         try:
             append_lines(self._path, self._rows)
             if self._path.stat().st_size > MAX_BYTES:
                 _thin_file(self._path)
         except OSError as error:
-            logger.warning("%s gets no more lines: %s", self._path, error)
-            self._is_refused = True
+            logger.warning("no more timeline: cannot write %s: %s", self._path, error)
+            self._is_open = False
         self._rows = []
 
 
 def _thin_file(path: Path) -> None:
-    """Keep the newer half of the bytes, and half of the older rows."""
-    content = path.read_bytes()
-    cut = content.index(b"\n", len(content) // 2) + 1
-    old = _thinned([_as_row(row) for row in map(parse, content[:cut].splitlines()) if _is_row(row)])
-    lines = "".join(json.dumps(row) + "\n" for row in old)
+    """Keep the newer half of the rows; of the older ones the longer half of the spans, and slots in pairs."""
+    rows = read_timeline(path, [])
+    half = len(rows) // 2
+    old = rows[:half]
+    spans = sorted((row for row in old if row.lane), key=lambda row: -row.seconds)
+    slots = [row for row in old if row.busy]
+    kept = spans[: len(spans) // 2] + [_mean(*pair) for pair in zip(slots[::2], slots[1::2], strict=False)]
+    marker = Row("", "thinned", old[-1].start_s, 0.0, -1, "")
     unfinished = path.with_name(f".{path.name}.new")
-    unfinished.write_bytes(lines.encode() + content[cut:])
+    unfinished.unlink(missing_ok=True)
+    append_lines(unfinished, [marker, *sorted(kept, key=lambda row: row.start_s), *rows[half:]])
     unfinished.replace(path)
 
 
-def _thinned(rows: list[Row]) -> list[Row]:
-    """Keep the longer half of the spans and merge neighboring slots; a first row marks this."""
-    spans, slots = [row for row in rows if row[0]], [row for row in rows if row[1] == "slots"]
-    longest = sorted(spans, key=lambda row: -row[3])[: len(spans) // 2]
-    kept = sorted([*longest, *merged_slots(slots, max(1, len(slots) // 2))], key=lambda row: row[2])
-    return [("", "thinned", max((row[2] for row in rows), default=0.0), 0.0, -1, ""), *kept]
-
-
-def merged_slots(rows: list[Row], num: int) -> list[Row]:
-    """Merge rows of slots to at most `num`, each the mean of its time."""
-    size = max(1, -(-len(rows) // num))
-    return [_merged(rows[first : first + size]) for first in range(0, len(rows), size)]
-
-
-def _merged(rows: list[Row]) -> Row:
-    if len(rows) == 1:
-        return rows[0]
-    seconds = sum(row[3] for row in rows)
-    sums = dict[str, float]()
-    for row in rows:
-        for name, busy in row[5].items():
-            sums[name] = sums.get(name, 0.0) + busy * row[3]
-    means = {name: round(busy_s / seconds, 2) for name, busy_s in sums.items()} if seconds else rows[0][5]
-    return "", "slots", rows[0][2], round(seconds, 6), -1, means
+def _mean(first: Row, second: Row) -> Row:
+    """Return the time-weighted mean of two rows of slots."""
+    seconds = first.seconds + second.seconds or 1.0
+    means = {
+        name: round((busy * first.seconds + second.busy.get(name, busy) * second.seconds) / seconds, 2)
+        for name, busy in first.busy.items()
+    }
+    return first._replace(seconds=round(seconds, 6), text=means)
 
 
 def read_timeline(path: Path, problems: list[str]) -> list[Row]:
     """Return all rows, in the order of their ends."""
-    found = list[Row]()
-    for row in read_values(path, problems, list):
-        if _is_row(row):
-            found.append(_as_row(row))
-        else:
-            tell(problems, f"a line of {path.name} is no span and is left out")
+    return [*read_lines(path, problems, _ROW)]
+
+
+def spans_of(rows: Iterable[Row], problems: list[str]) -> list[Row]:
+    """Return the spans of known kinds. The first start gets its own lane; the time without a process before a
+    later start becomes a span.
+    """
+    spans: list[Row] = []
+    end_s = 0.0
+    for row in rows:
+        if not row.lane:
+            continue
+        if row.kind not in KINDS:
+            tell(problems, f"{TIMELINE_FILE} has a span of an unknown kind, {row.kind[:40]!r}")
+            continue
+        if row.kind == "start" and not any(span.kind == "start" for span in spans):
+            row = row._replace(lane="start", number=-1)
+        elif row.kind == "start":
+            earlier = [span.end_s for span in spans if span.start_s < row.start_s]
+            if earlier and (end_s := max(earlier)) < row.start_s:
+                spans.append(Row("restarts", "gone", end_s, row.start_s - end_s, -1, ""))
+        spans.append(row)
+    return spans
+
+
+def _lane_names(rows: Iterable[Row]) -> list[str]:
+    """Sort lanes from the top; engine-2 before engine-10."""
+    names = {row.lane for row in rows}
+    engines = sorted(names - {*_FIRST, *_LAST}, key=lambda name: (len(name), name))
+    return [name for name in (*_FIRST, *engines, *_LAST) if name in names]
+
+
+# ---- the page
+
+
+def timeline_view(
+    rows: Sequence[Row], events: Iterable[tuple[float, str]], problems: list[str], num_slots: int
+) -> dict[str, Any]:
+    """Return the timeline for the page: times in seconds since `start_s`; `spans` as [lane, kind, start, end,
+    text] with indices into `lanes` and `kinds`; `slots` as [time, busy requests] of each engine.
+
+    `events`: (seconds since the epoch, text) from the journal; `num_slots`: slots of an engine.
+    """
+    spans = spans_of(rows, problems)
+    spans += [Row("restarts", "event", at_s, 0.0, -1, text) for at_s, text in events]
+    spans.sort(key=lambda row: row.start_s)
+    slots = [row for row in rows if row.busy]
+    start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
+    lanes = _lane_names(spans)
+    kinds = [*KINDS]
+    return {
+        "start_s": start_s,
+        "lanes": lanes,
+        "kinds": [{"name": name, "meaning": meaning} for name, meaning in KINDS.items()],
+        "spans": [
+            [
+                lanes.index(row.lane),
+                kinds.index(row.kind),
+                round(row.start_s - start_s, 4),
+                round(row.end_s - start_s, 4),
+                row.title,
+            ]
+            for row in spans
+        ],
+        "slots": _busy_by_engine(slots, start_s),
+        "num_slots": num_slots,
+        "is_thinned": any(row.kind == "thinned" for row in rows),
+    }
+
+
+def _busy_by_engine(slots: Iterable[Row], start_s: float) -> dict[str, list[tuple[float, float]]]:
+    """Return the busy slots of each engine over time: 0 in gaps and at the end."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    ends_s: dict[str, float] = {}
+    for row in slots:
+        for name, busy in row.busy.items():
+            points = found.setdefault(name, [])
+            if name in ends_s and row.start_s - ends_s[name] > max(2.0, row.seconds):
+                points.append((round(ends_s[name] - start_s, 3), 0.0))
+            points.append((round(row.start_s - start_s, 3), float(busy)))
+            ends_s[name] = row.end_s
+    for name, end_s in ends_s.items():
+        found[name].append((round(end_s - start_s, 3), 0.0))
     return found
 
 
-def _as_row(row: list[Any]) -> Row:
-    return row[0], row[1], row[2], row[3], row[4], row[5]
+# ---- Perfetto
 
 
-def _is_row(row: Any) -> bool:
-    if not isinstance(row, list) or [type(value) for value in (*row[:2], *row[4:5])] != [str, str, int]:
-        return False
-    if len(row) != 6 or not (is_number(row[2]) and is_number(row[3]) and row[3] >= 0):
-        return False
-    if row[1] == "slots" and not row[0]:
-        return isinstance(row[5], dict) and all(map(is_number, row[5].values()))
-    return type(row[5]) is str
+def write_trace(run_dir: Path) -> Path:
+    """Write trace.json. Raises OSError."""
+    trace = trace_of(read_timeline(run_dir / TIMELINE_FILE, []), run_dir.name)
+    write_whole(run_dir / TRACE_FILE, json.dumps(trace, separators=(",", ":")))
+    return run_dir / TRACE_FILE
+
+
+def trace_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
+    """Return the timeline in the Trace Event Format of Chrome: a track for each lane, more where its spans
+    overlap, and a counter for each engine. Times are in microseconds since the first row.
+    """
+    spans = sorted(spans_of(rows, []), key=lambda row: (row.start_s, -row.seconds))
+    slots = [row for row in rows if row.busy]
+    start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
+    events = [_event("M", "process_name", 0, args={"name": f"asyncrl {name}"})]
+    tracks = 0
+    for lane in _lane_names(spans):
+        ends_us: list[int] = []
+        for row in spans:
+            if row.lane != lane:
+                continue
+            begin_us = round(1e6 * (row.start_s - start_s))
+            end_us = max(begin_us, round(1e6 * (row.end_s - start_s)))
+            track = next((index for index, end in enumerate(ends_us) if end <= begin_us), len(ends_us))
+            ends_us[track : track + 1] = [end_us]
+            args = {"text": row.title, "number": row.number}
+            event = _event("X", row.kind, tracks + track + 1, cat=lane, ts=begin_us, args=args)
+            events.append(event | {"dur": end_us - begin_us})
+        for index in range(len(ends_us)):
+            tracks += 1
+            title = lane if index == 0 else f"{lane} ({index + 1})"
+            events.append(_event("M", "thread_name", tracks, args={"name": title}))
+            events.append(_event("M", "thread_sort_index", tracks, args={"sort_index": tracks}))
+    for row in slots:
+        at_us = round(1e6 * (row.start_s - start_s))
+        for engine, busy in row.busy.items():
+            events.append(_event("C", f"requests of {engine}", 0, ts=at_us, args={"busy": busy}))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start_s": start_s}}
+
+
+def _event(phase: str, name: str, track: int, **fields: Any) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": 1, "tid": track, **fields}

@@ -1,25 +1,24 @@
-"""The trainer's record of all batches, and a check of the staleness bound.
+"""The trainer's record of all batches, trained.jsonl, and a check of the staleness bound.
 
 Step v + 1, as in metrics.jsonl, trained on the batch that turned policy_version v into v + 1.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, NotRequired
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from asyncrl.observe.run_dir import LOST_KEY, read_values, tell
+from asyncrl.observe.run_dir import TRAINED_FILE, read_lines
 
 SHOWN_STEPS = 1000
-"""Newest steps that are listed one by one."""
+"""Number of the newest steps that are listed one by one."""
 
 
 class Entry(TypedDict):
@@ -45,10 +44,19 @@ class Line:
     trajectories: list[Entry]
 
 
-_CHECK = TypeAdapter(Line)
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The trainer was restored to version `restored`; `lost`: first and last missing version, with `why`."""
+
+    restored: int
+    lost: tuple[int, int] | None = None
+    why: str = ""
 
 
-class TrainedStep(NamedTuple):
+_FORM: TypeAdapter[Line | Restored] = TypeAdapter(Line | Restored)
+
+
+class _Step(NamedTuple):
     """Numbers of one step. `data`: hash of what must repeat when the step is trained again; `faults`: broken
     promises.
     """
@@ -56,68 +64,79 @@ class TrainedStep(NamedTuple):
     version: int
     num_trajectories: int
     num_loss_tokens: int
-    ages: tuple[int, int, int]
-    """Sum, number and largest of the ages of trajectories."""
+    ages: list[int]
     data: int
-    faults: tuple[str, ...]
+    faults: list[str]
 
 
 class TrainedRecord:
-    """trained.jsonl, and whether it kept the bound. Life: read when made -> asked.
+    """trained.jsonl, and whether it kept the bound.
 
     After a restore the later line of a version counts; the earlier one is compared with it. Lines are not
-    kept in memory. Lines of another form are skipped and reported in `problems`.
+    kept in memory.
     """
 
-    def __init__(self, path: Path, problems: list[str], max_staleness: int) -> None:
-        self.path = path
+    def __init__(self, run_dir: Path, problems: list[str], max_staleness: int) -> None:
+        self.path = run_dir / TRAINED_FILE
         self.max_staleness = max_staleness
         self.restored: list[int] = []
-        self._steps: list[TrainedStep] = []
-        self._lost: list[tuple[range, str]] = []
-        """Steps whose lines are lost, and why."""
-        self._before: dict[int, int] = {}
-        """Step -> hash of its data before the restore."""
+        self._steps: list[_Step] = []
+        self._why_lost: dict[int, str] = {}
+        """Version -> why its line is missing."""
+        self._earlier: dict[int, int] = {}
+        """Version -> hash of its data before the restore."""
         self._trained_in: dict[int, int] = {}
-        """Group -> step."""
+        """Group -> version."""
         self._replay_faults: list[str] = []
-        for value in read_values(path, problems, dict):
-            try:
-                self._add(value)
-            except (TypeError, ValueError, OverflowError) as error:
-                why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
-                tell(problems, f"a line of {path.name} is no record of a step, skipped: {why}")
+        for line in read_lines(self.path, problems, _FORM):
+            if isinstance(line, Restored):
+                self._restore(line)
+            else:
+                self._add(line)
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def _add(self, value: Mapping[str, Any]) -> None:
-        """Add a line. Raises ValueError or TypeError for another form."""
-        if "restored" in value:
-            self._restore(int(value["restored"]))
-            if LOST_KEY in value:
-                first, last = value[LOST_KEY]
-                self._lost.append((range(first, last + 1), str(value.get("why"))))
-            return
-        step = self._checked(_CHECK.validate_python(value))
-        if self._before.get(step.version, step.data) != step.data:
-            again = f"step {step.version + 1} was trained again on other data than before it was restored"
-            self._replay_faults.append(again)
-        self._steps.append(step)
+    def _restore(self, line: Restored) -> None:
+        self.restored.append(line.restored)
+        while self._steps and self._steps[-1].version >= line.restored:
+            dropped = self._steps.pop()
+            self._earlier[dropped.version] = dropped.data
+        self._trained_in = {group: step for group, step in self._trained_in.items() if step < line.restored}
+        if line.lost is not None:
+            first, last = line.lost
+            self._why_lost |= dict.fromkeys(range(first, last + 1), line.why)
+
+    def _add(self, line: Line) -> None:
+        entries = line.trajectories
+        faults = [*_faults(line, self.max_staleness)]
+        for group in sorted({entry["group_id"] for entry in entries}):
+            if (earlier := self._trained_in.setdefault(group, line.version)) != line.version:
+                fault = f"step {line.version + 1}, group {group}: already trained on in step {earlier + 1}"
+                faults.append(fault)
+        names = ("group_id", "sample_index", "branch", "reward", "tokens_sha")
+        data = hash(str([[entry.get(name) for name in names] for entry in entries]))
+        if self._earlier.get(line.version, data) != data:
+            fault = f"step {line.version + 1} was trained again on other data than before a restore"
+            self._replay_faults.append(fault)
+        num_loss_tokens = sum(entry["num_loss_tokens"] for entry in entries)
+        self._steps.append(_Step(line.version, len(entries), num_loss_tokens, _ages(line), data, faults))
 
     def violations(self) -> tuple[list[str], list[str]]:
         """Return the broken promises (too old, from the future, trained twice, wrong sums, missing steps),
         and the missing steps that the record explains.
         """
-        broken, lost, expected = list[str](), list[str](), 0
+        broken: list[str] = []
+        lost: list[str] = []
+        expected = 0
         for step in self._steps:
             if step.version < expected:
                 broken.append(f"step {step.version + 1} follows step {expected}")
             elif step.version > expected:
                 is_one = step.version == expected + 1
                 what = f"step {expected + 1} is" if is_one else f"steps {expected + 1}..{step.version} are"
-                if all(map(self._why_lost, range(expected, step.version))):
-                    lost.append(f"{what} missing in the record ({self._why_lost(expected)})")
+                if all(version in self._why_lost for version in range(expected, step.version)):
+                    lost.append(f"{what} missing in the record ({self._why_lost[expected]})")
                 else:
                     broken.append(f"{what} missing in the record")
             broken += step.faults
@@ -126,13 +145,13 @@ class TrainedRecord:
 
     def totals(self) -> dict[str, Any]:
         """Return numbers of all steps."""
-        num_ages = sum(step.ages[1] for step in self._steps)
+        ages = [age for step in self._steps for age in step.ages]
         return {
             "num_steps": len(self),
             "num_trajectories": sum(step.num_trajectories for step in self._steps),
             "num_loss_tokens": sum(step.num_loss_tokens for step in self._steps),
-            "staleness_mean": sum(step.ages[0] for step in self._steps) / num_ages if num_ages else None,
-            "staleness_max": max(step.ages[2] for step in self._steps) if num_ages else None,
+            "staleness_mean": fmean(ages) if ages else None,
+            "staleness_max": max(ages, default=None),
         }
 
     @property
@@ -144,76 +163,36 @@ class TrainedRecord:
 
     def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
         """Read the lines of a step or of a group's step again, or of the newest steps."""
-        wanted = {one.version for one in self._steps}
+        wanted = {each.version for each in self._steps}
         if step is not None:
             wanted &= {step - 1}
         if group is not None:
             wanted &= {self._trained_in.get(group, -1)}
         if step is None and group is None:
-            wanted = {one.version for one in self._steps[-SHOWN_STEPS:]}
-        found = dict[int, Line]()
-        for value in read_values(self.path, [], dict):
-            if value.get("version") in wanted:
-                with contextlib.suppress(ValidationError):
-                    found[value["version"]] = _CHECK.validate_python(value)
+            wanted = {each.version for each in self._steps[-SHOWN_STEPS:]}
+        lines = (line for line in read_lines(self.path, [], _FORM) if isinstance(line, Line))
+        found = {line.version: line for line in lines if line.version in wanted}
         return [found[version] for version in sorted(found)]
-
-    def _why_lost(self, version: int) -> str:
-        return next((why for versions, why in self._lost if version in versions), "")
-
-    def _restore(self, version: int) -> None:
-        self.restored.append(version)
-        while self._steps and self._steps[-1].version >= version:
-            dropped = self._steps.pop()
-            self._before[dropped.version] = dropped.data
-        self._trained_in = {group: step for group, step in self._trained_in.items() if step < version}
-
-    def _checked(self, line: Line) -> TrainedStep:
-        entries = line.trajectories
-        faults = [*_faults(line, self.max_staleness)]
-        for group in sorted({entry["group_id"] for entry in entries}):
-            if (earlier := self._trained_in.setdefault(group, line.version)) != line.version:
-                step = f"step {line.version + 1}, group {group}"
-                faults.append(f"{step}: was trained on in step {earlier + 1} already")
-        ages = [_age(line.version, entry) for entry in entries if entry["spans"]]
-        data = [
-            (
-                entry["group_id"],
-                entry["sample_index"],
-                entry["branch"],
-                entry["reward"],
-                entry.get("tokens_sha"),
-            )
-            for entry in entries
-        ]
-        return TrainedStep(
-            version=line.version,
-            num_trajectories=len(entries),
-            num_loss_tokens=sum(entry["num_loss_tokens"] for entry in entries),
-            ages=(sum(ages), len(ages), max(ages, default=0)),
-            data=hash(str(data)),
-            faults=tuple(faults),
-        )
 
 
 def _faults(line: Line, max_staleness: int) -> Iterator[str]:
-    """Describe the broken promises of a step."""
-    names = set[str]()
+    """Yield the broken promises of a step."""
+    names: set[str] = set()
     for entry in line.trajectories:
         name = f"step {line.version + 1}, group {entry['group_id']}, sample {entry['sample_index']}"
         name += f", branch {entry['branch']}" if entry["branch"] else ""
         for start, end, sampled in entry["spans"]:
             age = line.version - sampled
-            what = f"{name}: tokens {start}..{end - 1} are of version {sampled}"
+            tokens = f"{name}: tokens {start}..{end - 1} are of version {sampled}"
             if age > max_staleness:
-                yield f"{what}, {age} behind; {max_staleness} are allowed"
+                yield f"{tokens}, {age} behind; {max_staleness} are allowed"
             if age < 0:
-                yield f"{what}, which did not exist yet"
+                yield f"{tokens}, which did not exist yet"
         num = sum(end - start for start, end, _ in entry["spans"])
         if num != entry["num_loss_tokens"]:
             yield f"{name}: {entry['num_loss_tokens']} tokens in the loss, but spans of {num}"
         if name in names:
-            yield f"{name}: was trained on in step {line.version + 1} already"
+            yield f"{name}: appears twice in step {line.version + 1}"
         names.add(name)
 
 
@@ -222,18 +201,22 @@ def _age(version: int, entry: Entry) -> int:
     return version - min(sampled for _, _, sampled in entry["spans"])
 
 
+def _ages(line: Line) -> list[int]:
+    return [_age(line.version, entry) for entry in line.trajectories if entry["spans"]]
+
+
 def batch_summary(line: Line) -> dict[str, Any]:
     """Return numbers of a step without its trajectories."""
-    version, entries = line.version, line.trajectories
-    ages = [_age(version, entry) for entry in entries if entry["spans"]]
+    entries = line.trajectories
+    ages = _ages(line)
     rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]  # one a rollout
     tokens = Counter[int]()
     for entry in entries:
         for start, end, sampled in entry["spans"]:
             tokens[sampled] += end - start
     return {
-        "step": version + 1,
-        "version": version,
+        "step": line.version + 1,
+        "version": line.version,
         "min_version": line.min_version,
         "group_ids": sorted({entry["group_id"] for entry in entries}),
         "num_trajectories": len(entries),

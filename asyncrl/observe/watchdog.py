@@ -1,4 +1,4 @@
-"""Notices that a run has stopped moving, says who waits for whom, and acts."""
+"""Notices that a run has stopped moving, reports who waits for whom, and acts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("asyncrl.watchdog")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A line: `who` waits in the function `where` for `what` since `seconds`, and `waker` ends it."""
+    """`who` waits in the function `where` for `what` since `seconds`; `waker` ends the wait."""
 
     who: str
     where: str
@@ -49,7 +49,7 @@ def waits_now() -> tuple[Wait, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ChildState:
-    """A child process: what the kernel says of it (sleeping, stopped, ended), and what /health answered."""
+    """A child process: its state in the kernel (sleeping, stopped, ended), and its answer to /health."""
 
     name: str
     process: str
@@ -81,11 +81,12 @@ class StuckClock:
     def __init__(self, watchdog_s: float, now_s: float) -> None:
         self.watchdog_s = watchdog_s
         self._marks: dict[str, float] = {}
-        self._moved_s, self._factor = now_s, 1
+        self._moved_s = now_s
+        self._factor = 1
 
     @property
     def due_s(self) -> float:
-        """The time of the next report if nothing moves."""
+        """Time of the next report if nothing moves."""
         return self._moved_s + self.watchdog_s * self._factor
 
     @property
@@ -94,21 +95,20 @@ class StuckClock:
         return self._factor == 1
 
     def look(self, marks: Mapping[str, float], now_s: float) -> None:
-        """Update the counters."""
         if dict(marks) != self._marks:
             self._marks = dict(marks)
             self.reset(now_s)
 
     def reset(self, now_s: float) -> None:
         """Count from now on, as if something had moved."""
-        self._moved_s, self._factor = now_s, 1
+        self._moved_s = now_s
+        self._factor = 1
 
     def forgive(self, seconds: float) -> None:
-        """Leave out this many seconds, in which this process itself was stopped (Ctrl-Z, SIGSTOP)."""
+        """Do not count these seconds, in which this process itself was stopped (Ctrl-Z, SIGSTOP)."""
         self._moved_s += seconds
 
     def quiet_s(self, now_s: float) -> float:
-        """Seconds since the last change."""
         return now_s - self._moved_s
 
     def take_due(self, now_s: float) -> bool:
@@ -123,14 +123,12 @@ class StuckClock:
 class Watchdog:
     """Watches a run and reports once nothing has moved for watchdog_s.
 
-    Life: made with `report` -> run() in parallel with the run, until cancelled.
-    Waits: run sleeps until a report would be due, no shorter. look() notices progress; the status calls it
-        each second, so a report is at most a second late.
-    Acts: the report goes to the `tell` callback, to the log with all stacks, and to `note`; then on_stuck:
-        warn again after twice as long, restart the engines and count from there, or end the run with a
-        RoomError that names who is stuck.
-
-    The loop itself may be blocked: then faulthandler's timer writes all threads into `log_path`.
+    Life: made -> run() in parallel with the run, until cancelled.
+    Waits: run() sleeps until a report would be due. look() notices progress; the status calls it each second,
+        so a report is at most a second late.
+    Acts: reports to `tell`, to the log with all stacks, and to `note`; then on_stuck: warn again after twice
+        as long, restart the engines, or end the run with a RoomError that names who is stuck. If the loop
+        itself is blocked, faulthandler's timer writes the stacks of all threads into `log_path`.
     """
 
     def __init__(
@@ -146,22 +144,29 @@ class Watchdog:
         note: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         """`ask_children` makes each child process dump its stacks into its log, and returns their states."""
-        self._settings, self._report, self._log_path = settings, report, log_path
-        self._tell, self._way_out, self._note = tell, way_out, note
-        self._ask_children, self._restart = ask_children, restart
+        self._settings = settings
+        self._report = report
+        self._log_path = log_path
+        self._tell = tell
+        self._way_out = way_out
+        self._note = note
+        self._ask_children = ask_children
+        self._restart = restart
         self._clock = StuckClock(settings.watchdog_s, asyncio.get_running_loop().time())
 
     def look(self) -> tuple[Wait, ...]:
-        """Take notice of progress, and say who waits for whom right now."""
-        reported, now_s = self._report(), asyncio.get_running_loop().time()
+        """Notice progress, and return who waits for whom."""
+        reported = self._report()
+        now_s = asyncio.get_running_loop().time()
         self._clock.look(reported.marks, now_s)
-        if reported.is_starting:  # else an engine that loads for longer would be restarted for ever
+        if reported.is_starting:  # otherwise a slow start would be restarted for ever
             self._clock.reset(now_s)
         return waits_now()
 
     async def run(self) -> None:
         """Watch until cancelled. Raises RoomError if nothing moves and on_stuck is fail."""
-        now, clock = asyncio.get_running_loop().time, self._clock
+        now = asyncio.get_running_loop().time
+        clock = self._clock
         with self._log_path.open("a", encoding="utf-8") as file:
             try:
                 while True:
@@ -178,17 +183,18 @@ class Watchdog:
 
     async def _stuck(self) -> None:
         """Ask the processes, report, act."""
-        children, waits = await self._ask_children(), self.look()
-        if self._clock.is_moving:  # meanwhile
+        children = await self._ask_children()
+        waits = self.look()
+        if self._clock.is_moving:  # it moved during the question
             return
+        reported = self._report()
+        policy = self._settings.on_stuck
         seconds = self._clock.quiet_s(asyncio.get_running_loop().time())
-        reported, policy = self._report(), self._settings.on_stuck
+        headline = f"nothing has moved for {seconds:.0f} s"
         places = {name: f"{wait.where} on {wait.on}" for name, wait in waits_of_tasks().items()}
-        oldest = [
-            (name, round(age_s, 1), places.get(f"rollout {name}", "?")) for name, age_s in reported.oldest
-        ]
+        oldest = [(name, round(s, 1), places.get(f"rollout {name}", "?")) for name, s in reported.oldest]
         lines = [
-            f"nothing has moved for {seconds:.0f} s",
+            headline,
             *map(str, waits),
             *(f"rollout {name} runs for {age_s:.0f} s, in {where}" for name, age_s, where in oldest),
             *map(str, children),
@@ -197,13 +203,13 @@ class Watchdog:
         text = "\n  ".join(lines)
         log.error("%s\n%s\n%s", text, task_stacks(), thread_stacks())
         self._tell(text)
-        told = {"seconds": round(seconds, 1), "waits": list(map(asdict, waits)), "oldest": oldest}
-        self._note("stuck", {**told, "children": list(map(str, children)), "on_stuck": policy})
+        details = {"seconds": round(seconds, 1), "waits": list(map(asdict, waits)), "oldest": oldest}
+        self._note("stuck", {**details, "children": list(map(str, children)), "on_stuck": policy})
         if policy == "fail":
             ill = [str(child) for child in children if not child.is_well]
             raise RoomError(
                 "watchdog",
-                f"nothing has moved for {seconds:.0f} s: {'; '.join(ill or map(str, waits))}",
+                f"{headline}: {'; '.join(ill or map(str, waits))}",
                 rule=f"supervision.watchdog_s={self._settings.watchdog_s:g} and on_stuck=fail end such a run",
                 way_out=self._way_out,
             )

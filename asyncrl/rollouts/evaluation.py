@@ -242,7 +242,6 @@ class Evaluation:
         stats = self._stats
         num_ended = stats.finished + stats.skipped + stats.abandoned
         return {
-            "evaluation/version": stats.version,
             "evaluation/ended": num_ended,
             "evaluation/held_s": stats.held_s,
         }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +15,33 @@ from jinja2.meta import find_undeclared_variables
 
 from asyncrl.base.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""Token for one byte of a character without its own token (byte fallback)."""
+"""Token for one byte of a character (byte fallback)."""
 
 ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
 """Found in templates that write textual tool-call arguments verbatim (Qwen3)."""
 
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-"""Variables that only a rendering sets."""
 
 
 class HFChatTokenizer:
     """ChatRenderer of a model's folder. Thread-safe.
 
-    Loads tokenizer.json directly, because AutoTokenizer imports torch; AutoTokenizer converts models without
-    that file.
+    Loads tokenizer.json, because AutoTokenizer imports torch. Only models without that file need it.
     """
 
     template: str
-    """Jinja template of chats, preferably the variant for tools."""
+    """Preferably the variant for tools."""
     response_template: dict[str, Any] | None
-    """transformers' response parser, if the tokenizer has one."""
     vocab_size: int
-    """Number of ids in config.json; may exceed the vocabulary."""
+    """May exceed the vocabulary."""
     end_ids: frozenset[int]
-    """Tokens that end a turn, from generation_config.json, config.json and the tokenizer."""
+    """Tokens that end a turn, of generation_config.json, config.json and the tokenizer."""
     text_ids: frozenset[int]
     special_ids: frozenset[int]
     byte_ids: frozenset[int]
-    """Byte-fallback tokens, whose text depends on their neighbors. Mostly empty."""
+    """Byte-fallback tokens, whose text depends on their neighbors."""
 
     def __init__(
         self,
@@ -54,11 +50,8 @@ class HFChatTokenizer:
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`chat_template`: Jinja file that replaces the tokenizer's own; `chat_template_kwargs`: default
-        template variables.
-
-        Raises ConfigError if the tokenizer or the file cannot be read, without a chat template, or if the
-        template does not read one of the variables.
+        """`chat_template`: Jinja file that replaces the tokenizer's; `chat_template_kwargs`: default template
+        variables. Raises ConfigError.
         """
         self.model_path = str(model_path)
         self._tokenizer = tokenizer = _load(self.model_path)
@@ -94,16 +87,15 @@ class HFChatTokenizer:
         self._backend.no_padding()
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._decoder = tokenizer if cleans else self._backend  # the same text, 4 times as fast
+        decoder = self._backend.decoder
         model = _read_json(self.model_path, "config.json")
         generation = _read_json(self.model_path, "generation_config.json")
         self.vocab_size = model.get("vocab_size") or 1 + max(vocabulary.values())
         ends = (generation.get("eos_token_id"), model.get("eos_token_id"), tokenizer.eos_token_id)
         several = [end if isinstance(end, list) else [end] for end in ends if end is not None]
-        self.end_ids = frozenset(end for ends in several for end in ends)
-        falls_back = "ByteFallback" in repr(self._backend.decoder)
-        self.byte_ids = frozenset(
-            token_id for token, token_id in vocabulary.items() if falls_back and BYTE_TOKEN.fullmatch(token)
-        )
+        self.end_ids = frozenset(chain.from_iterable(several))
+        byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary) if "ByteFallback" in repr(decoder) else ()
+        self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -119,34 +111,24 @@ class HFChatTokenizer:
         """Render the chat up to the assistant's next turn. Raises ValueError if the template refuses it.
 
         `settings`: template variables, overriding the run's. The role developer becomes system if the
-        template does not know it.
-
-        Tool-call arguments may be objects or JSON texts. Templates get objects, since most would quote a text
+        template does not know it. Templates get tool-call arguments as objects, since most would quote a text
         again; templates with `is string` get them verbatim, and templates that fail on objects get texts.
         """
-        options = {"tools": [dict(tool) for tool in tools] if tools else None, "add_generation_prompt": True}
-        options |= self._all_settings(settings)
-        chat = self._with_roles(messages)
+        known = {**self._settings, **(settings or {})}
+        options = {name: value for name, value in known.items() if name in self._variables}
+        options |= {"tools": [dict(tool) for tool in tools] if tools else None, "add_generation_prompt": True}
+        chat = [dict(message) for message in messages]
+        for message in chat:
+            if message.get("role") == "developer" and not self._has_developer:
+                message["role"] = "system"
         if ARGUMENTS_ARE_STRING.search(self.template) or not any(one.get("tool_calls") for one in chat):
             return self._apply_template(chat, options)
         try:
             return self._apply_template(_with_arguments(chat, _as_object), options)
         except ValueError as refusal:
-            try:
+            with contextlib.suppress(ValueError):
                 return self._apply_template(_with_arguments(chat, _as_text), options)
-            except ValueError:
-                raise refusal from None
-
-    def _all_settings(self, settings: Mapping[str, Any] | None) -> dict[str, Any]:
-        found = {**self._settings, **(settings or {})}
-        return {name: value for name, value in found.items() if name in self._variables}
-
-    def _with_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        chat = [dict(message) for message in messages]
-        for message in chat:
-            if message.get("role") == "developer" and not self._has_developer:
-                message["role"] = "system"
-        return chat
+            raise refusal
 
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
@@ -155,11 +137,7 @@ class HFChatTokenizer:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text, special tokens included. Raises ValueError for lone surrogates, which JSON escapes can
-        contain.
-
-        Adds no special tokens, since the template writes them.
-        """
+        """Encode text with the special tokens in it. Raises ValueError for lone surrogates."""
         try:  # equal to the transformers call, without BatchEncoding and offsets
             return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except TypeError as error:

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
@@ -19,43 +18,23 @@ from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
 
 T = TypeVar("T")
+OnServed = Callable[[int], None]
+OnPublished = Callable[[ExportResponse], Awaitable[None]]
+
+
+async def ignore(manifest: ExportResponse) -> None:
+    """Do nothing."""
 
 
 async def at_once() -> None:
-    """Nothing needs the version that is served."""
-
-
-async def in_this_file(manifest: ExportResponse) -> ExportResponse:
-    """Locate on one node: the trainer's file."""
-    return manifest
+    """Return at once."""
 
 
 class Publisher:
-    """Pushes the newest weights to all engines, one push at a time.
+    """Engines that get pushes, the version that they serve, and the report of the last push.
 
-    Life: during generation, run(): idle -> a new version: exporting (begun between two steps) -> pushing
-        (prepare on all live engines, then commit on all, at once or one by one) -> announced by on_served,
-        then by on_published -> idle. Time-shared, called by a handover: push() -> all live engines have the
-        version, in chunks -> announce(). An engine is live, or down from down_nowait until bring_up has sent
-        the announced weights to its new process (time-shared: until up_nowait, before the next push).
-    Waits: run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at most
-        timeout_s. The train loop sleeps in wait_exported_or_busy until an export begins. bring_up, leave and
-        pushes exclude each other with `_turn`, so no returning engine misses a version. push sleeps in a
-        Push.
-    Invariant: on_served(v) is called only after every live engine has confirmed that it serves v, with the
-        digest that the trainer sent (guaranteed by Push). With no live engine the version is announced at
-        once, and a returning engine gets it first. Versions are announced in order. During generation the
-        trainer never waits for a push.
-
-    The trainer keeps its two newest exports and makes one only after the last one is announced, so it always
-    has the announced export for bring_up. An export lost in transit with the trainer's node is repeated, once
-    per start of the trainer. If the trainer keeps only one (`is_collective`), it makes none in a bring_up.
-    `is_rolling`: engines swap one after the other, and on_served gets the oldest version. Without `on_lost` a
-    lost engine ends the run. The file of an export exists until on_published returns. Time-shared runs have
-    no such file: `on_file` gets one for the versions of is_file_wanted. On several nodes `locate` fetches
-    weights to an engine's node, and `here` fetches a wanted file to the controller's. `wait_released` returns
-    once the engines may get new weights, because an evaluation may need their current ones; the trainer
-    continues during this wait, as during a push.
+    An engine is live, or down from down_nowait until it has the announced weights again. Without `on_lost` a
+    lost engine ends the run. The file of an export exists until on_published returns.
     """
 
     def __init__(
@@ -63,36 +42,18 @@ class Publisher:
         trainer: WeightTrainer,
         targets: Sequence[EngineClient],
         *,
-        timeout_s: float,
-        on_served: Callable[[int], None],
-        on_published: Callable[[ExportResponse], None] = lambda _: None,
+        on_served: OnServed,
+        on_published: OnPublished = ignore,
         on_lost: OnLost | None = None,
-        interrupt: Interrupt = "abort",
-        is_rolling: bool = False,
-        is_collective: bool = False,
-        locate: Locate = in_place,
-        here: Callable[[ExportResponse], Awaitable[ExportResponse]] = in_this_file,
-        is_file_wanted: Callable[[int], bool] = lambda _: False,
-        on_file: Callable[[ExportResponse], None] = lambda _: None,
-        wait_released: Callable[[], Awaitable[None]] = at_once,
     ) -> None:
-        self._trainer, self._targets = trainer, tuple(targets)
-        self._push = partial(
-            Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling, locate=locate
-        )
-        self._timeout_s, self._is_collective = timeout_s, is_collective
-        self._on_served, self._on_published, self._on_lost = on_served, on_published, on_lost
-        self._is_file_wanted, self._on_file, self._here = is_file_wanted, on_file, here
-        self.wait_released = wait_released
+        self._trainer = trainer
+        self._targets = tuple(targets)
+        self._on_served = on_served
+        self._on_published = on_published
+        self._on_lost = on_lost
         self._down: set[str] = set()
-        self._turn = asyncio.Lock()
-        self._announced: ExportResponse | None = None
-        self._pushed: tuple[ExportResponse, PushReport] | None = None
-        self._is_first_push_due = self._is_pushing = False
-        self._exported_version, self._restarts_at_loss = 0, -1
-        self._changed = asyncio.Event()
         self.version = self.num_published = self.num_skipped = 0
-        """num_skipped: versions that were newer ones before their turn came."""
+        """num_skipped: versions that a newer one replaced before their turn."""
         self.report = PushReport()
         """Timings of the last push; when time-shared, all of publish_s is a pause."""
 
@@ -118,8 +79,102 @@ class Publisher:
         self._down.add(name)
 
     def up_nowait(self, name: str) -> None:
-        """The next push goes to this engine too. Idempotent."""
+        """Push to this engine again, from the next push on. Idempotent."""
         self._down.discard(name)
+
+    async def leave(self, name: str) -> None:
+        """Leave this engine out; no push goes to it when this returns."""
+        self._down.add(name)
+
+    def _count(self, version: int, report: PushReport) -> None:
+        self.version = version
+        self.report = report
+        self.num_published += 1
+
+
+class ColocatedPush(Publisher):
+    """Pushes during a handover of shared devices: push() in chunks, then announce()."""
+
+    def __init__(
+        self,
+        trainer: WeightTrainer,
+        targets: Sequence[EngineClient],
+        *,
+        timeout_s: float,
+        on_served: OnServed,
+        on_published: OnPublished = ignore,
+        on_lost: OnLost | None = None,
+        locate: Locate = in_place,
+    ) -> None:
+        super().__init__(trainer, targets, on_served=on_served, on_published=on_published, on_lost=on_lost)
+        self._push = partial(Push, timeout_s=timeout_s, locate=locate)
+        self._pushed: tuple[ExportResponse, PushReport] | None = None
+
+    async def push(self) -> TransferStats:
+        """Push the trainer's version to every live engine. Raises PublishError, or the errors of the
+        trainer's client.
+        """
+        push = self._push(
+            self._trainer.policy_version, self._live, served=self.version, on_lost=self._on_lost
+        )
+        report, manifest = await push.chunks(self._trainer)
+        self._pushed = manifest, replace(report, pause_s=report.publish_s)
+        return TransferStats(num_bytes=manifest.num_bytes, seconds=report.publish_s)
+
+    async def announce(self) -> None:
+        """Announce the last pushed version: all live engines serve it and can sample."""
+        assert self._pushed is not None, "announce() comes after push()"
+        manifest, report = self._pushed
+        self._count(manifest.version, report)
+        await self._on_published(manifest)
+        self._on_served(manifest.version)
+
+
+class PushLoop(Publisher):
+    """Pushes the newest weights to engines on devices of their own, one push at a time.
+
+    Life: run(): idle -> exporting a new version (begun between two steps) -> pushing -> announced by
+        on_served, then by on_published -> idle.
+    Waits: run sleeps for a new version, then in export, prepare and commit, each at most timeout_s. The train
+        loop sleeps in wait_exported_or_busy until an export begins. bring_up, leave and pushes exclude each
+        other, so no returning engine misses a version.
+    Invariant: on_served(v) is called only after every live engine has confirmed v with the digest that the
+        trainer sent. Versions are announced in order. The trainer never waits for a push.
+
+    The trainer keeps its two newest exports, or one with `is_collective`, so it has the announced one for
+    bring_up. An export lost with the trainer's node is repeated, once per trainer restart. `is_rolling`:
+    engines swap one after the other. `locate` fetches a file to an engine's node. `wait_released` returns
+    once no evaluation needs the engines' present weights.
+    """
+
+    def __init__(
+        self,
+        trainer: WeightTrainer,
+        targets: Sequence[EngineClient],
+        *,
+        timeout_s: float,
+        on_served: OnServed,
+        on_published: OnPublished = ignore,
+        on_lost: OnLost | None = None,
+        interrupt: Interrupt = "abort",
+        is_rolling: bool = False,
+        is_collective: bool = False,
+        locate: Locate = in_place,
+        wait_released: Callable[[], Awaitable[None]] = at_once,
+    ) -> None:
+        super().__init__(trainer, targets, on_served=on_served, on_published=on_published, on_lost=on_lost)
+        self._push = partial(
+            Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling, locate=locate
+        )
+        self._timeout_s = timeout_s
+        self._is_collective = is_collective
+        self._wait_released = wait_released
+        self._turn = asyncio.Lock()
+        self._announced: ExportResponse | None = None
+        self._is_first_push_due = self._is_pushing = False
+        self._exported_version = 0
+        self._restarts_at_loss = -1
+        self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Publish version after version until cancelled. Raises PublishError, or what the trainer's client
@@ -129,7 +184,7 @@ class Publisher:
             with waiting(f"a policy_version above {self._exported_version}", on="the train loop"):
                 newest = await self._trainer.wait_version_above(self._exported_version)
             self._set_pushing(True)  # the trainer is not held
-            await self.wait_released()
+            await self._wait_released()
             async with contextlib.AsyncExitStack() as turn:
                 await self._export_and_push(newest, turn)
 
@@ -171,42 +226,12 @@ class Publisher:
                 await self._changed.wait()
 
     async def wait_exported_or_busy(self, version: int) -> None:
-        """Start the export of `version`, right after its step.
-
-        Returns once the copy of the weights into staging has begun: the trainer copies during the next
-        forward and backward pass, and changes no weight before the copy is complete. Returns at once if an
-        older version is still being copied or pushed, because a push never holds up the trainer.
+        """Return once the copy of `version` into staging has begun, right after its step. The trainer changes
+        no weight before the copy is complete. Returns at once during another copy or push.
         """
         with waiting(f"the export of policy_version {version}", on="publisher"):
             while self._exported_version < version and not self._is_pushing:
                 await self._changed.wait()
-
-    async def push(self) -> TransferStats:
-        """Push the trainer's version to every live engine (time-shared). Raises PublishError, or the errors
-        of the trainer's client.
-        """
-        version, served = self._trainer.policy_version, self.version
-        push = self._push(version, self._live, served=served, on_lost=self._on_lost)
-        report, manifest = await push.chunks(self._trainer)
-        self._pushed = manifest, replace(report, pause_s=report.publish_s)
-        return TransferStats(num_bytes=manifest.num_bytes, seconds=report.publish_s)
-
-    def announce(self) -> None:
-        """Announce the last pushed version (time-shared): all live engines serve it and can sample."""
-        assert self._pushed is not None, "announce() comes after push()"
-        manifest, report = self._pushed
-        self._count(manifest.version, report)
-        self._on_published(manifest)
-        self._on_served(manifest.version)
-
-    async def evaluate(self, version: int) -> None:
-        """Write one file for `on_file` if this version is to be evaluated, then remove it. Call while the
-        trainer has its weights (time-shared).
-        """
-        if self._is_file_wanted(version):
-            manifest = await self._here(await self._trainer.export())
-            self._on_file(manifest)
-            Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240  a name in shared memory
 
     async def _export_and_push(self, newest: int, turn: contextlib.AsyncExitStack) -> None:
         if self._is_collective:
@@ -225,8 +250,9 @@ class Publisher:
         self._exported_version = manifest.version  # above the begun version if the trainer was restarted
         if not self._is_collective:
             await turn.enter_async_context(self._turn)
-        live, served = self._live, self.version
-        push = self._push(manifest.version, live, served=served, on_lost=self._on_lost, is_down=self.is_down)
+        push = self._push(
+            manifest.version, self._live, served=self.version, on_lost=self._on_lost, is_down=self.is_down
+        )
         try:
             report = await push.whole(manifest)
         except WeightsLost:
@@ -235,20 +261,12 @@ class Publisher:
             self._restarts_at_loss, self._exported_version = self._trainer.num_restarts, self.version
             self._set_pushing(False)
             return
-        self._announced, self._restarts_at_loss = manifest, -1
+        self._announced = manifest
+        self._restarts_at_loss = -1
         self._count(manifest.version, replace(report, export_s=export_s))
         self._on_served(manifest.version)
-        if manifest.path and self._is_file_wanted(manifest.version):
-            try:
-                manifest = await self._here(manifest)
-            except WeightsLost:  # a later version is evaluated
-                manifest = manifest.model_copy(update={"path": ""})
-        self._on_published(manifest)
+        await self._on_published(manifest)
         self._set_pushing(False)
-
-    def _count(self, version: int, report: PushReport) -> None:
-        self.version, self.report = version, report
-        self.num_published += 1
 
     async def _limited(self, newest: int, call: Callable[[], Awaitable[T]]) -> T:
         """Run a part of an export, and repeat it if a restart of the trainer interrupted it."""

@@ -35,10 +35,8 @@ async def in_place(engine: str, sent: Sent) -> Sent:
 class WeightTrainer(Protocol):
     """The trainer as weight sync sees it; SupervisedTrainer implements it.
 
-    `is_up` is false while its processes restart, `num_restarts` counts restarts, and wait_up returns once it
-    answers. begin_export starts to copy the newest weights into staging, between two optimizer steps, and
-    returns their version. export waits for the copy, and starts it if needed. export_chunk overwrites the
-    previous chunk with the next.
+    begin_export starts to copy the newest weights into staging, between two optimizer steps, and returns
+    their version; export waits for the copy. export_chunk overwrites the previous chunk with the next.
     """
 
     @property
@@ -72,22 +70,19 @@ class PushReport:
 
 
 class Push:
-    """A push of one version to the engines in `live`: whole, as one export during generation, or chunk by
-    chunk, into weights that are awake and empty.
+    """A push of one version to the engines in `live`: whole, during generation, or by chunks, into weights
+    that are awake and empty.
 
-    Life: made, with the version that all engines serve -> whole() or chunks(), once. `on_lost` is called with
-        each engine lost during the push; `live` holds the others. Without `on_lost` the loss is an error like
-        any other.
+    Life: whole() or chunks(), once. `on_lost` is called with each engine lost during the push; `live` holds
+        the others. Without it the loss is an error.
     Waits: for all engines at once, at most timeout_s per phase; `is_rolling`: in commit for one after the
-        other. Chunks have no limit here; the surrounding handover has one.
+        other.
     Invariant: both return only if every engine in `live` serves the version with the digest that the trainer
-        sent. Except with nccl, where the trainer sends to all at once, no engine swaps before every engine
-        has the right bytes, so a failure while a whole export is prepared leaves all on the old version. A
-        chunk is requested only after every engine has loaded the previous one. After an error in a push of
-        chunks no engine can serve until the next push.
+        sent. Except with nccl, no engine swaps before every engine has the right bytes. A chunk is requested
+        only after every engine has loaded the previous one.
 
-    `is_down` is checked right before an engine's commit: an engine that went down during the commits of
-    others may be a new process with nothing staged, and gets its own push.
+    `is_down` is checked right before a commit: an engine lost during the commits of others may be a new
+    process with nothing staged.
     """
 
     def __init__(

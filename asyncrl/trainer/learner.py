@@ -1,8 +1,7 @@
-"""Optimizer steps on this rank's part of a batch. No HTTP; the trained record is its only file.
+"""Optimizer steps on this rank's part of a batch.
 
 A batch gives epochs * mini_batches optimizer steps and one policy_version. Master weights, gradients and
-optimizer state are float32; with dtype bfloat16 the forward pass and the exported weights are bfloat16, as in
-the engine.
+optimizer state are float32; the forward pass and the exported weights have the run's dtype.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ MAX_SKIPPED_STEPS = 3
 
 
 class StepSums:
-    """Sums over micro-batches; logprobs and entropies [N] are set for loss tokens.
-
-    Results stay on the device until all micro-batches are launched, because reading waits for it.
-    """
+    """Sums over micro-batches. Results stay on the device until read(), which waits for it."""
 
     def __init__(self, num_tokens: int) -> None:
         self.logprobs_N = np.zeros(num_tokens, np.float32)
@@ -55,7 +51,6 @@ class StepSums:
         self._unread.append((micro.source_M, scores.logprob_M.detach(), scores.entropy_M, loss, stats))
 
     def read(self) -> None:
-        """Read all results. Waits for the device."""
         for source_M, logprob_M, entropy_M, loss, stats in self._unread:
             self.logprobs_N[source_M] = logprob_M.cpu().numpy()
             self.entropies_N[source_M] = entropy_M.cpu().numpy()
@@ -64,7 +59,6 @@ class StepSums:
         self._unread.clear()
 
     def add_up(self, ranks: Ranks) -> None:
-        """Replace the sums by their sums over all ranks."""
         ranks.add_up(self.logprobs_N, self.entropies_N)
         parts = ranks.gather([self.loss, self.stats])
         self.loss = 0.0
@@ -76,9 +70,7 @@ class StepSums:
 
 @dataclass
 class BatchTotals:
-    """Totals of a batch: logprobs and entropies of each token before its first step; (loss, gradient norm) of
-    each step taken.
-    """
+    """Totals of a batch: logprobs and entropies before its first step; (loss, gradient norm) of each step."""
 
     logprobs_N: Float32N
     entropies_N: Float32N
@@ -98,7 +90,7 @@ class Learner:
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
-        """Load everything. Raises ConfigError if the model or a function is missing, or memory is short."""
+        """Raises ConfigError if the model or a function is missing, or memory is short."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         self.spec = spec
@@ -124,9 +116,8 @@ class Learner:
         self._meter = step_report.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Take the optimizer steps of a batch and return its metrics by full name. Raises Refused.
-
-        Metrics without a value are NaN, like loss and gradient norm if all steps were skipped.
+        """Take the optimizer steps of a batch and return its metrics by full name, NaN without a value.
+        Raises Refused.
         """
         self._meter.start()
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
@@ -175,7 +166,6 @@ class Learner:
         return TokenGrammars(load_tokenizer(self.spec.model_path, self.spec.chat_template), vocab_size)
 
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
-        """Compute everything required before the weights change."""
         batch = BatchNumbers(header, arrays, has_loss)
         if self._objective.needs_proximal:
             batch.proximal_N, batch.entropy_N = self._forward(self.policy, header, arrays, has_loss)
@@ -199,7 +189,7 @@ class Learner:
         for micro, counts in micros:
             scores = policy(micro, self.spec.temperature)
             if counts:
-                self._meter.count(policy.costs.flops(policy.size_of(micro), has_backward=False))
+                self._meter.count(policy.costs.flops(micro.size, has_backward=False))
                 sums.add(micro, scores, 0.0, {})
         sums.read()
         self.ranks.add_up(sums.logprobs_N, sums.entropies_N)
@@ -211,10 +201,9 @@ class Learner:
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> list[tuple[MicroBatch, bool]]:
         self._meter.enter("pack")
-        plan = self.policy.plan
-        max_tokens = self.spec.trainer.micro_batch_tokens
-        if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
-            max_tokens = 1  # every rank then runs one forward pass per micro-batch
+        longest = max(entry.end - entry.start for entry in header.trajectories)
+        can_pack = self.policy.plan.packs(longest)
+        max_tokens = self.spec.trainer.micro_batch_tokens if can_pack else 0  # one by one
         return rank_micro_batches(
             header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs, self._allowed
         )
@@ -246,7 +235,6 @@ class Learner:
         taken.stats.update(sums.stats)
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
-        """Accumulate the step's gradient over all micro-batches."""
         numbers = self._objective.step_numbers(batch, chosen)
         sums = StepSums(len(chosen))
         for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
@@ -260,8 +248,8 @@ class Learner:
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             sums.add(micro, scores, loss.detach(), stats)
-            size = self.policy.size_of(micro)
-            self._meter.count(self.policy.costs.flops(size, has_backward=True), size.num_tokens)
+            flops = self.policy.costs.flops(micro.size, has_backward=True)
+            self._meter.count(flops, micro.size.num_tokens)
         self._meter.enter("")
         sums.read()
         sums.add_up(self.ranks)
@@ -284,7 +272,7 @@ class Learner:
         """Wait for readers of the weights before they change."""
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
-        """Skip the step and save the batch. Raises Refused after too many."""
+        """Count a skipped step and save the batch. Raises Refused after too many."""
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1

@@ -99,9 +99,8 @@ def find_model(
 
 
 def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
-    """Return the folder of a model, given or in the hub's cache; None if a hub id must be fetched.
-
-    Raises ConfigError if it is neither, or incomplete.
+    """Return the folder of a model, given or in the hub's cache; None if it must be fetched. Raises
+    ConfigError.
     """
     if (given := _find_given(path, key, revision)) is not None:
         return given
@@ -117,9 +116,7 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
 
 def fetch_architectures(config: RunConfig) -> None:
-    """Fetch config.json of hub models that are not cached, for memory plans. Blocks. Failures are ignored
-    here; later users of the model report them.
-    """
+    """Fetch config.json of hub models that are not cached, for memory plans. Blocks. Ignores failures."""
     wanted = [(config.model.path, config.model.revision)]
     if config.teacher is not None:
         wanted.append((config.teacher.path, config.teacher.revision))
@@ -141,7 +138,6 @@ def fetch_architectures(config: RunConfig) -> None:
 
 
 def load_limit_s(folder: Path) -> float:
-    """Return the time limit for loading the model."""
     paths = [path for pattern in WEIGHTS for path in folder.glob(pattern) if path.is_file()]
     return sum(path.stat().st_size for path in paths) / SLOWEST_BYTES_S
 
@@ -159,16 +155,13 @@ def check_model_type(model_type: Any, source: str) -> None:
 
 
 def hub_source(folder: Path) -> tuple[str, str] | None:
-    """Return (hub id, commit) of a folder in the hub's cache, models--OWNER--NAME/snapshots/COMMIT; None
-    otherwise.
-    """
+    """Return (hub id, commit) of a folder models--OWNER--NAME/snapshots/COMMIT; None otherwise."""
     kind, *parts = folder.parent.parent.name.split("--")
     is_cached = folder.parent.name == "snapshots" and kind == "models" and parts
     return ("/".join(parts), folder.name) if is_cached else None
 
 
 def _find_given(name: str, key: str, revision: str | None) -> Path | None:
-    """Return the folder, or None for a hub id."""
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -210,11 +203,10 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
     check_model_type(model_type, f"config.json of {name}")
     if missing:
         what = f"{name} lacks {', '.join(missing)}, which its {index.name} names"
-        raise ConfigError(what, rule=rule, way_out="copy or fetch what is missing.")
+        raise ConfigError(what, rule=rule, way_out="copy or fetch the missing files.")
 
 
 def _refuse_truncated(folder: Path) -> None:
-    """Raise ConfigError for a safetensors file whose size contradicts its header."""
     for path in folder.glob("*.safetensors"):
         try:
             safe_open(path, framework="np")
@@ -240,14 +232,13 @@ class PinnedModel(BaseModel, frozen=True, extra="forbid"):
 
 
 class ModelPin:
-    """The model that a run began with, by file digests: with trainer.lora a checkpoint contains only
-    adapters, so nothing else detects a changed model. Blocks on the disk: call it in a thread.
+    """The model that a run began with, by file digests: a checkpoint of adapters does not detect a changed
+    model. Blocks on the disk.
     """
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`given`: ModelConfig.source, None if made from scratch. `is_free`: accept any model as the run's.
-
-        Raises ConfigError if the saved record is unreadable.
+        """`given`: ModelConfig.source. `is_free`: accept any model. Raises ConfigError for an unreadable
+        record.
         """
         self.path = run_dir / MODEL_PIN
         self._given = given
@@ -258,7 +249,7 @@ class ModelPin:
                 self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
             what = f"the pinned model {self.path} cannot be read: {str(error).splitlines()[0]}"
-            way_out = "restore the file, or accept the model as it is with --allow-change model.path."
+            way_out = "restore the file, or accept the present model with --allow-change model.path."
             raise ConfigError(what, way_out=way_out) from error
 
     @property
@@ -268,9 +259,7 @@ class ModelPin:
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
     def read(self, folder: Path) -> None:
-        """Hash files whose time has changed, maybe as slowly as loading them. Raises ConfigError that lists
-        changed files.
-        """
+        """Hash files whose time has changed. Raises ConfigError that lists changed files."""
         before = {} if self._pinned is None else self._pinned.files
         paths = sorted({path for pattern in PINNED for path in folder.glob(pattern) if path.is_file()})
         try:
@@ -298,7 +287,6 @@ class ModelPin:
 
 
 def _hash(path: Path, known: PinnedFile | None) -> PinnedFile:
-    """Return the file's digest, `known` if size and time are equal."""
     stat = path.stat()
     if known is not None and (known.size, known.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
         return known

@@ -1,11 +1,9 @@
-"""Checks a batch and computes a step's loss from logprobs: advantages, surrogate, correction, KL,
-aggregation.
+"""Check a batch and compute a step's loss from logprobs.
 
-User losses and advantages are checked. A step's loss is the sum of micro_loss over its micro-batches,
-independent of their split.
+A step's loss is the sum of micro_loss over its micro-batches, independent of their split.
 
 Invariant: no token sampled before header.min_version carries loss. loss_tokens enforces this independently of
-    the buffer: such a token gets weight 0 (mask_older), or the batch is refused.
+the buffer: such a token gets weight 0 (mask_older), or the batch is refused.
 """
 
 from __future__ import annotations
@@ -95,11 +93,8 @@ def _token_name(header: BatchHeader, index: int) -> str:
 
 @dataclass(frozen=True)
 class Units:
-    """Samples of the advantage: rollouts with all branches, or the units of their credits. Numbered by first
-    appearance.
-
-    `rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, -1 without a
-    credit.
+    """Samples of the advantage: rollouts with all branches, or the units of their credits. `rewards` and
+    `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, -1 without a credit.
     """
 
     rewards: list[float]
@@ -123,10 +118,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch before its first step; arrays over all tokens [N].
-
-    `proximal_N` and `entropy_N`: logprobs and entropies by the weights before the batch; `reference_N`:
-    logprobs by the initial weights; None if not needed. `advantage_N`: advantage of a loss token's sample.
+    """Data of a batch before its first step; arrays over all tokens [N]. `proximal_N`, `entropy_N`: by the
+    weights before the batch; `reference_N`: by the initial weights.
     """
 
     header: BatchHeader
@@ -140,8 +133,8 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Shared by a step's micro-batches: weight_S multiplies the loss tokens of a trajectory, [S] in the
-    header; mask_N, 0 or 1, multiplies their surrogate.
+    """weight_S multiplies the loss tokens of a trajectory, [S] in the header; mask_N, 0 or 1, multiplies
+    their surrogate.
     """
 
     weight_S: Tensor
@@ -175,10 +168,7 @@ class Objective:
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
-        """Return advantages, float32 [N], from the penalized rewards of the B units.
-
-        A unit's length counts all its sampled tokens; its KL penalty sums over its loss tokens.
-        """
+        """Return advantages, float32 [N], from the penalized rewards of the B units."""
         settings = self.settings
         has_loss = batch.has_loss
         units = find_units(batch.header, len(has_loss))
@@ -212,7 +202,6 @@ class Objective:
         return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
-        """Return the advantages of reward and teacher, float32 [N]."""
         settings = self.settings
         teacher_N = batch.arrays.teacher_logprobs
         if teacher_N is None:
@@ -228,7 +217,6 @@ class Objective:
         return taught_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
-        """Prepare the step on the tokens of `has_loss` bool [N]."""
         entries = batch.header.trajectories
         tokens_S = torch.tensor([int(has_loss[entry.start : entry.end].sum()) for entry in entries])
         weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
@@ -257,9 +245,7 @@ class Objective:
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, Stats]:
-        """Return (part of the step's loss, scalar with gradient; sums of statistics on the device). Does not
-        wait for the device.
-        """
+        """Return (part of the step's loss, sums of statistics) without waiting for the device."""
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             return to_device(torch.from_numpy(values_N[micro.source_M]), current_M.device)
@@ -320,9 +306,7 @@ class Objective:
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
     ) -> Tensor:
-        """Return each token's KL(current || reference), float32 [M], optionally reweighted to the current
-        policy's tokens.
-        """
+        """Return each token's KL(current || reference), float32 [M]."""
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
             return losses.kl(current_M, reference_M, estimator)

@@ -1,10 +1,8 @@
-"""Moves the memory of a trainer's tensors off its device and back.
+"""Move the memory of a trainer's tensors off its device and back.
 
 The bytes of a storage are copied and the storage is resized to 0; tensors stay the same objects. Everything
-that shares it (tied parameters, views, FSDP's flat shards and DTensors, optimizer keys) must not be read
-until it is restored. On CUDA the copy is in pinned host memory; data already on the host
-(trainer.cpu_offload) stays. On CPU it is in a mapped file of the run directory, which the kernel writes to
-disk. Scalars stay, because a checkpoint reads the optimizer's step counts.
+that shares it must not be read until it is restored. On CUDA the copy is in pinned host memory; on CPU in a
+mapped file of the run directory. Scalars stay, because a checkpoint reads the optimizer's step counts.
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ Copies = list[tuple[torch.UntypedStorage, Tensor]]
 class HostMemory:
     """Reusable host memory. For CUDA it is pinned by registration, at its exact size; torch's pinned
     allocator rounds each tensor up to a power of two.
-
-    Life: empty -> of(): the largest size so far -> free() -> empty ...
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -51,9 +47,7 @@ class HostMemory:
         self.free()  # it could not be registered again
 
     def of(self, num_bytes: int) -> Tensor:
-        """Return uint8 of this size; growing loses the old content. Raises MemoryError if the host lacks
-        memory, and RuntimeError.
-        """
+        """Return uint8 of this size; growing loses the old content. Raises MemoryError and RuntimeError."""
         if num_bytes > len(self):
             self.free()
             available = available_memory()
@@ -72,7 +66,6 @@ class HostMemory:
 
     @property
     def is_short(self) -> bool:
-        """True if the host is short of memory."""
         return available_memory() < len(self)
 
     def _call(self, name: str, *arguments: int) -> None:
@@ -88,8 +81,7 @@ class HostMemory:
 
 
 class Offload:
-    """Tracks parts of a trainer's state off its device. All ranks construct it and call offload and onload
-    together.
+    """Tracks parts of a trainer's state off its device. All ranks call offload and onload together.
 
     Life: here -> offload(parts) -> away -> onload(parts) -> here ...
     Invariant: a part is here or away on all ranks: a move that fails on one rank is reverted on the others.
@@ -102,7 +94,6 @@ class Offload:
         folder: Path,
         tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
     ) -> None:
-        """`tensors_of` a part: each storage in one part only."""
         self._ranks = ranks
         self._device = device
         self._folder = folder
@@ -191,9 +182,7 @@ class Offload:
         return copies
 
     def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
-        """Return uint8 of this size, reusable on CUDA. On CPU it is an unlinked file, whose space the disk
-        regains in any case.
-        """
+        """Return uint8 of this size. On CPU it is an unlinked file: the disk always regains the space."""
         if self._pinned:
             return self._pinned[part].of(num_bytes)
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,9 @@
-"""Trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. Serves one TrainStep.
+"""Trainer process: serves one TrainStep to the controller.
 
-One thread loads the model and owns torch; all requests except /health run on it in order. Every rank is such
-a process. Rank 0 takes requests and sends each as a command to the others, which call the same method of
-their TrainStep. If all ranks refuse alike, rank 0 answers with that refusal. Any other error ends the rank's
-process with the reason as its log's last line. Once rank 0 has lost another rank, it answers all calls with
-that error.
-
-Rank 0 makes the staging directory and removes it if its parent is gone; otherwise the parent removes it,
-since engines may still read the last export.
+One thread owns torch; all requests except /health run on it in order. Rank 0 sends each request as a command
+to the other ranks, which call the same method of their TrainStep. If all ranks refuse alike, rank 0 answers
+with that refusal. Any other error ends the rank's process with the reason as its log's last line. Once rank 0
+has lost another rank, it answers all calls with that error.
 """
 
 from __future__ import annotations
@@ -155,7 +151,7 @@ class TrainerService:
         return handle
 
     async def staged(self, request: web.Request) -> web.StreamResponse:
-        """GET /staged/NAME: an exported file or a Range of it, for engines on other nodes."""
+        """Send an exported file or a Range of it to engines on other nodes."""
         return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
     async def health(self) -> TrainerHealth:
@@ -183,12 +179,12 @@ class TrainerService:
         return await self.run(work)
 
     async def begin_export(self) -> TrainerHealth:
-        """Begin to write the newest weights for the next export(). Returns once training may continue."""
+        """Begin to write the newest weights. Returns once training may continue."""
         version, self._begun = await self.run(self._begin_export)
         return (await self.health()).model_copy(update={"policy_version": version})
 
     async def export(self) -> ExportResponse:
-        """Write the newest weights or finish a begun export; delete exports that no engine reads any more."""
+        """Finish the begun export, or write the newest weights; delete unused exports."""
         begun, self._begun = self._begun, None
         finish = begun or (await self.run(self._begin_export))[1]
         return await asyncio.to_thread(self._finish_export, finish)
@@ -219,21 +215,17 @@ class TrainerService:
         return await self.run(work)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the held weights in parallel with training. A restarted trainer copies the requested version
-        first if it is the newest.
-        """
+        """Send the held weights in parallel with training. A restarted trainer copies them first."""
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
             await self.export()
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
 
     async def wait_save_state(self) -> TrainerHealth:
-        """Wait until the state is written, without blocking the torch thread."""
         await asyncio.to_thread(self.step.wait_save_state)
         return await self.health()
 
     def _follow(self) -> NoReturn:
-        """Execute rank 0's commands on another rank's torch thread."""
         try:
             while True:
                 command = self.step.ranks.wait_command()
@@ -295,7 +287,6 @@ def make_service(service: TrainerService, secret: str) -> web.Application:
 
 
 def main() -> None:
-    """Serve until SIGTERM or the parent's exit; end with a fatal line for an invalid spec."""
     text, fd = child_arguments()
     spec = TrainerSpec.model_validate_json(text)
     # on several nodes, rank 0's parent counts
@@ -320,7 +311,7 @@ def main() -> None:
 
 
 def make_staging(path: Path) -> None:
-    """Make a folder with mode 0700. Raises OSError, also for another user's folder."""
+    """Make a folder with mode 0700. Raises OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():

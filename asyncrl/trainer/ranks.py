@@ -202,7 +202,7 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
         return store
 
     failure = f"{me} cannot reach the store at {where}"
-    try:  # in threads that may be left behind: torch's limits miss silent servers and broken connections
+    try:  # in threads that may be abandoned: torch's limits miss silent servers and broken connections
         store = run_within(left_s() + 1.0, wait_others, name="rendezvous")
         failure = f"{me} has met the others at {where}, and cannot connect to each of them"
         return run_within(left_s() + 1.0, lambda: connect(store), name="rendezvous")

@@ -28,9 +28,7 @@ Shapes = Mapping[str, list[int]]
 def save_folder(
     model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
 ) -> None:
-    """Write a Hugging Face folder of `model` with these weights, in_export_dtype, atomically replacing an old
-    one. Raises OSError.
-    """
+    """Write a Hugging Face folder of `model` with these weights. Raises OSError."""
     with whole_folder(path) as unfinished:
         model.save_pretrained(unfinished, state_dict=weights)
         config_file = unfinished / "config.json"
@@ -102,7 +100,6 @@ def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tens
 
 
 def _refuse_other_model(state: Path, saved: Shapes, there: Shapes) -> None:
-    """Raise Refused unless the model has these weights."""
     for name in sorted({*saved, *there}):
         if saved.get(name) != there.get(name):
             shapes = f"{saved.get(name)} in {state} and {there.get(name)} in the model that it began with"

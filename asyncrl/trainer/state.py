@@ -1,16 +1,12 @@
 """Trainer state of a checkpoint: saved in parallel with training, restored exactly.
 
-It contains the float32 master weights and the optimizer's state by parameter name, Progress, and each rank's
-torch random generators. The learning rate follows from Progress, and a KL penalty's initial weights are
-model.path's. With adapters (trainer.lora) the base weights are not saved. The folder belongs to a checkpoint,
-which is whole once its manifest is written (asyncrl/journal/checkpoints.py):
-
-    __R_N.distcp    shards of rank R, by torch.distributed.checkpoint (DCP)
+    __R_N.distcp    shards of rank R, by torch.distributed.checkpoint (DCP): float32 master weights, the
+                    optimizer's state, and the rank's random generators
     .metadata       places of all shards: DCP's index, a pickle
     state.json      description of the tensors, and Progress
 
-DCP reshards: N ranks save, M ranks load. The same number of ranks gives the same bits. Load only checkpoints
-that you trust: DCP unpickles the index.
+With adapters (trainer.lora) the base weights are not saved. DCP reshards: N ranks save, M ranks load. The
+same number of ranks gives the same bits. Load only checkpoints that you trust: DCP unpickles the index.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -111,9 +108,8 @@ class TrainerState:
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
         """Copy everything to host memory during the next forward and backward pass, then write it to the new
-        folder `path` during training. The Future raises Refused if writing fails.
-
-        `content_of` returns the values of an offloaded local tensor (offload.py).
+        folder `path` during training. The Future raises Refused. `content_of` returns the values of an
+        offloaded tensor.
         """
         if self.pending is not None:
             wait([self.pending])
@@ -142,9 +138,7 @@ class TrainerState:
             wait([self.pending])
 
     def load(self, path: Path) -> Progress:
-        """Restore weights, optimizer and random generators from a folder; return its counts. Raises Refused
-        if it is incomplete or from another model.
-        """
+        """Restore weights, optimizer and random generators; return the counts. Raises Refused."""
         manifest = self._ranks.agree(lambda: self._fitting_manifest(path))
         rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
         if not manifest.has_cuda_rng:
@@ -209,7 +203,6 @@ class TrainerState:
         content_of: Callable[[Tensor], Tensor],
         reading: AbstractContextManager[Any],
     ) -> None:
-        """Copy this rank's shards to the host, on the copying thread."""
         is_cuda = self._device.type == "cuda"
         with reading:
             locals_ = {name: local_of(tensor) for name, tensor in live.items()}
@@ -258,9 +251,7 @@ def read_state(path: Path, who: str = "") -> SavedState:
 
 
 def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole float32 master weights of a folder by parameter name, in this process, READ_BYTES at once,
-    without the optimizer's state. Raises Refused.
-    """
+    """Yield whole float32 master weights of a folder by name, READ_BYTES at once. Raises Refused."""
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     _read_index(path)
     for names in cut(sizes, READ_BYTES):
@@ -285,34 +276,27 @@ class _HostPlanner(DefaultSavePlanner):
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Raise Refused for file errors of any rank."""
     try:
         yield
-    except (OSError, CheckpointException) as error:
+    except (OSError, EOFError, UnpicklingError, CheckpointException) as error:
         reason: BaseException = error
         if isinstance(error, CheckpointException):
             reason, _ = next(iter(error.failures.values()))
         while not isinstance(reason, OSError) and reason.__context__ is not None:
             reason = reason.__context__  # torch's writer reports a failed write as a wrong position
-        raise _failed(path, reason) from error
-
-
-def _failed(path: Path, reason: BaseException) -> Refused:
-    what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
-    way_out = "check the disk; a folder of another version of torch may not be readable."
-    return Refused(507, what, way_out=way_out)
+        what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
+        way_out = "check the disk; a folder of another version of torch may not be readable."
+        raise Refused(507, what, way_out=way_out) from error
 
 
 def _read_index(path: Path) -> Metadata:
     """Read the index. Raises Refused with the reason, which DCP of torch 2.11 hides."""
-    try:
+    with _errors(path):
         return FileSystemReader(path).read_metadata()
-    except Exception as error:
-        raise _failed(path, error) from error
 
 
 def _refuse_incomplete(path: Path) -> None:
-    """Raise Refused if files of other ranks are missing, on rank 0."""
+    """Raise Refused if files of other ranks are missing."""
     wanted = {Path(place.relative_path).name for place in _read_index(path).storage_data.values()}
     if missing := sorted(name for name in wanted if not (path / name).is_file()):
         what = f"{path} lacks {', '.join(missing)}, which other ranks have written"
@@ -322,7 +306,6 @@ def _refuse_incomplete(path: Path) -> None:
 
 
 def _wait_copied(copying: Future[None]) -> None:
-    """Wait for this rank's copy. Raises Refused."""
     try:
         copying.result()
     except (OSError, MemoryError, RuntimeError) as error:

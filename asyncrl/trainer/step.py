@@ -1,11 +1,9 @@
-"""Learner that exports, saves and offloads its weights. All ranks call every method together and gather
-shards; rank 0 writes, and only its answer counts.
+"""Learner that exports, saves and offloads its weights. Collective calls: every rank must call them; only
+rank 0 writes files and returns a result.
 
 Each export has a canary: logprobs of a fixed short text, which engines recompute after loading. Wrong weights
-in any layer change the logprobs. They come from the policy's own forward pass at temperature 1, whose weights
-equal the export bit for bit, so that only rounding differs: 1e-5 nats in float32, hundredths in bfloat16,
-like policy/logprob_gap_mean. Smaller changes, such as a tensor that is one step old at a learning rate of
-1e-6, are detected by digests only.
+in any layer change them. They come from the policy's own forward pass, whose weights equal the export bit for
+bit, so only rounding differs: 1e-5 nats in float32, hundredths in bfloat16.
 """
 
 from __future__ import annotations
@@ -64,12 +62,10 @@ class TrainStep(Learner):
     """Learner whose weights are exported, saved and offloaded.
 
     Life: as Learner; offload and onload may come between any two calls. A call that needs an offloaded part
-        is refused.
-    Invariant: a checkpoint is never refused: offloaded parts are saved too.
+    is refused, except for a checkpoint.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
-        """Raises ConfigError."""
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
@@ -94,16 +90,14 @@ class TrainStep(Learner):
         return sorted(self._offload.away)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Train like Learner. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         metrics = super().train(header, arrays)
         self._state.wait_lent()  # a slow disk may take the time of a step here, not of a handover
         return metrics
 
     def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
-        """Begin to export the current weights in the engine's dtype. The returned function waits, in any
-        thread, and raises OSError, or Refused if the weights give NaN. Training may continue until the next
-        change of a weight.
+        """Begin to export the current weights. The returned function waits, in any thread, and raises
+        OSError, or Refused if the weights give NaN. Training may continue until the next change of a weight.
         """
         self._offload.need("export", "weights")
         with self._meter.export():
@@ -114,13 +108,10 @@ class TrainStep(Learner):
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
 
     def export(self, path: Path) -> ExportResponse:
-        """Export and wait. Raises OSError or Refused."""
         return self.begin_export(path)()
 
     def before_change(self) -> None:
-        """Wait for exports and state copies, which read weights and optimizer; their callers get any
-        errors.
-        """
+        """Wait for exports and state copies; their callers get any errors."""
         readers: list[Future[Any] | None] = [self._exporting, self._state.copying]
         wait([reader for reader in readers if reader is not None])
 
@@ -144,8 +135,8 @@ class TrainStep(Learner):
         return moved
 
     def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write weights and tokenizer as a Hugging Face folder, or only the adapters as a peft folder,
-        replacing an old one. Raises OSError, SafetensorError and Refused.
+        """Write weights and tokenizer as a Hugging Face folder, or only the adapters as a peft folder. Raises
+        OSError, SafetensorError and Refused.
         """
         self._offload.need("save", "weights")
         adapters = None if merged else self._adapters
@@ -171,12 +162,11 @@ class TrainStep(Learner):
         return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
-        """Wait until the last begun save is complete, in any thread. Raises Refused."""
+        """Wait for the last begun save, in any thread. Raises Refused."""
         if self._state.pending is not None:
             self._state.pending.result()
 
     def load_state(self, path: Path) -> None:
-        """Continue from a whole checkpoint's folder. Raises Refused."""
         self._offload.need("load a state", "weights", "optimizer")
         self.before_change()
         self._chunks.forget()
@@ -185,13 +175,13 @@ class TrainStep(Learner):
         self._note_restored(self.policy_version)  # no batch may follow
 
     def weights_digest(self) -> str:
-        """Return the digest of the trained float32 master weights, only the adapters with trainer.lora."""
+        """Return the digest of the trained float32 master weights."""
         return digest_of(self._masters.named)
 
     def chunk_names(self, version: int, index: int) -> list[str]:
         """Return the tensors that all ranks gather for this chunk, on rank 0. Raises Refused."""
         self._offload.need("export a chunk", "weights")
-        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora in turns"
+        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
             what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
             rule = "chunks are of the newest version"
@@ -199,8 +189,8 @@ class TrainStep(Learner):
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
-        """Write chunk `index` after chunk_names(), on rank 0 or on all ranks with separate memories; `names`
-        are gathered. The last chunk has the canary. Raises OSError, or Refused like export().
+        """Write chunk `index` after chunk_names(). The last chunk has the canary. Raises OSError, or Refused
+        like export().
         """
         with self._meter.export():
             weights = self._lazy_weights()
@@ -212,7 +202,6 @@ class TrainStep(Learner):
 
     @torch.no_grad()
     def _canary(self) -> Canary | None:
-        """Return the canary of fixed random ids over the whole vocabulary. Every rank computes all of it."""
         if not self.spec.canary_tokens:
             return None
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
@@ -235,7 +224,7 @@ class TrainStep(Learner):
             return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
             what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
-            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines devices of their own."
+            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines separate devices."
             raise ConfigError(what, way_out=way_out) from error
 
     def _merge_again(self) -> None:
@@ -243,7 +232,7 @@ class TrainStep(Learner):
             self._adapters.keep_merged()
 
     def _lazy_weights(self) -> LazyWeights:
-        """Return all weights under the checkpoint's names, in export order; adapters are merged on access."""
+        """Return all weights under the checkpoint's names; adapters are merged on access."""
         merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
             weights = named_weights(self.policy.model)
@@ -254,9 +243,6 @@ class TrainStep(Learner):
         return LazyWeights(weights, merges, self._pieces)
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
-        """Return a part's tensors. Weights: parameters and buffers of policy and reference, adapters
-        included. Optimizer: AdamW's moments and separate float32 master weights.
-        """
         if part == "gradients":
             return []  # none outlives its step
         models = [self.policy] if self._reference is None else [self.policy, self._reference]
@@ -270,7 +256,6 @@ class TrainStep(Learner):
 
 
 def _checked(canary: Canary | None) -> Canary | None:
-    """Return the canary if it is finite. Raises Refused."""
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
     num_bad = sum(not math.isfinite(one) for one in canary.logprobs)

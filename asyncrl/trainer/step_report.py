@@ -1,15 +1,13 @@
-"""Metrics of a step: time, speed, memory, engine-trainer gaps, policy distances; and its line of the trained
-record. Imports no torch.
+"""Metrics of a step, and its line of the trained record. Imports no torch.
 
-The trained record, trained.jsonl, has one JSON line per step, which suffices to check the staleness bound. A
-line has `version` (the batch turned it into version + 1), `min_version`, `loss` (null if all steps were
-skipped), `num_loss_tokens`, and for each trajectory (a branch of a rollout) its ids, the rollout's reward,
-`num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex digits of the sha256 of its int32 token ids) and
-`spans`: [start, end, version] of loss tokens, counted from the first prompt token.
+The trained record, trained.jsonl, has one JSON line per step, which suffices to check the staleness bound:
+`version` (the batch turned it into version + 1), `min_version`, `loss` (null if all steps were skipped),
+`num_loss_tokens`, and for each trajectory its ids, the rollout's reward, `num_tokens`, `num_loss_tokens`,
+`tokens_sha` (first 16 hex digits of the sha256 of its int32 token ids) and `spans`: [start, end, version] of
+loss tokens, counted from the first prompt token.
 
-A line {"restored": v} marks a restart from the weights of version v: earlier lines of v and above do not
-count. With "lost": [first, last], the lines of these versions are missing for the reason in "why" and cannot
-be restored.
+A line {"restored": v} marks a restart from version v: earlier lines of v and above do not count. With "lost":
+[first, last], the lines of these versions are missing.
 """
 
 from __future__ import annotations
@@ -43,16 +41,15 @@ BoolN = npt.NDArray[np.bool_]
 
 GAP_WARNING = 0.05
 MIN_ENGINE_TOKENS = 64
-"""Minimum fresh tokens of an engine to judge its mean; with fewer, a single unlikely token dominates."""
+"""Minimum fresh tokens to judge an engine; with fewer, one unlikely token dominates the mean."""
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
-    "engine that is off alone; weight_sync.interrupt=keep_kv raises the gap"
+    "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
 )
-
 
 Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
 PHASES: tuple[Phase, ...] = ("pack", "logprobs", "forward", "backward", "optimizer", "blocked")
-"""Each is a metric perf/NAME_s. Excluded: checks, advantages, sums over ranks, the record."""
+"""Each is a metric perf/NAME_s."""
 
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
@@ -65,8 +62,8 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
 }
-"""FLOP/s by words of the device's name, first match. From NVIDIA's data sheets: bfloat16 tensor cores without
-sparsity (half of the sparse number), float32 without TF32, which the trainer does not use.
+"""FLOP/s by words of the device's name, first match, from NVIDIA's data sheets: bfloat16 tensor cores without
+sparsity, float32 without TF32.
 """
 
 
@@ -77,32 +74,30 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 class StepMeter:
-    """Times a step's phases on this rank; speed and memory of all ranks.
+    """Times a step's phases on this rank, and measures speed and memory of all ranks. On CUDA by stream
+    events, which are read at the step's end; on CPU by the host's clock.
 
-    CUDA works asynchronously, so phases are timed by stream events, which are read at the step's end; that
-    waits only for the last event. On CPU it is the host's clock.
-
-    Life: start() -> enter() at each change of phase, count() for each micro-batch -> numbers(), on all ranks;
-        a refused batch is forgotten. export() between steps.
+    Life: start() -> enter() at each phase, count() for each micro-batch -> numbers(), on all ranks.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, cuda: Any = None) -> None:
-        self._ranks, self._cuda = ranks, cuda
+        self._ranks = ranks
+        self._cuda = cuda
         device_name = "cpu" if cuda is None else cuda.get_device_name()
         self._peak_flops = peak_flops(device_name, dtype)
         if cuda is not None and self._peak_flops is None:
-            log.warning("the peak FLOP/s of %s in %s are not known: no perf/mfu", device_name, dtype)
+            log.warning("no perf/mfu: the peak FLOP/s of %s in %s are unknown", device_name, dtype)
         self._export_s = 0.0
         self.start()
 
     def start(self) -> None:
         self._started_s = time.perf_counter()
         self._stamps: list[tuple[Phase, Any]] = []
-        self._num_tokens, self._flops = 0, 0.0
+        self._num_tokens = 0
+        self._flops = 0.0
         self.enter("")
 
     def enter(self, phase: Phase) -> None:
-        """Begin this phase; '': none."""
         stamp: Any = time.perf_counter()
         if self._cuda is not None:
             stamp = self._cuda.Event(enable_timing=True)
@@ -127,13 +122,17 @@ class StepMeter:
         """End the step and return its metrics by full name."""
         self.enter("")
         seconds = dict.fromkeys(PHASES, 0.0)
+        memory = dict[str, int]()
         if self._cuda is not None:
             self._stamps[-1][1].synchronize()
+            memory["perf/device_memory_bytes"] = self._cuda.max_memory_allocated()
+            memory["perf/device_reserved_bytes"] = self._cuda.max_memory_reserved()
+            self._cuda.reset_peak_memory_stats()
         for (phase, start), (_, end) in pairwise(self._stamps):
             if phase:
                 seconds[phase] += end - start if self._cuda is None else start.elapsed_time(end) / 1e3
-        parts = self._ranks.gather([self._num_tokens, self._flops, _peak_host_bytes(), *self._device_bytes()])
-        num_tokens, flops, host_bytes, *device_bytes = zip(*parts, strict=True)
+        parts = self._ranks.gather([self._num_tokens, self._flops, _peak_host_bytes(), memory])
+        num_tokens, flops, host_bytes, memories = zip(*parts, strict=True)
         train_s = time.perf_counter() - self._started_s
         device_s = train_s * self._ranks.size
         metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
@@ -142,22 +141,14 @@ class StepMeter:
             "perf/export_s": self._export_s,
             "perf/packed_tokens": float(sum(num_tokens)),
             "perf/device_tokens_per_s": sum(num_tokens) / device_s,
+            **{name: float(max(of_rank[name] for of_rank in memories)) for name in memory},
         }
-        metrics |= {"perf/host_memory_bytes": float(sum(host_bytes))} if all(host_bytes) else {}
-        names = ("perf/device_memory_bytes", "perf/device_reserved_bytes")
-        metrics |= {name: float(max(of_ranks)) for name, of_ranks in zip(names, device_bytes, strict=False)}
+        if all(host_bytes):
+            metrics["perf/host_memory_bytes"] = float(sum(host_bytes))
         if self._peak_flops is not None:
             metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
         self._export_s = 0.0
         return metrics
-
-    def _device_bytes(self) -> list[int]:
-        """Return the peak bytes of tensors and of the allocator since the last step."""
-        if self._cuda is None:
-            return []
-        found = [self._cuda.max_memory_allocated(), self._cuda.max_memory_reserved()]
-        self._cuda.reset_peak_memory_stats()
-        return found
 
 
 def _peak_host_bytes() -> int:
@@ -169,9 +160,7 @@ def _peak_host_bytes() -> int:
 
 
 class Gap(NamedTuple):
-    """|current - behaviour| in nats over `num_tokens` >= 1 fresh tokens of engine number `engine`; None: all
-    engines.
-    """
+    """|current - behaviour| in nats over `num_tokens` fresh tokens of an engine; None: all engines."""
 
     engine: int | None
     num_tokens: int
@@ -194,28 +183,24 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArr
 def gaps_of_rollouts(
     header: BatchHeader, arrays: BatchArrays, is_fresh_N: BoolN, current_N: Float32M
 ) -> list[tuple[int, int, float]]:
-    """Return (group_id, sample_index, mean |current - behaviour| in nats over fresh tokens) of each rollout,
-    if finite.
-    """
-    sums = dict[tuple[int, int], tuple[float, int]]()
+    """Return (group_id, sample_index, mean gap in nats over fresh tokens) of each rollout, if finite."""
+    gaps = dict[tuple[int, int], list[npt.NDArray[np.float64]]]()
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
         fresh = is_fresh_N[part]
-        if num := int(np.count_nonzero(fresh)):
+        if fresh.any():
             gap_M = np.abs(current_N[part][fresh].astype(np.float64) - arrays.behaviour_logprobs[part][fresh])
-            key = (entry.group_id, entry.sample_index)
-            before, num_before = sums.get(key, (0.0, 0))
-            sums[key] = before + float(gap_M.sum()), num_before + num
-    means = ((*key, gap / num) for key, (gap, num) in sums.items())
+            gaps.setdefault((entry.group_id, entry.sample_index), []).append(gap_M)
+    means = [(*key, float(np.concatenate(parts).mean())) for key, parts in gaps.items()]
     return [found for found in means if math.isfinite(found[-1])]
 
 
 def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
-    """Return policy/logprob_gap_max and _mean, each also per engine."""
     metrics: dict[str, float] = {}
     for gap in gaps:
         suffix = "" if gap.engine is None else f"/engine-{gap.engine}"
-        metrics |= {f"policy/logprob_gap_max{suffix}": gap.max, f"policy/logprob_gap_mean{suffix}": gap.mean}
+        metrics[f"policy/logprob_gap_max{suffix}"] = gap.max
+        metrics[f"policy/logprob_gap_mean{suffix}"] = gap.mean
     return metrics
 
 
@@ -273,8 +258,7 @@ def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[in
     """Return [start, end, version] of each run of loss tokens with one version."""
     label = np.where(has_loss, versions, -1)
     edges = [0, *(np.flatnonzero(label[1:] != label[:-1]) + 1).tolist(), len(label)]
-    spans = zip(edges, edges[1:], label[edges[:-1]].tolist(), strict=False)
-    return [[start, end, version] for start, end, version in spans if version >= 0]
+    return [[start, end, int(label[start])] for start, end in pairwise(edges) if label[start] >= 0]
 
 
 def hold_record(path: Path) -> None:
@@ -287,9 +271,8 @@ def hold_record(path: Path) -> None:
 
 
 def note_restored(path: Path, version: int) -> None:
-    """Record that batches from `version` on are trained again, and which earlier lines are missing.
-
-    Cuts an incomplete last line. A crash can only lose the end of a file, so only the last lines are read.
+    """Record that batches from `version` on are trained again, and which earlier lines are missing. Cuts an
+    incomplete last line: a crash can only lose the end of a file.
     """
     reached = -1
     for start, line in lines_from_end(path) if path.is_file() else ():
@@ -297,8 +280,8 @@ def note_restored(path: Path, version: int) -> None:
             cut_at(path, start)
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            told = json.loads(line)
-            reached = told["restored"] - 1 if "restored" in told else told["version"]
+            last = json.loads(line)
+            reached = last["restored"] - 1 if "restored" in last else last["version"]
             break
     if reached < version - 1:
         append_line(path, {"restored": version, "lost": [reached + 1, version - 1], "why": LOST})

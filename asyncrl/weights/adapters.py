@@ -1,9 +1,8 @@
 """Transport lora: only the adapters, as one small safetensors file in shared memory.
 
-The file contains `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each adapted
-layer, and the scalar `scale`, alpha / rank. An embedded engine merges each set over its initial weights
-(merge_adapters), like the trainer (merge); vLLM gets a peft folder (asyncrl/engines/vllm_weights.py). It
-excludes time-sharing, in which a sleeping engine has no base weights.
+It contains `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each adapted
+layer, and the scalar `scale`, alpha / rank. An embedded engine merges each set over its initial weights, like
+the trainer; vLLM gets a peft folder (engines/vllm_weights.py).
 """
 
 from __future__ import annotations

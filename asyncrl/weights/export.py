@@ -1,13 +1,9 @@
 """Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by chunks.
 
 Ranks use the model's names, exports the checkpoint's: stacked experts are gathered as one tensor and split on
-writing (tensor_files.stored_pieces).
-
-Sharded weights are gathered tensor by tensor on rank 0; the other ranks take part (gather_along), or all
-gather if each rank writes chunks to its own device. A chunk contains tensors, in export order, up to
-chunk_bytes, or one larger tensor. All chunks share one place: requesting the next one means that the previous
-one is loaded, and any chunk may be requested at any time, even from a restarted trainer. Gathering needs the
-memory of one more tensor.
+writing. Sharded weights are gathered tensor by tensor on rank 0, or on all ranks if each writes chunks to its
+own device. A chunk contains tensors, in export order, up to chunk_bytes, or one larger tensor. Each replaces
+the previous one; any may be requested at any time, even from a restarted trainer.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""Transport ipc, and time-sharing embedded engines: chunks of weights in memory that trainer and engine both
-map, or in a file (ChunkFile).
+"""Chunks of weights in memory that trainer and engine both map (transport ipc), or in a file (ChunkFile).
 
 The trainer allocates memory for the largest chunk on the shared device and writes each chunk over the
-previous one (SharedChunk). On several CUDA devices each rank does so with the same tensors, since an engine
-sees only its own devices. Handles and offsets travel as JSON through the controller; the engine (each worker
-of a split one) opens its device's memory once (TrainerMemory), loads the tensors in place and hashes the
-result. On CPU the memory is a mapped file in shared memory, on CUDA a driver allocation that CUDA IPC opens
-in another process.
+previous one (SharedChunk); on several CUDA devices each rank does so. Handles and offsets travel as JSON. The
+engine opens its device's memory once (TrainerMemory), loads the tensors in place and hashes the result. On
+CPU the memory is a mapped file, on CUDA a driver allocation that CUDA IPC opens in another process.
 
-torch's IPC (UntypedStorage._share_cuda_) is unsuitable: shared memory stays in its caching allocator forever,
-its reader counter is a file in /dev/shm that a killed process leaves, and a handle serves only one reader.
-See https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html.
-
-CUDA copies may still run when a call returns: call settle() before reporting that bytes are written or read.
+torch's IPC is unsuitable: shared memory stays in its caching allocator forever, and a handle serves only one
+reader. See https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html. CUDA copies may still run when
+a call returns: call settle() first.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
 """Transport nccl: one broadcast of all weights to all workers of all engines.
 
-The trainer copies each version on its device, in export dtype, into reusable buffers of
-weight_sync.chunk_bytes (export), which takes the memory of all weights once more; training continues with the
-originals. Once every engine waits (asyncrl/engines/broadcast.py), rank 0 sends the buffers (send), and each
-receiver checks the digest: an embedded engine (servers/asyncrl_servers/embedded/loaded_weights.py), or each
-worker of a vLLM (servers/asyncrl_servers/vllm/worker_extension.py).
+The trainer copies each version on its device into reusable buffers (export), which takes the memory of all
+weights once more; training continues with the originals. Once every engine waits (engines/broadcast.py), rank
+0 sends the buffers (send), and each receiver checks the digest. The group uses NCCL on CUDA and gloo on CPU.
+It has its own stream, which waits only for the buffers: in the default stream it would wait for all of
+training's kernels.
 
-The group uses NCCL on CUDA and gloo on CPU. In the default stream a buffer would wait for all of training's
-kernels, and training for the slowest engine. So a group has its own stream, which waits only for the buffers'
-fill event.
-
-vLLM's helpers (nccl_common.trainer_init and PyNcclCommunicator) are unsuitable: their processes meet in a TCP
-store and unpickle its content, which any program that reaches the port can write; the trainer would have to
-import vLLM; and waits for dead processes never end. Here nothing is pickled and every wait is limited. On one
-machine processes meet in a file of a private folder, on several nodes in a TCP store that rank 0 opens at its
-node's address. That store, gloo and NCCL do not authenticate: a program that reaches their ports can read and
-change weights.
+vLLM's own helpers unpickle what any program writes into their TCP store, and their waits never end. Here
+nothing is pickled and every wait is limited. Processes meet in a file of a private folder, or across nodes in
+a TCP store of rank 0. That store, gloo and NCCL do not authenticate: a program that reaches their ports can
+read and change weights.
 """
 
 from __future__ import annotations
@@ -63,9 +57,8 @@ OPEN_PORTS = "let the nodes of the run reach each other at every TCP port of the
 class BroadcastTransport(Transport):
     """Trainer end: copies a version and sends it.
 
-    Life: empty -> export(): rank 0 holds a version -> send() it, any number of times -> export() the next,
-        over it.
-    Waits: export for a running send and vice versa; send for every group member, limited by the GroupMember.
+    Life: empty -> export(): rank 0 holds a version -> send() it, any number of times -> export() the next.
+    Waits: export and send for each other; send for every group member, limited by the GroupMember.
     Invariant: a held version is sent whole. A broken group is never reused.
     """
 
@@ -154,8 +147,8 @@ class WeightGroup:
     Life: joined, once all are present -> send, or receive, any number of times -> closed, also by the first
         failure.
     Waits: every call waits for the others, at most timeout_s; then the group is broken.
-    Invariant: all members make the same calls in the same order: data announce their shape first. On CUDA
-        everything runs in the group's own stream.
+    Invariant: all members make the same calls in the same order. On CUDA everything runs in the group's
+        stream.
     """
 
     def __init__(self, member: GroupMember, device: torch.device, cuda: Any = None) -> None:

@@ -1,11 +1,9 @@
 """Trainer end of each weight_sync.transport.
 
-shm and disk: the trainer writes all weights as one safetensors file into its staging folder, in shared memory
-or in weight_sync.disk_dir. Engines read, copy and hash it during generation (prepare) and swap to the copy
-(commit). stream: the same, and each other node fetches the file into its shared memory. With shared devices,
-a sleeping engine has memory for one set of weights: they arrive by chunks (export.py), with ipc through
-memory that both sides map (ipc.py). lora: adapters.py. nccl: nccl.py. Requirements on engine, placement and
-config are in asyncrl/config/weight_sync.py.
+shm, disk, stream: the trainer writes all weights as one safetensors file, which engines read, copy and hash
+during generation (prepare) and swap to (commit); with stream other nodes fetch it. With shared devices a
+sleeping engine has memory for one set of weights, which arrive by chunks (export.py), with ipc through shared
+memory (ipc.py). lora: adapters.py. nccl: nccl.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, Generic
+from typing import Generic
 
 from aiohttp import WSMsgType, web
 from pydantic import BaseModel
@@ -59,8 +59,7 @@ class ServedLink(Generic[Of]):
 
     Life: open -> exchanging frames -> closed by the client or with its process, which aborts open requests.
     Waits: the reader sleeps until a frame comes. The sampling thread sends without blocking; the event loop
-        sends what the socket does not accept at once, since waking it per decode step costs more than the
-        frame.
+        sends what the socket does not accept, since waking it per step costs more than the frame.
     Invariant: frames leave whole, in sampling order.
     """
 
@@ -91,11 +90,9 @@ class ServedLink(Generic[Of]):
             self._send(codec.refused_frame(number, refusal.status, refusal.body))
 
     async def serve(self) -> None:
-        """Serve until the client leaves. Raises ValueError for an invalid frame."""
+        """Serve until the client leaves."""
         try:
             async for message in self._link:
-                if message.type is not WSMsgType.BINARY:
-                    raise ValueError(f"a {message.type.name} message came, where frames are bytes")
                 self._take(codec.read_frame(message.data))
         finally:
             self._engine.abort(list(self._runs.values()))
@@ -128,18 +125,17 @@ class ServedLink(Generic[Of]):
         if frame.kind == "submit":
             self._submit(codec.read_submit(frame))
             return
-        acts = {"resume": self._engine.resume, "abort": self._engine.abort}
-        if frame.kind not in acts:
-            raise ValueError(f"a frame of kind {frame.kind} came, with {sorted(frame.arrays)}")
-        found = [self._runs.get(number) for number in frame.numbers]
-        acts[frame.kind]([run for run in found if run is not None])
+        runs = [self._runs[number] for number in frame.numbers if number in self._runs]
+        if frame.kind == "resume":
+            self._engine.resume(runs)
+        else:
+            self._engine.abort(runs)
 
     def _submit(self, asked: Sequence[codec.Asked]) -> None:
-        runs, num_free = list[Of](), MAX_QUEUED - self._engine.num_queued
+        runs = list[Of]()
+        num_free = MAX_QUEUED - self._engine.num_queued
         for one in asked:
             try:
-                if one.number in self._runs:
-                    raise ValueError(f"request number {one.number} is here already")
                 check_queue(num_free - len(runs))
                 run = self._engine.run(one, self)
             except Refused as refusal:
@@ -163,39 +159,37 @@ def _message(data: bytes) -> bytes:
 class OneAnswer:
     """Listener of one POST /generate, which continues across weight updates."""
 
-    def __init__(self, engine: ServedEngine[Of], request: GenerateRequest) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[GenerateResponse] = self._loop.create_future()
-        self._engine: ServedEngine[Any] = engine
-        self._run: Any = engine.run(codec.Asked(0, request, is_streamed=False), self)
-        self._rows: list[codec.Sampled] = []
+        self._arrived: asyncio.Queue[codec.Sampled | Refused] = asyncio.Queue()
 
-    async def answer(self) -> GenerateResponse:
-        """Return the whole answer; abort if the client leaves."""
-        self._engine.submit([self._run])
+    async def answer(self, engine: ServedEngine[Of], request: GenerateRequest) -> GenerateResponse:
+        """Return the whole answer; abort if the client leaves. Raises Refused."""
+        run = engine.run(codec.Asked(0, request, is_streamed=False), self)
+        rows: list[codec.Sampled] = []
+        engine.submit([run])
         try:
-            return await self._done
+            while not rows or rows[-1].then == "interrupted":
+                if rows:
+                    engine.resume([run])
+                row = await self._arrived.get()
+                if isinstance(row, Refused):
+                    raise row
+                rows.append(row)
         finally:
-            self._engine.abort([self._run])
+            engine.abort([run])
+        return codec.response(request.request_id, *rows)
 
     def sampled(self, rows: Sequence[codec.Sampled]) -> None:
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._take, rows)
+        for row in rows:
+            self._put(row)
 
     def refused(self, number: int, refusal: Refused) -> None:
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._refuse, refusal)
+        self._put(refusal)
 
-    def _refuse(self, refusal: Refused) -> None:
-        if not self._done.done():
-            self._done.set_exception(refusal)
-
-    def _take(self, rows: Sequence[codec.Sampled]) -> None:
-        self._rows += rows
-        if rows[-1].then == "interrupted":
-            self._engine.resume([self._run])
-        elif not self._done.done():
-            self._done.set_result(codec.response(self._run.request.request_id, *self._rows))
+    def _put(self, row: codec.Sampled | Refused) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, row)
 
 
 def check_queue(num_free: int) -> None:
@@ -216,11 +210,8 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
         # a pong could split a frame, so pings are errors
         opened = web.WebSocketResponse(max_msg_size=0, compress=False, autoping=False)
         await opened.prepare(request)
-        try:
-            if request.transport is not None:  # the client is still here
-                await ServedLink(engine, opened, request.transport).serve()
-        except ValueError as error:
-            await opened.close(code=1002, message=str(error)[:120].encode())
+        if request.transport is not None:  # the client is still here
+            await ServedLink(engine, opened, request.transport).serve()
         return opened
 
     async def health() -> EngineHealth:
@@ -228,7 +219,7 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
 
     async def generate(body: GenerateBody) -> GenerateResponse:
         check_queue(MAX_QUEUED - engine.num_queued)
-        return await OneAnswer(engine, body.request()).answer()
+        return await OneAnswer().answer(engine, body.request())
 
     # prepare and load_chunk block a worker thread, not the event loop.
     async def prepare(body: PrepareRequest) -> PrepareResponse:

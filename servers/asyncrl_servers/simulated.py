@@ -76,8 +76,8 @@ class SimulatedEngine:
     """Engine that costs one heap entry per request.
 
     All running requests get one token per step, so one step clock describes them. It advances by one every
-    decode_step_s + n * per_row_s seconds and stops during swaps. A request ends at start +
-    length. Tokens are drawn at its end, or per step if streamed.
+    decode_step_s + n * per_row_s seconds and stops during swaps. Tokens are drawn at a request's end, or per
+    step if streamed.
 
     Invariant: the clock never goes back, and no answer has tokens beyond the clock.
     """

@@ -150,8 +150,8 @@ class WeightState:
     """Serving weights, at most one staged set, and sleeping parts.
 
     Life: serving -> asleep -> awake without content -> serving, after a commit.
-    Waits: prepare() and load_chunk() run in any thread, everything else in the engine's thread. Memory
-        changes hold `lock`.
+    Waits: prepare() and load_chunk() run in any thread, the rest in the engine's thread. Memory changes hold
+        `lock`.
     Invariant: can_serve is true only while every part has memory and the weights' digest was checked.
     """
 

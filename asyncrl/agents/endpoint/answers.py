@@ -184,7 +184,7 @@ class Answer:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self, asked: CallRequest) -> None:
-        self._has_logprobs = asked.has_logprobs
+        self._has_logprobs = asked.logprobs
         self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()

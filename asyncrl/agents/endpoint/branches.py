@@ -21,9 +21,7 @@ Path = list["ChatNode"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """A chat with its answer: number of messages, key in a Chain, and text (None if the template writes
-    another).
-    """
+    """A chat with its answer. `key`: in a Chain; `text`: of all ids, None if the template writes another."""
 
     num_messages: int
     key: bytes
@@ -34,11 +32,9 @@ class RecordedChat:
 class ChatNode:
     """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
 
-    `name`: id of the answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the
-    first sampled token. `order`: (number of the call, choice). `num_path_ids`: length of all_ids();
-    `path_hash`: their new_hash(), as little-endian int32. `chat`: None for a prompt of ids. `is_trained`:
-    false if sampled from another distribution than the run's; its tokens are context. `grammar`: constraint
-    on sampling.
+    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `name`:
+    id of the answer. `order`: (number of the call, choice). `num_path_ids`, `path_hash`: of all_ids(), as
+    little-endian int32. `chat`: None for a prompt of ids. Not `is_trained`: its tokens are context.
     """
 
     name: str
@@ -74,14 +70,11 @@ class ChatNode:
 
     @property
     def text(self) -> TextHash | None:
-        """Text of all ids; None if the template writes another text."""
         return self.chat.text if self.chat else None
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """Sort key of all fields but name, parent and engines, so that the order depends neither on arrival
-        nor on engine.
-        """
+        """Sort key that depends neither on arrival nor on engine."""
         spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
         ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
@@ -98,18 +91,18 @@ class ChatNode:
 
 
 def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-    """Return the branches, ordered by ids.
+    """Return the branches, ordered by ids. Each sampled token has its loss in the first branch that contains
+    it.
 
-    Each sampled token has its loss in the first branch that contains it. Untrained completions are context.
     Order and unit numbers depend only on contents, since concurrent calls arrive in any order. Raises
-    RolloutFailure if nothing trained was sampled, or if the outcome names wrong completions.
+    RolloutFailure if nothing trained was sampled or the outcome names wrong completions.
     """
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_trained])
     if not paths and (num_sampled := sum(node.num_sampled for node in nodes)):
         what = f"none of the {num_sampled} tokens that the harness sampled is trained"
         rule = "a call is trained if it was sampled from the run's own distribution"
-        way_out = "make at least one call without temperature, top_p or response_format of its own."
+        way_out = "make at least one call with the run's own temperature and top_p."
         raise RolloutFailure(what, rule=rule, way_out=way_out)
     if not paths:
         what = f"the harness ended with {len(nodes)} completions and not one sampled token"
@@ -130,7 +123,7 @@ def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome,
 
 
 def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
-    """Sort nodes by contents from the root on. Of two equal completions, the continued one is second."""
+    """Sort nodes by contents from the root on. A continued completion follows an equal one."""
     parents = {node.parent for node in nodes}
     reward = {**outcome.branch_rewards, **outcome.turn_rewards}
     own = {}
@@ -141,7 +134,7 @@ def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _paths(nodes: Sequence[ChatNode]) -> list[Path]:
-    """Return the paths to nodes without trained continuations."""
+    """Return the paths to the leaves."""
     inner: set[ChatNode] = set()
     for node in nodes:
         inner.update(node.path()[:-1])
@@ -192,8 +185,7 @@ def _credited(
         raise _wrong_rewards(f"{which} names {_listed(unknown)}; this rollout has {_listed(known)}")
     if by_turn:
         if missing := [node.name for node in nodes if node.num_trained and node.name not in by_turn]:
-            have = f"{len(rewards)} of {len(nodes)} completions"
-            raise _wrong_rewards(f"{which} names {have}; not {_listed(missing)}")
+            raise _wrong_rewards(f"{which} does not name {_listed(missing)}")
         units = enumerate(nodes)
         return {node: (by_turn[node.name], unit) for unit, node in units if node.name in by_turn}
     if not by_branch:
@@ -212,19 +204,18 @@ def _of_branch(paths: Sequence[Path], rewards: Mapping[str, float]) -> dict[int,
     for name, reward in rewards.items():
         branches = branches_of.get(name, [])
         if len(branches) != 1:
-            where = f"which lies in {len(branches)} branches; they end with {_listed(last)}"
+            where = f"which is in {len(branches)} of the branches that end with {_listed(last)}"
             raise _wrong_rewards(f"branch_rewards names {name}, {where}")
         if (before := found.setdefault(branches[0], reward)) != reward:
             raise _wrong_rewards(f"branch_rewards gives one branch {before} and {reward} (at {name})")
     if missing := [name for branch, name in enumerate(last) if branch not in found]:
-        have = f"{len(found)} of {len(paths)} branches"
-        raise _wrong_rewards(f"branch_rewards names {have}; not those that end with {_listed(missing)}")
+        raise _wrong_rewards(f"branch_rewards names no completion of the branches to {_listed(missing)}")
     return found
 
 
 def _wrong_rewards(what: str) -> RolloutFailure:
-    rule = "turn_rewards names each completion by its `id`, branch_rewards each branch by one in it alone"
-    way_out = "use the `id` of this session's answers, and name them all; 0.0 is a reward too."
+    rule = "turn_rewards names every completion, branch_rewards one completion that only its branch contains"
+    way_out = "name every answer of this session by its `id`; 0.0 is a reward too."
     return RolloutFailure(what, rule=rule, way_out=way_out)
 
 

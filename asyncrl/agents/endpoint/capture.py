@@ -31,9 +31,7 @@ from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
 
 @dataclass(slots=True)
 class GatewayStats:
-    """Counts so far. `calls` by How (the rest were new); `refused` by status; tokens of calls sampled to the
-    end. `in_flight`: now.
-    """
+    """Counts so far: calls by How (the rest were new), tokens of finished calls, refusals by status."""
 
     calls: int = 0
     extended: int = 0
@@ -48,8 +46,8 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`; `prompt_hash`: their
-    new_hash(). `match`: None for a prompt of ids.
+    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`. `match`: None for a
+    prompt of ids.
     """
 
     number: int
@@ -74,9 +72,8 @@ class PromptPlan:
 class Capture:
     """Record of sent and sampled ids; finds the completion that a new call continues.
 
-    Life: match -> plan -> the engine samples -> record once for each delivered choice, or never -> ... ->
-        rollout. Many calls may be planned before one is recorded.
-    Memory: a node stores only its added and sampled ids, 4 bytes an id and a logprob.
+    Life: match -> plan -> the engine samples -> record each delivered choice -> ... -> rollout. Calls may
+        overlap.
     Invariant: a planned prompt that reuses a node's ids begins with exactly the ids that the node's call sent
         and sampled, so each sampled token in a branch has the engine's context.
     """
@@ -91,7 +88,7 @@ class Capture:
         self._has_root = False
         self._gone_on_from: set[ChatNode] = set()
         self.num_branch_tokens = 0
-        """Tokens of all current branches if every completion were trained; shared prefixes count in each."""
+        """Tokens of all current branches; shared prefixes count in each."""
 
     @property
     def num_completions(self) -> int:
@@ -105,11 +102,10 @@ class Capture:
         prefill: Prefill = no_prefill,
         settings: Mapping[str, Any] | None = None,
     ) -> PromptMatch:
-        """Return the text of a chat, or of its part after a recorded answer. Raises ValueError if the
-        template refuses the chat or omits a message, or if the chat is invalid Unicode or nested too deep.
+        """Find the prompt of a chat. Raises ValueError if the template refuses the chat or omits a message,
+        or if the chat is invalid Unicode or nested too deep. May run in a thread in parallel with record().
 
-        May run in a thread in parallel with record(). `prefill`: beginning of the answer; ends an open
-        thought. `settings`: template variables.
+        `prefill`: beginning of the answer, after an open thought. `settings`: template variables.
         """
         try:
             chain = Chain(messages, tools, self._thinking, self._recorded.settled)
@@ -147,7 +143,7 @@ class Capture:
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
-        """Record a delivered answer. Not `is_trained`: sampled from another distribution, so context only."""
+        """Record a delivered answer. Not `is_trained`: sampled from another distribution than the run's."""
         assert name not in self._nodes, f"{name} is recorded already"
         if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten since planning
             planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
@@ -212,12 +208,11 @@ class Capture:
         """Raises RolloutFailure if there is no completion."""
         if not self._nodes:
             way_out = "let it call the model with its session's key, or return a reward."
-            raise RolloutFailure("the harness ended without one completion or a reward", way_out=way_out)
+            raise RolloutFailure("the harness ended without a completion or a reward", way_out=way_out)
         last = max(self._nodes.values(), key=lambda node: node.order)
         return answer_text(self._renderer, last.sampled_ids.tolist(), shows_special=shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Raises RolloutFailure if nothing is recorded, or if the outcome does not fit."""
         return make_rollout(self._nodes.values(), sample_index, outcome, reward)
 
     def _count_branch(self, node: ChatNode) -> None:

@@ -173,7 +173,7 @@ class EngineRoute:
                 route_key=session.route_key,
                 after=spans[-1] if spans else session.last_span,
                 grammar=grammar,
-                top_logprobs=asked.num_top_logprobs,
+                top_logprobs=asked.top_logprobs,
             )
             for index, key in enumerate(keys)
         )

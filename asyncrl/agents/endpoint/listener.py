@@ -13,8 +13,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from asyncrl.agents.endpoint.answers import ApiError
-
 BACKLOG = 1024
 CLOSE_S = 2.0
 """Seconds for open requests to finish when a server closes."""
@@ -22,14 +20,7 @@ MAX_HEAD = 2**16
 """Most bytes of a request's head, plus one read of the socket."""
 
 
-def _raw_response(status: str, error: ApiError) -> bytes:
-    body = error.body()
-    head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-
-_FULL = _raw_response("503 Service Unavailable", ApiError(503, "All connections of the server are in use."))
-_BAD_HEAD = _raw_response("400 Bad Request", ApiError(400, "The request head is malformed or too long."))
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connection(HttpToolsProtocol):
@@ -65,7 +56,7 @@ class Connection(HttpToolsProtocol):
         if self._num_head is not None:
             self._num_head += len(data)
             if self._num_head > MAX_HEAD:
-                self.send_400_response("")
+                self.send_400_response("The request head is too long.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -79,12 +70,6 @@ class Connection(HttpToolsProtocol):
 
     def _unset_keepalive_if_required(self) -> None:
         """Keep the timer, which uvicorn would stop at the first byte of a head."""
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP, without an echo: they may contain a key."""
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.write(_BAD_HEAD)
-        self.transport.close()
 
 
 class AppServer:

@@ -3,9 +3,9 @@
 The rule: a prompt whose text begins with recorded text keeps the recorded ids, and only the rest is encoded
 (extended). An edited history starts a branch.
 
-Many templates rewrite history: they strip thoughts or reformat calls. The rule then needs the text that the
-template writes after the last recorded answer (realigned). It is found in a trial render in which a
-placeholder replaces the answer, and it must contain every later message.
+Many templates rewrite history: they strip thoughts or reformat calls. Then the text after the last recorded
+answer is taken from a trial render with a placeholder for the answer (realigned). It must contain every later
+message.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
 How = Literal["new", "extended", "realigned", "edited", "uncut"]
-"""Origin of a call's prompt.
-
-new: the session's first prompt. extended, realigned: recorded ids up to the chat's last answer, then new ids.
-The others start a branch. edited: the last answer was not recorded, or was edited. uncut: it was recorded,
-but the text has no place to cut.
+"""Origin of a prompt. new: the session's first. edited and uncut start a branch: the chat's last answer is
+not recorded as it is, or the text has no place to cut after it.
 """
 
 Prefill = Callable[[str], str]
-"""Returns the beginning of an answer for the end of its prompt."""
+"""Maps the end of a prompt to the beginning of its answer."""
 
 
 def no_prefill(prompt: str) -> str:
@@ -43,7 +40,7 @@ def no_prefill(prompt: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextHash:
-    """Length and running hash of a text, in place of the text."""
+    """Length and running hash of a text."""
 
     num_chars: int = 0
     state: blake2b = field(default_factory=new_hash)
@@ -61,9 +58,8 @@ class TextHash:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptMatch:
-    """Prompt of a chat: the ids of `parent`, then `text`, which ends with `prefill`.
-
-    `text_hash`: the text of all prompt ids; None if the template writes another text for this chat.
+    """Prompt of a chat: the ids of `parent`, then `text`, which ends with `prefill`. `text_hash`: the text of
+    all prompt ids; None if the template writes another text.
     """
 
     text: str
@@ -81,10 +77,8 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 class Chain:
-    """Hash of a chat, message by message.
-
-    Equal if and only if the canonical forms are equal, or contain the same recorded answers in different
-    forms: `settled` maps any form of a recorded chat to the key of its delivered form.
+    """Hash of a chat, message by message. `settled` maps a chat that ends with any form of a recorded answer
+    to the key of its delivered form, so that the form does not matter.
     """
 
     def __init__(
@@ -97,7 +91,7 @@ class Chain:
         self._marks = marks
         self._state = new_hash(_to_json(tools or None).encode())
         self.answers: list[tuple[int, bytes]] = []
-        """(index of an assistant message, key of the chat through it), in order."""
+        """(index of an assistant message, key of the chat through it)."""
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 self._state.update(_canonical(message, marks))
@@ -116,10 +110,8 @@ class Chain:
 
 
 def _canonical(message: Message, marks: Marks) -> bytes:
-    """Serialize a message without what harnesses rewrite in their history.
-
-    That is: None fields, key order, JSON spacing of tool arguments, white space around an assistant's content
-    and thought, and the place of the thought.
+    """Serialize a message. None fields, key order, JSON spacing, white space around content and thought, and
+    the place of the thought do not count, because harnesses change them.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
@@ -139,9 +131,7 @@ def _tool_call(call: Mapping[str, Any]) -> list[Any]:
 
 
 def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:
-    """Yield the forms that a harness may send back: as delivered, with the hidden stop text, and each without
-    its thought.
-    """
+    """Yield the forms that may return: as delivered, with the hidden stop text, each without its thought."""
     forms = [message]
     if not message.get("tool_calls"):
         forms.append({**message, "content": sampled, "reasoning_content": None})
@@ -153,9 +143,8 @@ def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Messa
 
 
 class Recorded:
-    """A session's completions by chat and by text. The choice among equal ones does not depend on arrival.
-
-    Reads may run in a thread in parallel with add().
+    """A session's completions by chat and by text. Reads may run in a thread in parallel with add(). The
+    choice among equal completions does not depend on arrival.
     """
 
     def __init__(self) -> None:
@@ -164,7 +153,7 @@ class Recorded:
         self._by_text: dict[tuple[int, bytes], ChatNode] = {}
 
     def add(self, node: ChatNode, keys: Iterable[bytes]) -> None:
-        """Index a completion by the keys of its chat's forms; the delivered form precedes the others."""
+        """Index a completion. `keys`: forms of its chat; the delivered form precedes the others."""
         assert node.chat is not None, "it answers a chat"
         for key in keys:
             if _rank(node, key) < _rank(self._by_chat.get(key), key):
@@ -183,14 +172,14 @@ class Recorded:
         return self._settled.get(key)
 
     def last_answer(self, chain: Chain) -> tuple[int, ChatNode | None]:
-        """Return the last recorded answer of a chat with its index, or (-1, None)."""
+        """Return (index, completion) of the chat's last recorded answer, or (-1, None)."""
         for index, key in reversed(chain.answers):
             if key in self._by_chat:
                 return index, self._by_chat[key]
         return -1, None
 
     def longest(self, text: str) -> ChatNode | None:
-        """Return the completion with the longest recorded text that this text begins with."""
+        """Return the completion with the longest text that this text begins with."""
         hashed = new_hash()
         found: ChatNode | None = None
         at = 0
@@ -202,7 +191,7 @@ class Recorded:
 
 
 def _rank(node: ChatNode | None, key: bytes | None = None) -> tuple[Any, ...]:
-    """Return the sort key of a completion among those with the same key or text; none comes last."""
+    """Return the sort key among completions with equal key or text; none comes last."""
     if node is None or node.chat is None:
         return (2,)
     return key is not None and node.chat.key != key, node.order[1], node.content
@@ -213,8 +202,6 @@ def _rank(node: ChatNode | None, key: bytes | None = None) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatMatcher:
-    """Match of one chat. `prefill`: beginning of the answer; `settings`: template variables."""
-
     renderer: ChatRenderer
     recorded: Recorded
     marks: Marks
@@ -225,8 +212,8 @@ class ChatMatcher:
     chain: Chain
 
     def match(self) -> PromptMatch:
-        """Continue the last recorded answer in the messages, or a later one in the text. Raises ValueError if
-        the template refuses the chat or omits a message.
+        """Continue the last recorded answer in the messages, or a later answer in the text. Raises ValueError
+        if the template refuses the chat or omits a message.
         """
         at, known = self.recorded.last_answer(self.chain)
         try:
@@ -268,8 +255,8 @@ class ChatMatcher:
         return None
 
     def _how(self, how: How, num_covered: int, known_at: int) -> How:
-        """Return `how` if the recorded ids contain the chat's last answer, else the reason. `num_covered`:
-        messages in those ids; `known_at`: index of the last recorded answer.
+        """Return `how` if the `num_covered` messages in recorded ids contain the last answer, else the
+        reason. `known_at`: index of the last recorded answer.
         """
         last = self.chain.answers[-1][0] if self.chain.answers else -1
         if last < num_covered > 0:
@@ -282,7 +269,6 @@ class ChatMatcher:
         return PromptMatch(text, how, parent, self.chain, len(self.messages), prefill, text_hash)
 
     def _begun(self, prompt: str) -> str:
-        """Return the text that begins the answer, with the end of an open thought."""
         prefill = self.prefill(prompt)
         return prefill and close_thought(prompt, self.marks) + prefill
 
@@ -297,7 +283,7 @@ class ChatMatcher:
         """Yield candidates for the text after the recorded answer messages[at], best first.
 
         The answer's calls stay, since a template may use them to write results. The text that closes the last
-        call is found at the end of the sampled text, unless the call was written in another form.
+        call ends the sampled text, unless the call was written in another form.
         """
         ids = node.sampled_ids.tolist()
         is_ended = bool(ids) and ids[-1] in self.renderer.end_ids
@@ -315,8 +301,8 @@ class ChatMatcher:
             yield rest if found and not between.strip() else after
 
     def _after(self, placeholder: str, at: int, answer: Message) -> str:
-        """Render the chat with another answer at messages[at], if needed with one call per answer, and return
-        the text after the placeholder; empty if the template refuses.
+        """Render the chat with another answer at messages[at], if needed with one call per answer; return the
+        text after the placeholder, empty if the template refuses.
         """
         shown = [*self.messages[:at], answer, *self.messages[at + 1 :]]
         single = [
@@ -331,16 +317,14 @@ class ChatMatcher:
 
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Replaces an answer in a trial render. Random, so that no template treats it specially and no harness can
-guess it.
-"""
+"""Replaces an answer in a trial render. No template treats it specially, no harness can guess it."""
 NUMBER = 10**17 + secrets.randbelow(9 * 10**17)
-"""Replaces arguments in a trial render; the text after the last one closes the call."""
+"""Replaces arguments in a trial render; the text after the last NUMBER closes the call."""
 
 
 def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
-    """Return the placeholder for an answer, or for one with these calls. With calls it has no content, which
-    a template may write after them, or even after their results.
+    """Return the placeholder for an answer with these calls. With calls it has no content, which a template
+    may write after them, or even after their results.
     """
     if not calls:
         return {"role": "assistant", "content": SENTINEL}
@@ -355,7 +339,7 @@ MAX_CLOSING = 200
 
 
 def _closing(sampled: str, behind: str) -> int:
-    """Return the length of the longest prefix of `behind` that `sampled` ends with, up to white space."""
+    """Return the length of the longest prefix of `behind` that ends `sampled`, apart from white space."""
     squeezed = "".join(sampled[-2 * MAX_CLOSING :].split())
     for length in range(min(len(behind), MAX_CLOSING), 0, -1):
         head = behind[:length]
@@ -368,10 +352,9 @@ def _closing(sampled: str, behind: str) -> int:
 
 
 def left_out(messages: Messages, text: str, marks: Marks) -> int | None:
-    """Return the index of the first message missing from the text, or None.
-
-    Of answers, only the last line or the calls' names must be present: templates omit thoughts, and content
-    next to a call. White space, case and JSON escapes do not count.
+    """Return the index of the first message missing from the text. White space, case and JSON escapes do not
+    count. Of an answer, only the last line or the calls' names must be present, since templates omit the
+    rest.
     """
     squeezed = _squeezed(text) if messages else ""
     at = 0

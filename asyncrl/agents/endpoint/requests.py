@@ -35,32 +35,21 @@ IGNORED = frozenset(
 )
 """Parameters without an effect on sampling, where a dialect has no field of this name."""
 
-_CHANGES = "it changes the sampled distribution, which training would not know"
-_TEXT_ONLY = "this model reads and writes text"
-_NO_SERVER_TOOLS = "this server has no tools or files"
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "frequency_penalty": ((0,), _CHANGES),
-    "presence_penalty": ((0,), _CHANGES),
-    "repetition_penalty": ((1,), _CHANGES),
-    "logit_bias": (({},), _CHANGES),
-    "top_k": ((-1, 0), _CHANGES),
-    "min_p": ((0,), _CHANGES),
-    "modalities": ((["text"],), _TEXT_ONLY),
-    "best_of": ((1,), "every sampled completion is an answer"),
-    "echo": ((False,), "prompts are not echoed"),
-    "background": ((False,), "a call waits for its answer"),
-    "functions": ((), "it is deprecated; use tools"),
-    "function_call": ((), "it is deprecated; use tool_choice"),
-    "audio": ((), _TEXT_ONLY),
-    "suffix": ((), "this model completes, it does not fill in"),
-    "web_search_options": ((), _NO_SERVER_TOOLS),
-    "mcp_servers": ((), _NO_SERVER_TOOLS),
-    "container": ((), _NO_SERVER_TOOLS),
-    "conversation": ((), "give the items in input, or previous_response_id"),
-    "prompt": ((), "this server stores no prompts"),
-    "moderation": ((), "this server has no moderation"),
+_REASONS = {
+    "frequency_penalty presence_penalty repetition_penalty logit_bias top_k min_p": (
+        "it changes the sampled distribution, which training would not know"
+    ),
+    "modalities audio suffix": "this model reads and continues text",
+    "functions function_call": "it is deprecated; use tools and tool_choice",
+    "best_of echo": "every sampled completion is an answer, without its prompt",
+    "background conversation prompt moderation mcp_servers container web_search_options": (
+        "this server has no such service"
+    ),
 }
-"""Parameters, their "off" values, and why others are refused, where a dialect has no such field."""
+REFUSED = {name: why for names, why in _REASONS.items() for name in names.split()}
+"""Why parameters are refused, unless they are off or the dialect has such a field."""
+OFF: Mapping[str, Any] = {"repetition_penalty": 1, "top_k": -1, "best_of": 1, "modalities": ["text"]}
+"""Values other than 0, false or empty that turn a refused parameter off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +152,8 @@ class CallRequest(CallParameters):
     stop: Stops = []
     max_tokens: Count | None = None
     stream_options: dict[str, Any] = {}
-    logprobs: bool | int | None = None
-
-    @property
-    def num_top_logprobs(self) -> int:
-        return 0
-
-    @property
-    def has_logprobs(self) -> bool:
-        return self.logprobs is not None and self.logprobs is not False
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options.get("include_usage") is True
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     @property
     def is_as_configured(self) -> bool:
@@ -209,14 +187,8 @@ class ChatRequest(CallRequest):
     parallel_tool_calls: bool = True
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     reasoning_effort: Annotated[str, Field(pattern=r"^[a-z]{1,16}\z")] | None = None
     chat_template_kwargs: Settings = {}
-
-    @property
-    def num_top_logprobs(self) -> int:
-        return self.top_logprobs
 
     @property
     def has_one_call(self) -> bool:
@@ -234,11 +206,6 @@ class TextRequest(CallRequest):
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
     max_tokens: Count | None = 16  # OpenAI's default
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-
-    @property
-    def num_top_logprobs(self) -> int:
-        return self.logprobs or 0
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -283,6 +250,8 @@ class RequestReader:
 
     def text(self, body: Mapping[str, Any]) -> TextRequest:
         """Raises ApiError."""
+        if type(top := body.get("logprobs")) is int:
+            body = {**body, "logprobs": True, "top_logprobs": top}
         asked = self.checked(body, TextRequest)
         self._settle_sampling(asked)
         last = self._rules.vocab_size - 1
@@ -300,11 +269,11 @@ class RequestReader:
                 given[name] = value
             elif name in IGNORED:
                 self.log_once(name, f"calls give `{name}`, which has no effect")
-            else:
-                off, why = REFUSED.get(name, ((), "there is no such parameter here"))
-                if value not in off:
-                    message = f"{name}={shown(value)} is refused: {why}."
-                    raise invalid(message, name, code=None if name in REFUSED else "unknown_parameter")
+            elif name not in REFUSED:
+                why = f"{name}={shown(value)} is refused: there is no such parameter here."
+                raise invalid(why, name, code="unknown_parameter")
+            elif value and value != OFF.get(name):
+                raise invalid(f"{name}={shown(value)} is refused: {REFUSED[name]}.", name)
         try:
             return shape.model_validate(given, context=self._log_ignored)
         except ValidationError as error:

@@ -207,8 +207,8 @@ def _muse_glimmer() -> ChannelFormat:
 
 @cache
 def families() -> list[tuple[tuple[str, ...], ToolFormat]]:
-    """Return (substrings of chat templates, format). The first match counts: some also have <tool_call>. Of
-    an unknown template, a name means the last format of that name.
+    """Return (substrings of chat templates, format). The first match counts. Without a match, a name means
+    the last format of that name.
     """
     smol_lm2, hermes = _hermes()
     deepseek_v3, deepseek = _deepseek()
@@ -251,37 +251,32 @@ NO_TOOLS = (
 
 
 def find_tool_format(name: str, template: str, response_template: Any = None) -> ToolFormat:
-    """Return the format of gateway.tool_format=`name`. Raises ConfigError.
-
-    auto: the format that the chat template shows, else the tokenizer's response template, else none.
-    `template` is empty if unknown.
+    """Return the format `name`; auto: the format that the chat template shows, else the tokenizer's
+    response template, else none. Raises ConfigError.
     """
     if ":" in name:
         return UserFormat.of(name)
     fitting = [each for shown, each in families() if all(mark in template for mark in shown)]
     named = {each.name: each for _, each in families()} | {each.name: each for each in reversed(fitting)}
     known = ", ".join([*(each for each in named if each != "none"), "response_template"])
-    asked = name
-    if name == "auto":
-        fields = (response_template or {}).get("fields", {})
+    is_auto = name == "auto"
+    if is_auto:
         name = fitting[0].name if fitting else "none"
-        if name == "none" and "tool_calls" in fields:
+        if name == "none" and "tool_calls" in (response_template or {}).get("fields", {}):
             name = "response_template"
-    if name == "response_template":
-        found: ToolFormat = ResponseTemplateFormat.of(response_template)
-    elif name in named:
-        found = named[name]
-    else:
+    if name != "response_template" and name not in named:
         way_out = f"set it to auto, {known}, none, or module:function of a parser of your own."
         raise ConfigError(f"gateway.tool_format={name} is not known", way_out=way_out)
-    refusal = ""
     if template and not _SHOWS_TOOLS.search(template):
         refusal = NO_TOOLS
-    elif name == "none" and asked == "auto":
+    elif name != "none":
+        refusal = ""
+    elif is_auto:
         refusal = (
             "gateway.tool_format=auto does not know the tool calls that this chat template shows. Set "
             f"it to {known}, or module:function of a parser of your own, or set model.chat_template."
         )
-    elif name == "none":
+    else:
         refusal = "gateway.tool_format is none."
+    found = named[name] if name in named else ResponseTemplateFormat.of(response_template)
     return replace(found, refusal=refusal)

@@ -28,14 +28,12 @@ from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 
 MAX_TOOLS = 128
-"""Most tools of a call, and most calls in a message."""
+"""Limit of tools in a request and of calls in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """`content`: text outside the calls, None if empty. Without calls, the whole answer verbatim; for a
-    format with channels, the text for the user.
-    """
+    """`content`: text outside the calls, None if empty; without calls, the whole answer verbatim."""
 
     content: str | None
     tool_calls: tuple[ToolCall, ...] = ()
@@ -43,24 +41,22 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Parser of one tool-call format; this base, `none`, finds no calls. One instance serves all answers."""
+    """Parser of one tool-call format. This base, `none`, finds no calls."""
 
     name: str = "none"
     marks: Sequence[str] = ()
-    """Markers of calls."""
     call: str = ""
-    """A call of the tool NAME, up to its arguments, or with ARGUMENTS and its end if they are JSON. Empty if
-    a call cannot be forced.
+    """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS up to its end. Empty if a call
+    cannot be forced.
     """
     _: KW_ONLY
     close: str | None = None
-    """Text that ends each call, if any; a single-call answer stops at it."""
+    """Text that ends each call; a single-call answer stops at it."""
     joint: str | None = None
-    """Text between two calls; None: one call per answer."""
+    """Text between two calls; None allows one call per answer."""
     thinking: Marks = THINKING
-    """Text before and after a thought. A call inside a thought does not count."""
     refusal: str = ""
-    """Reason to refuse tools; empty if they are accepted."""
+    """Reason to refuse tools, if they are refused."""
 
     @property
     def opens(self) -> Sequence[str]:
@@ -68,42 +64,37 @@ class ToolFormat:
         return (*self.marks, *self.thinking)
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Parse a whole answer, including its prefill. An answer with a malformed call is all text. `tools`:
-        schemas for the types of unquoted arguments.
+        """Parse a whole answer, including its prefill. An answer with a malformed call is all text. `tools`
+        give unquoted arguments their types.
         """
         return ParsedAnswer(text)
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        """Return (text[start:] that is final, the next start). What may belong to a call is held back, with
-        the white space before it.
-
-        The joined pieces are a prefix of parse(...).content.
+        """Return (final text from `start` on, the next start). A possible call is held back, with the white
+        space before it. The joined pieces are a prefix of parse(...).content.
         """
         return text[start:], len(text)
 
     def prefill(self, name: str | None) -> str | None:
         """Return the beginning of an answer that forces a call of this tool, or of any; None if not
-        supported. It ends without a space, which is part of the next token.
+        supported. It does not end with a space, which is part of the next token.
         """
         head = self.call.partition("ARGUMENTS")[0]
         head = head.partition("NAME")[0] if name is None else head.replace("NAME", name)
         return head.rstrip() or None
 
     def around(self, name: str) -> tuple[str, str] | None:
-        """Return the text before and after a call's JSON arguments; None if the format has no grammar. The
-        first begins with prefill(None) and prefill(name).
-        """
+        """Return the text before and after a call's JSON arguments; None if they are not JSON."""
         head, found, tail = self.call.partition("ARGUMENTS")
         return (head.replace("NAME", name), tail) if found else None
 
     def without_tools(self) -> ToolFormat:
-        """Return the format that parses only thoughts."""
         parts = [mark for mark in self.marks if any(mark in text for text in self.thinking)]
         return ToolFormat(thinking=self.thinking, marks=parts)
 
 
 def _show_until(marker: str, text: str, start: int) -> tuple[str, int]:
-    """Implement ToolFormat.show() for one marker, which may be incomplete at the end of the text."""
+    """Hold back a marker, which may be incomplete at the end of the text."""
     at = text.find(marker, start)
     if at < 0:
         at = max(start, len(text) - overlap(text, marker))
@@ -113,9 +104,7 @@ def _show_until(marker: str, text: str, start: int) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class MarkedFormat(ToolFormat):
-    """Calls after the first of `marks`, with text before and between. A stop string may have cut the last
-    call's end.
-    """
+    """Calls after the first of `marks`, with text before and between."""
 
     read: ReadCalls = json_calls("")
 
@@ -147,11 +136,9 @@ _BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 
 @dataclass(frozen=True)
 class LlamaFormat(ToolFormat):
-    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {"x": 1}}`; several are separated by `;`, with nothing
-    after them.
+    """Llama 3.1 to 3.3: JSON objects with "parameters" or "arguments", separated by `;`.
 
-    Text may precede only <|python_tag|>; other JSON within text, and code after <|python_tag|>, is text.
-    Models sometimes write "arguments" for "parameters".
+    Text may precede only <|python_tag|>; JSON within text, and code after <|python_tag|>, is text.
     """
 
     name: str = "llama"
@@ -184,13 +171,13 @@ _START, _MESSAGE = "<|start|>assistant", "<|message|>"
 
 @dataclass(frozen=True)
 class ChannelFormat(ToolFormat):
-    """An answer in messages, each with a head that names its channel: a thought, a call, or the user.
+    """Messages with a head that names their channel: a thought, a call, or the user.
 
-    `head`: pattern with a group named `thought` or `call`, none for the user. `ends`: possible ends of a
-    message. `read`: returns the calls of (head, body, tools).
+    `head`: pattern with a group `thought` or `call`, none for the user. `ends`: possible ends of a message.
+    `read`: returns the calls of (head, body, tools).
 
     Content is the user's text without thoughts, which the templates refuse when sent back. From an unreadable
-    message on, or from the first call if a later one is unreadable, all is content, without the marks.
+    message on, or from the first call if a later message is unreadable, all text is content, without marks.
     """
 
     _: KW_ONLY
@@ -248,9 +235,7 @@ class ChannelFormat(ToolFormat):
         return "".join(pieces), shown
 
     def _messages(self, text: str, at: int) -> Iterator[tuple[str, str | None, int, int, int]]:
-        """Yield (head, channel, start and end of the body, start of the next message). Raises
-        ValueError for an unreadable head.
-        """
+        """Yield (head, channel, start and end of the body, start of the next message). Raises ValueError."""
         while at < len(text):
             start = at + (len(_START) if text.startswith(_START, at) else 0)
             body = text.find(_MESSAGE, start)
@@ -269,11 +254,7 @@ class ChannelFormat(ToolFormat):
 
 @dataclass(frozen=True)
 class ResponseTemplateFormat(ToolFormat):
-    """A tokenizer's `response_template`, parsed by transformers.
-
-    Content is the text before the first call. Malformed answers are text; calls that transformers drops
-    silently are dropped.
-    """
+    """A tokenizer's `response_template`, parsed by transformers. Text after the first call is dropped."""
 
     name: str = "response_template"
     _: KW_ONLY
@@ -324,11 +305,8 @@ USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), 
 
 @dataclass(frozen=True)
 class UserFormat(ToolFormat):
-    """User-defined `parse(text)`.
-
-    Returns the calls of a whole answer, as (name, arguments) with arguments a dict or a JSON text, with or
-    without the content before them; None if there are none. A ValueError marks a malformed call: the answer
-    stays text. Answers stream in one piece.
+    """User-defined `parse(text)` of a whole answer. Arguments are a dict or a JSON text. A ValueError marks a
+    malformed call. Answers stream in one piece.
     """
 
     _: KW_ONLY
@@ -336,25 +314,24 @@ class UserFormat(ToolFormat):
 
     @classmethod
     def of(cls, spec: str) -> UserFormat:
-        """Raises ConfigError if there is no such function, or if it does not take one text."""
+        """Raises ConfigError if there is no such function of one text."""
         found = load_function(spec, "gateway.tool_format", usage=USAGE, arguments=("",))
         return cls(name=spec, function=found)
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Raises RolloutFailure for any other exception or return type."""
+        """Raises RolloutFailure for other errors or results."""
         try:
-            found = self.function(text) or ()
+            found: Any = self.function(text)
         except (ValueError, RecursionError):
             return ParsedAnswer(text)
         except Exception as error:  # an error in user code is data, as in a reward function
             raise self._misused(raised(error)) from error
-        content, pairs = None, found
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None):
-            content, pairs = found[0], found[1] or ()
-        if not isinstance(pairs, list | tuple) or not all(
-            isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
-        ):
-            raise self._misused(f"returned {found!r:.200}")
+        has_content = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None)
+        content, pairs = found if has_content else (None, found)
+        try:
+            pairs = [(name, arguments) for name, arguments in pairs or ()]
+        except (TypeError, ValueError):
+            raise self._misused(f"returned {found!r:.200}") from None
         try:
             calls = tuple(
                 make_call(name, from_json(arguments) if isinstance(arguments, str) else arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,32 +16,31 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 SPACE = re.compile(r"[ \t\n\r]*")
 MALFORMED = (ValueError, TypeError, RecursionError)
-"""Errors of text that is no tool call and stays text."""
+"""Errors of text that stays text."""
 _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call with `arguments` as JSON text of an object."""
+    """`arguments`: JSON text of an object."""
 
     name: str
     arguments: str
 
 
 ReadArguments: TypeAlias = Callable[[str, int, Mapping[str, Any]], tuple[dict[str, Any], int]]
-"""(text, start, parameter schema) -> (arguments, end). Raises MALFORMED errors."""
+"""(text, start, parameter schema) -> (arguments, end)."""
 ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int]]
-"""(text, end of the marker, tools) -> (calls, end). Raises MALFORMED errors."""
+"""(text, end of the marker, tools) -> (calls, end)."""
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value at `at`, and the start of the next token."""
+    """Return the JSON value at `at` and the start of the next token."""
     value, end = _DECODER.raw_decode(text, skip(SPACE, text, at))
     return value, skip(SPACE, text, end)
 
 
 def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the end of the pattern's match at `at`, or `at`."""
     found = pattern.match(text, at)
     return found.end() if found else at
 
@@ -52,7 +51,7 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """Return a call that a harness can read and send back."""
+    """Raises ValueError for a call that no harness could send back."""
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
         raise ValueError("a call needs the name of a tool and an object of arguments")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -61,13 +60,13 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
 
 
 def call_of(value: Any, keys: Sequence[str]) -> ToolCall:
-    """Return the call `{"name": ..., KEY: {...}}`, whose arguments are under exactly one of `keys`."""
+    """Return the call `{"name": ..., KEY: {...}}`, where exactly one key of `keys` is present."""
     (arguments,) = [value[key] for key in keys if key in value]
     return make_call(value.get("name"), arguments)
 
 
 def json_calls(end: str) -> ReadCalls:
-    """Return a reader of JSON objects with name and arguments, or lists of them, followed by `end`."""
+    """Read JSON calls, or lists of them, followed by `end`."""
     ends = re.compile(end)
 
     def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
@@ -86,8 +85,8 @@ def json_calls(end: str) -> ReadCalls:
 def named_calls(
     head: str, read_arguments: ReadArguments, tail: str, *, between: str | None = None, end: str = ""
 ) -> ReadCalls:
-    """Return a reader of calls that begin with their name. Patterns: `head` has a group `name`, `tail`
-    ends a call, `between` separates calls (None: a single call), `end` follows the last.
+    """Read calls that begin with their name. Patterns: `head` has a group `name`, `tail` ends a call,
+    `between` separates calls (None: a single call), `end` follows the last.
     """
     heads, tails, ends = map(re.compile, (head, tail, end))
     gaps = None if between is None else re.compile(between)
@@ -127,8 +126,8 @@ def json_arguments(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[
 
 
 def tagged(pattern: str) -> ReadArguments:
-    """Return a reader of arguments between tags, with groups `key`, `value` and optionally `string`
-    ("true": the value is text). Values have the schema's types.
+    """Read tagged arguments with the schema's types. Groups: `key`, `value`, optionally `string` ("true": the
+    value is text).
     """
     arguments = re.compile(pattern, re.DOTALL)
 
@@ -147,10 +146,10 @@ def tagged(pattern: str) -> ReadArguments:
 
 
 def rewritten(tokens: str, outer: str = "") -> ReadArguments:
-    """Return a reader of `{key:value}` or `(key=value)` in a JSON-like language, rewritten to JSON.
+    """Read `{key:value}` or `(key=value)` by rewriting its tokens to JSON.
 
-    `tokens`: pattern of its strings, in a group `raw` or (with Python escapes) `escaped`, and of unquoted
-    keys, in a group `key`. `outer`: tokens of the arguments themselves that precede these.
+    `tokens`: pattern of strings (group `raw`, or `escaped` with Python escapes) and unquoted keys (`key`).
+    `outer`: tokens that take precedence outside of lists and objects.
     """
     inner = rf"[ \t\n\r]+|{tokens}|(?P<word>[-+.\w]+)|(?P<mark>[{{}}()\[\],:=])"
     in_depth = re.compile(inner, re.DOTALL)
@@ -179,7 +178,7 @@ _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)|\"", re.DOTALL)
 
 
 def _escaped(text: str) -> str:
-    """Return the JSON of a Python string. Escapes unknown to JSON stay unchanged."""
+    """Return the JSON of a Python string. Unknown escapes stay unchanged."""
     return f'"{_ESCAPE.sub(_escape, text)}"'
 
 
@@ -202,15 +201,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- types of unquoted arguments
 
 MAX_SCHEMAS = 64
-"""Limit on the parts of a schema searched for a type."""
+"""Limit of schema parts searched for a type."""
 _TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 
 
 def typed(raw: str, key: str, schema: Mapping[str, Any]) -> Any:
-    """Return `raw` parsed as JSON if the parameter's type allows it, otherwise as text.
+    """Parse `raw` as JSON if the parameter's type allows it; otherwise it is text.
 
-    Without a type, JSON is parsed except quoted strings, because templates write text unquoted. True, False
-    and None count as JSON only if the schema has their type.
+    Without a type, quoted strings stay text, because templates write text unquoted. True, False and None need
+    a schema with their type.
     """
     properties = schema.get("properties")
     types = _types(properties.get(key), schema) if isinstance(properties, Mapping) else set()
@@ -236,25 +235,18 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         if not waiting:
             return found
         part = waiting.pop()
-        if isinstance(part, Mapping):
-            found.update(_own_types(part))
-            for key in ("anyOf", "oneOf", "allOf"):
-                waiting += (part.get(key) or ())[:MAX_SCHEMAS]
-            if isinstance(path := part.get("$ref"), str):
-                waiting.append(_at_path(root, path))
+        if not isinstance(part, Mapping):
+            continue
+        declared = part.get("type") or []
+        found.update([declared] if isinstance(declared, str) else declared)
+        if not declared:
+            values = part.get("enum") or [part[key] for key in ("const",) if key in part]
+            found.update(_TYPES.get(type(value), "string") for value in values[:MAX_SCHEMAS])
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting += (part.get(key) or [])[:MAX_SCHEMAS]
+        if isinstance(path := part.get("$ref"), str):
+            waiting.append(_at_path(root, path))
     return set()
-
-
-def _own_types(schema: Mapping[str, Any]) -> Iterator[str]:
-    declared = schema.get("type")
-    for name in declared if isinstance(declared, list) else [declared]:
-        if isinstance(name, str):
-            yield name
-    if declared is None:
-        values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
-        yield from (_TYPES.get(type(value), "string") for value in values[:MAX_SCHEMAS])
-    if schema.get("nullable") is True:
-        yield "null"
 
 
 def _at_path(root: Any, path: str) -> Any:

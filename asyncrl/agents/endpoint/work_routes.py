@@ -87,7 +87,6 @@ class RolloutQueue:
             "harness/queued": self._items.num_queued,
             "harness/leased": self._items.num_held,
             "harness/workers": len(workers),
-            "harness/slots": sum(worker.slots for worker in workers),
             "harness/unseen_s": self._clock() - self._last_seen_s,
             "harness/leases": self._num_given,
             "harness/lost": self._num_lost,

@@ -197,7 +197,7 @@ class RayProcess(Process):
         return f"{self._place()} {how}"
 
     async def start(self) -> None:
-        """Start without waiting for readiness. Raises NodeLost, ConfigError if a port is taken."""
+        """Start without waiting for readiness. Raises NodeLost, or ConfigError if its Python is missing."""
         with contextlib.suppress(OSError):
             self._log_start = self._spec.log_path.stat().st_size
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}

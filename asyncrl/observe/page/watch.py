@@ -1,54 +1,44 @@
-"""`asyncrl watch`: the page of runs, live. Serves GET only; on an address other than loopback only with its
-key.
-"""
+"""`asyncrl watch`: the page of runs, live. On an address other than loopback it requires a key."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import json
 import secrets
 import signal
-import socket
 import time
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from aiohttp import web
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
-from asyncrl.base.errors import AsyncrlError, ConfigError
-from asyncrl.observe.page.render import make_page, page_of, render
-from asyncrl.observe.page.shape import Page
+from asyncrl.agents.endpoint.listener import AppServer
+from asyncrl.base.errors import AsyncrlError
+from asyncrl.observe.page.render import make_page, render
+from asyncrl.observe.page.view import view_run
 from asyncrl.observe.run_dir import CONFIG_FILE
+from asyncrl.observe.run_numbers import GrowingSteps
+from asyncrl.observe.web import IDLE_S, MAX_CONNECTIONS, bind, is_local, make_app
 
 READ_SHARE = 0.2
-"""Largest share of the time for reading files."""
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+"""Maximum share of the time that is spent on reading files."""
 
 
 class LivePage:
-    """The page of some runs, read again when their files have changed. A run without a config yet, or a
-    deleted one, is not on it.
-    """
+    """The page of runs, read again when their files have changed; runs without a config are left out."""
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
-        self.run_dirs = run_dirs
-        self.page: Page = page_of([], is_live=True)
+        self.page = make_page([], is_live=True)
+        self._steps = {run_dir: GrowingSteps(run_dir) for run_dir in run_dirs}
         self._seen: Any = None
         self._next_s = 0.0
         self._reading = asyncio.Lock()
 
-    async def newest(self) -> Page:
+    async def newest(self) -> dict[str, Any]:
         """Return the page, read again if needed."""
         async with self._reading:
             began_s = time.monotonic()
@@ -59,62 +49,33 @@ class LivePage:
             return self.page
 
     def _read(self) -> None:
-        there = [folder for folder in self.run_dirs if (folder / CONFIG_FILE).is_file()]
+        runs = [folder for folder in self._steps if (folder / CONFIG_FILE).is_file()]
         try:
-            stats = [(path, path.stat()) for folder in there for path in sorted(folder.glob("*.json*"))]
-            seen = there, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+            stats = [(path, path.stat()) for folder in runs for path in sorted(folder.glob("*.json*"))]
+            seen = runs, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
             if seen != self._seen:
-                self.page = make_page(there, is_live=True)
+                views = [view_run(folder, self._steps[folder].read()) for folder in runs]
+                self.page = make_page(views, is_live=True)
                 self._seen = seen
-        except (AsyncrlError, OSError):  # a file that is replaced at this moment
+        except (AsyncrlError, OSError):  # a file that is being replaced: keep the last page
             return
 
 
-def make_watch_app(live: LivePage, key: str | None) -> web.Application:
-    """Serve the page at /, its data at /page.json?since=TIME (204 if it is not newer). With a `key`, for
-    callers with `?key=` or a bearer token; without one, for callers that name this machine as their host, so
-    that no page of another site can read it.
-    """
+def make_watch_app(live: LivePage, key: str | None) -> FastAPI:
+    """Serve the page at /, and its data at /page.json?since=MADE_S (204 if it is unchanged)."""
 
-    @web.middleware
-    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
-        if key is None:
-            if not is_local(request.host):
-                text = f"{request.host} is not this machine: use 127.0.0.1 or localhost\n"
-                raise web.HTTPForbidden(text=text)
-        else:
-            bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            given = request.query.get("key") or bearer
-            if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
-                raise web.HTTPUnauthorized(text="wrong or missing key: use the address of the command\n")
-        answer: web.StreamResponse = await handler(request)
-        answer.headers.update(_HEADERS)
-        return answer
-
-    async def show(_: web.Request) -> web.Response:
+    async def show(_: Request) -> Response:
         page = await live.newest()
-        return web.Response(text=await asyncio.to_thread(render, page), content_type="text/html")
+        return HTMLResponse(await asyncio.to_thread(render, page))
 
-    async def data(request: web.Request) -> web.Response:
+    async def data(request: Request) -> Response:
         page = await live.newest()
-        if request.query.get("since") == str(page["made_s"]):
-            return web.Response(status=204)
+        if request.query_params.get("since") == str(page["made_s"]):
+            return Response(status_code=204)
         text = await asyncio.to_thread(json.dumps, page, allow_nan=False)
-        return web.Response(text=text, content_type="application/json")
+        return Response(text, media_type="application/json")
 
-    app = web.Application(middlewares=[guard])
-    app.router.add_get("/", show, allow_head=False)
-    app.router.add_get("/page.json", data, allow_head=False)
-    return app
-
-
-def is_local(host: str) -> bool:
-    """Return whether HOST or HOST:PORT is a name or an address of the loopback interface."""
-    try:
-        name = urlsplit(f"//{host}" if host.count(":") < 2 or "[" in host else f"//[{host}]").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return make_app({"/": show, "/page.json": data}, key)
 
 
 def watch(
@@ -132,24 +93,20 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     key = None if is_local(host) else secrets.token_hex(24)
-    runner = web.AppRunner(make_watch_app(LivePage(run_dirs), key), access_log=None, shutdown_timeout=0)
-    await runner.setup()
+    listening, url = bind(host, port, f"--host {host} --port {port}")
+    app = make_watch_app(LivePage(run_dirs), key)
+    server = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
+    url += f"/?key={key}" if key else "/"
     try:
-        await web.TCPSite(runner, host, port).start()
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        name = f"[{name}]" if ":" in name else name
-        url = f"http://{name}:{runner.addresses[0][1]}/{f'?key={key}' if key else ''}"
+        await server.listen(listening)
         for folder in run_dirs:
             if not (folder / CONFIG_FILE).is_file():
-                say(f"{folder} is no run yet; the page waits for it")
+                say(f"{folder} is not a run yet; the page waits for it")
         say(f"{url}  (Ctrl-C ends the page, not the run)")
         if key:
-            say("Everyone with this address can read these runs; the connection is not encrypted.")
+            say("Anyone with this address can read these runs; the connection is not encrypted.")
         if opens:
             await asyncio.to_thread(webbrowser.open, url)
         await ended.wait()
-    except OSError as error:
-        way_out = "leave out --port for a free one; --host is an address of this machine."
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror})", way_out=way_out) from error
     finally:
-        await runner.cleanup()
+        await server.aclose()

@@ -2,16 +2,12 @@
 
 A path's tokens attend causally to their own path, and to earlier paths up to the branching point (tree.py).
 Partial results are merged exactly by their log-sum-exps. In the backward pass each partial flash kernel gets
-the merged output and log-sum-exp, so that its softmax probabilities and row sums of grad * output are those
-of the whole, and the gradients add up exactly.
-
-On CPU a kernel call costs more than a short path's tokens: many short paths share tiles, which one masked
-call handles with all their keys.
+the merged output and log-sum-exp, so the gradients add up exactly.
 
 Kernels: flash attention on CPU and, for bfloat16 and float16, on CUDA; otherwise plain SDPA per sequence.
 Grouped-query heads (K < H) are never expanded. Registered with transformers as ATTENTION; layers get the
-keyword `packed_layout`. The operator takes a layout's number (number_of), so that torch.compile sees one
-operator and a tensor.
+keyword `packed_layout`. The operator takes a layout's number, so that torch.compile sees one operator and a
+tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ _numbers = itertools.count()
 
 
 class CannotPackError(Exception):
-    """A model's attention cannot be packed; the policy runs sequence by sequence."""
+    """A model's attention cannot be packed."""
 
 
 def attention(
@@ -98,8 +94,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, 
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Compute the same with SDPA and autograd, for any device and dtype: each sequence's last stretch with a
-    copy of its earlier keys.
+    """Compute the same with SDPA, for any device and dtype: each sequence's last stretch with a copy of its
+    earlier keys.
     """
     output = torch.empty_like(query)
     for runs in layout.rows:
@@ -122,7 +118,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, s
 
 
 def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N] of tensors by token."""
+    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N]."""
     run = _forward_cuda if query.is_cuda else _forward_cpu
     output = torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -146,9 +142,7 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
 def _merged_backward(
     tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float
 ) -> list[Tensor]:
-    """Return gradients of query, key and value; tensors, by token, are the output's gradient, query, key,
-    value, output.
-    """
+    """Return the inputs' gradients. `tensors`: gradient of the output, query, key, value, output."""
     _, *inputs, _ = tensors
     query = inputs[0]
     run = _backward_cuda if query.is_cuda else _backward_cpu
@@ -201,7 +195,6 @@ def _attend_backward(
     number: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of query, key and value, each [1, N, H, D]."""
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
     grad, output, logsum = (tensor.contiguous().transpose(1, 2) for tensor in (grad, output, logsum))
     found = _merged_backward((grad, query, key, value, output), logsum, _layouts[int(number)], scale)
@@ -231,8 +224,8 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
 def choose_flash(capability: tuple[int, int]) -> str:
-    """Activate FA3 (https://arxiv.org/abs/2407.08608), which torch's operators then use, if it is installed
-    and supports this compute capability; otherwise keep torch's FA2.
+    """Activate FA3 (https://arxiv.org/abs/2407.08608) if it is installed and fits this compute capability;
+    return the version in use.
     """
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or capability != (9, 0) or importlib.util.find_spec("flash_attn_interface") is None:
@@ -257,9 +250,7 @@ def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
 
 
 def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q] of this call's tokens; tensors are query, key,
-    value.
-    """
+    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q] of this call. `tensors`: query, key, value."""
     query, key, value = tensors
     tiles = call.tiles
     if tiles is None:
@@ -278,9 +269,7 @@ def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) ->
 def _backward_cpu(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return gradients of query, key and value; tensors are the output's gradient, query, key, value,
-    output.
-    """
+    """Return gradients of query, key and value. `tensors` as in _merged_backward."""
     tiles = call.tiles
     if tiles is None:
         own, keys = call.queries, call.keys

@@ -1,7 +1,4 @@
-"""Builds model, optimizer and functions from a TrainerSpec.
-
-Every failure is a ConfigError before the first step.
-"""
+"""Build model and master weights from a TrainerSpec. Every failure is a ConfigError."""
 
 from __future__ import annotations
 
@@ -37,18 +34,14 @@ log = logging.getLogger("asyncrl.trainer")
 
 class MasterWeights:
     """Named float32 weights for the optimizer, under a model that computes in bfloat16; micro-batch gradients
-    are summed in float32. Float32 parameters are their own masters, like FSDP's shards; so copies exist only
-    on CPU, and of adapters.
+    are summed in float32. Float32 parameters are their own masters, like FSDP's shards.
 
-    Life: made once; write_back() after each optimizer step.
     Invariant: outside of a step the model's weights are the masters, rounded to its dtype unless the model
-        keeps them in float32.
+    keeps them in float32.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """`model` holds float32 weights and is converted for bfloat16. Only trained parameters have a
-        master.
-        """
+        """Convert `model`, which holds float32 weights, to `dtype`."""
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.then: Callable[[], None] = lambda: None
         if dtype == torch.float32:
@@ -63,7 +56,6 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy the masters to the model, then call `then`."""
         for name, parameter in self._working.items():
             parameter.copy_(self.named[name])
         self.then()
@@ -79,7 +71,6 @@ def _collect(master: Tensor, parameter: Tensor) -> None:
 
 
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
-    """Resolve `auto` to a device and a dtype of forward pass and exports."""
     if spec.device == "cuda" and not torch.cuda.is_available():
         way_out = "set placement.trainer=cpu, or install a CUDA build of torch."
         raise ConfigError("the trainer is to run on CUDA, but torch sees no CUDA device", way_out=way_out)
@@ -92,8 +83,8 @@ def sharded_policy(
     policy: Policy, ranks: Ranks, dtype: torch.dtype, whole: nn.Module | None, *, is_offloaded: bool
 ) -> Policy:
     """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model. Parameters become float32
-    shards for the optimizer; each decoder layer is gathered in the run's dtype, and its gradient is summed
-    over ranks in float32. A mesh of one rank only casts.
+    shards; each decoder layer is gathered in the run's dtype, and its gradient is summed over ranks in
+    float32.
     """
     assert ranks.mesh is not None
     options: dict[str, Any] = {
@@ -143,9 +134,7 @@ ALLOCATOR_ENV = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def prepare_cuda(environ: Mapping[str, str]) -> None:
-    """Use expandable segments before the first allocation, since every micro-batch has another shape. Memory
-    opened by CUDA IPC is not torch's (asyncrl/weights/ipc.py).
-    """
+    """Use expandable segments before the first allocation, since every micro-batch has another shape."""
     if not any(name in environ for name in ALLOCATOR_ENV):
         # a forked process has read the environment
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -169,12 +158,12 @@ def should_compile(
 
 
 class TrainedModel:
-    """Models and weights of a trainer. `reference`: the initial weights, if a KL divergence needs them and
-    adapters cannot be disabled instead.
+    """Models and weights of a trainer. `reference`: initial weights for a KL divergence, unless adapters can
+    be disabled instead.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
-        """Load everything. Raises ConfigError if the model is missing or memory is short."""
+        """Raises ConfigError if the model is missing or memory is short."""
         self.device, self.dtype = resolve_device(spec)
         self.reference: Policy | None = None
         limit_memory(self.device, spec.share)
@@ -238,10 +227,9 @@ def _load(
 
 class RouterReplay:
     """Makes a model's routers choose the engine's experts (R3, https://arxiv.org/abs/2510.11370), weighted by
-    the model's own logits, with gradients. Unknown choices are the model's own.
+    the model's own logits. Unknown choices are the model's own.
 
-    Called with the next pass's routing, int32 [N, E], or None. It also holds for recomputation in the
-    backward pass.
+    Called with the next pass's routing, int32 [N, E], or None.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,8 +1,6 @@
-"""Faster layers: compiled as a whole (for CUDA), or, on CPU, with RMS norms and rotary embeddings replaced by
-versions with closed-form gradients.
-
-A part is replaced only if its bytecode equals Llama's, which most architectures copy; then only float32
-rounding differs. Tensors that are not float32 on CPU use the model's own function.
+"""Faster layers: compiled (for CUDA), or, on CPU in float32, with RMS norms and rotary embeddings replaced by
+versions with closed-form gradients. A part is replaced only if its bytecode equals Llama's, which most
+architectures copy.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ _norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace supported modules in place, in this model only."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)  # transformers 5.24 wraps it
         if not isinstance(forward, FunctionType):
@@ -80,10 +77,10 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
 
 def compile_layers(model: Any) -> None:
     """Compile each layer's forward pass at its first run: one graph per kind of layer for any number of
-    tokens, with packed attention as an operator. Hooks, including FSDP's, and checkpointing stay outside.
+    tokens. Hooks, including FSDP's, and checkpointing stay outside.
 
-    Uncompilable code raises instead of falling back. Only a layer with a float32 router is compiled in parts:
-    the router is a separate FSDP group, whose hooks no graph can contain.
+    Uncompilable code raises. Only a layer with a float32 router is compiled in parts: the router is a
+    separate FSDP group, whose hooks no graph can contain.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
@@ -111,7 +108,6 @@ def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_llamas_rotary(function: Any) -> bool:
-    """Return whether it and rotate_half equal Llama's."""
     half = getattr(function, "__globals__", {}).get("rotate_half")
     return _code(function) == _code(llama.apply_rotary_pos_emb) and _code(half) == _code(llama.rotate_half)
 

@@ -1,5 +1,5 @@
-"""Attention-kernel calls of a layout. On CUDA: a call per pass. On CPU: calls per path and per earlier part
-it attends to, and joint calls of many short paths in masked rows.
+"""Attention-kernel calls of a layout. A call costs more than a short path's tokens, so on CPU many short
+paths share masked tiles.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ the masked pairs.
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Short paths in B rows of Q queries with K keys: their own and all earlier ones.
-
-    Places of all rows are concatenated, with arbitrary places in the gaps. `real_queries` index the others,
-    `no_queries` the gaps. `mask` [B, 1, Q, K] is added to the scores.
+    """Short paths in B rows of Q queries with K keys: their own and all earlier ones. Gaps between rows hold
+    arbitrary places: `real_queries` index the others, `no_queries` the gaps. `mask` [B, 1, Q, K] is added to
+    the scores.
     """
 
     num_rows: int
@@ -40,9 +39,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A flash-kernel call: tokens `queries` attend to tokens `keys`, in sequences of these lengths, or in
-    tiles.
-    """
+    """Tokens `queries` attend to tokens `keys`, in sequences of these lengths, or in tiles."""
 
     queries: Places
     keys: Places
@@ -54,11 +51,12 @@ class KernelCall:
 
 @lru_cache(maxsize=16)
 def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    """Return the calls, shared by all layers. On CUDA one per pass, on gathered tokens; on CPU the tiles
-    first, then one per remaining piece, on views.
+    """Return the calls, shared by all layers: on CUDA one per pass; on CPU the tiles, then one per remaining
+    piece.
     """
     if device.type != "cpu":
-        return calls_by_pass(layout, device)
+        passes = layout.passes
+        return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in passes)
     paths, *later = layout.passes
     pieces = [piece for part in later for piece in part.pieces]
     left = {path: _left_by(path, pieces) for path in paths.pieces}
@@ -75,10 +73,6 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
     return tuple(calls)
 
 
-def calls_by_pass(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in layout.passes)
-
-
 def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]:
     is_long = ~is_short_N[piece.query : piece.query + piece.num_queries]
     if not is_long.any():
@@ -92,7 +86,6 @@ Stretch = tuple[int, int]
 
 
 def _left_by(path: Piece, pieces: Sequence[Piece]) -> list[Stretch]:
-    """Return the keys of pieces that include the path's queries."""
     return [(one.key, one.num_keys) for one in pieces if 0 <= path.query - one.query < one.num_queries]
 
 
@@ -101,7 +94,7 @@ def _num_keys(stretches: Iterable[Stretch]) -> int:
 
 
 def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> KernelCall:
-    """Return the call of paths in rows of at most `size` queries, with their earlier keys after them."""
+    """Return a call of paths in rows of at most `size` queries, with their earlier keys after them."""
     number = {one: len(paths) + index for index, one in enumerate(dict.fromkeys(sum(left, [])))}
     sees = np.eye(len(paths), len(paths) + len(number), dtype=np.bool_)
     stretches, num_queries = list[list[tuple[int, int, int]]](), list[int]()

@@ -1,12 +1,11 @@
-"""Deals the sequences of an optimizer step to the micro-batches of all ranks.
+"""Assign the sequences of an optimizer step to the micro-batches of all ranks.
 
-FSDP's collectives keep ranks in lockstep: each micro-step waits for its slowest rank. So the goal is a small
-sum of the maximum costs of all micro-steps: few micro-steps, with equal costs in each. Every rank computes
-the same plan.
+Each micro-step waits for its slowest rank, so the plan minimizes the sum of the maximum costs of all
+micro-steps. Every rank computes the same plan.
 
 1. First-fit decreasing by tokens gives the minimum number of micro-batches.
-2. Longest processing time first (Graham 1969) deals by cost into this number, rounded up to whole
-   micro-steps: the costliest goes to the bin with the least total. If something does not fit, plan 1 stays.
+2. Longest processing time first (Graham 1969) assigns by cost into this number, rounded up to whole
+   micro-steps. If something does not fit, plan 1 stays.
 3. Micro-batches sorted by cost form micro-steps.
 
 The unit is a bundle: neighbors in a group's prefix tree. Small bundles balance better and large ones share
@@ -31,7 +30,7 @@ BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
 
 @dataclass(frozen=True)
 class PassSize:
-    """Size of a pass: packed tokens, pairs of a token and its key, tokens at the head."""
+    """Packed tokens, pairs of a token and its key, and tokens at the head of a pass."""
 
     num_tokens: int
     num_pairs: int
@@ -40,8 +39,8 @@ class PassSize:
 
 @dataclass(frozen=True)
 class Costs:
-    """Floating point operations per key of a query, and of the output head per loss token, relative to those
-    of a token in all linear layers, which have `num_weights`; the fraction `trained` gets a gradient.
+    """Floating point operations per key of a query, and of the output head per loss token, relative to a
+    token in all linear layers, which have `num_weights`; the fraction `trained` gets a gradient.
     """
 
     key: float
@@ -54,9 +53,8 @@ class Costs:
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
     def flops(self, size: PassSize, *, has_backward: bool) -> float:
-        """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B): 6 per weight
-        and token, and 12 L H D per pair of a token and its key, counting only the causal half of PaLM's
-        pairs. A third without a backward pass; 4 per frozen weight; recomputation counts once.
+        """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B), counting
+        only the causal half of the pairs; recomputation counts once.
         """
         linear = size.num_tokens + self.loss_token * size.num_targets
         attention = self.key * size.num_pairs
@@ -88,9 +86,7 @@ def costs_of(model: Any) -> Costs:
 
 
 def _active_part(name: str, config: Any) -> float:
-    """Return the fraction of a weight that a token uses, 0..1; 1 if the config lacks the numbers of
-    experts.
-    """
+    """Return the fraction of a weight that a token uses; 1 if the config lacks the numbers of experts."""
     sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     num_experts = next((size for size in sizes if size), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -132,7 +128,6 @@ class GroupTree:
         return self._costs.of(one.length, shared, one.num_loss)
 
     def cut(self, max_tokens: float, max_cost: float) -> list[Bundle]:
-        """Return bundles within these limits; a larger sequence is its own bundle."""
         cuts, tokens, cost = list[tuple[int, int, float]](), 0, 0.0
         for index, shared in enumerate(self._shared):
             one = self._ordered[index]
@@ -158,7 +153,7 @@ def assign(
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
     """Return the sequences of each rank in each micro-step, at most `max_tokens` packed tokens or a single
-    sequence; maybe none.
+    sequence.
     """
     if not groups:
         return []
@@ -166,7 +161,9 @@ def assign(
     if num_ranks == 1:
         whole = [bundle for tree in trees for bundle in tree.cut(max_tokens, math.inf)]
         return [[one.sequences] for one in _first_fit(whole, max_tokens)]
-    num_bins = num_ranks * math.ceil(sum(tree.num_tokens for tree in trees) / (num_ranks * max_tokens))
+    num_bins = num_ranks * math.ceil(
+        sum(tree.num_tokens for tree in trees) / (num_ranks * max(max_tokens, 1))
+    )
     share = sum(tree.cost for tree in trees) / num_bins
     plans = [_plan(trees, max_tokens, share / size, num_ranks) for size in BUNDLE_SIZES]
     steps = min(plans, key=lambda plan: sum(step[0].cost for step in plan))
@@ -184,8 +181,7 @@ def _plan(trees: list[GroupTree], max_tokens: int, max_cost: float, num_ranks: i
 
 
 def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
-    """Return first-fit decreasing bins. Any two hold more than `max_tokens` together."""
-    most = 2 * sum(bundle.num_tokens for bundle in bundles) // max_tokens + 1
+    most = 2 * sum(bundle.num_tokens for bundle in bundles) // max(max_tokens, 1) + 1
     bins = _place(bundles, min(most, len(bundles)), max_tokens, by_cost=False)
     assert bins is not None
     return bins
@@ -193,7 +189,7 @@ def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
 
 def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
     """Return filled bins: largest first, into the first bin with space, or the cheapest. None if something
-    does not fit. A group's shared prefix counts once per bin.
+    does not fit.
     """
     tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
     is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)

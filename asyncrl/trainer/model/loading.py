@@ -42,8 +42,8 @@ def loading(folder: str | Path) -> Iterator[None]:
 
 
 def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Load the whole model into host memory with float32 master weights, dropout off; under adapters in the
-    forward pass's dtype. Raises ConfigError, also if the folder's tensors are not exactly the model's.
+    """Load the whole model into host memory, in float32 or, under adapters, in `dtype`. Raises ConfigError,
+    also if the folder's tensors are not exactly the model's.
     """
     folder = spec.model_path
     with loading(folder):
@@ -89,9 +89,7 @@ def meta_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
-    """Give `policy.model`, sharded on `meta`, the weights and buffers of rank 0's `whole` model, None on
-    other ranks, on `device`. Collective.
-    """
+    """Give `policy.model`, sharded on `meta`, the tensors of rank 0's `whole` model. Collective."""
     sources = {} if whole is None else whole.state_dict(keep_vars=True)
     made = dict[int, nn.Parameter]()
     state = dict[str, nn.Parameter]()
@@ -124,7 +122,7 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
-    """Load a model's tokenizer, optionally with a chat template from a file. Raises OSError or ValueError."""
+    """Load a tokenizer, optionally with a chat template from a file. Raises OSError or ValueError."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -132,9 +130,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
 
 
 def check_memory(model: nn.Module, device: torch.device, config: TrainerConfig) -> None:
-    """Raise ConfigError if memory is short for the optimizer; on CUDA also for the weights, which are not
-    there yet.
-    """
+    """Raise ConfigError if memory is short for the optimizer; on CUDA also for the weights."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if device.type == "cuda" and not config.cpu_offload:
         needed_bytes = -(-num_parameters // config.world_size) * (STATE_BYTES + 4)

@@ -30,15 +30,13 @@ ADAPTER = "default"
 
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
-    """Return full names of the layers to adapt. Works on `meta`. Raises ConfigError that lists the model's
-    layers.
-    """
+    """Return full names of the layers to adapt. Raises ConfigError that lists the model's layers."""
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linear = [name for name, one in modules.items() if isinstance(one, nn.Linear) and one is not head]
 
     def refused(what: str) -> ConfigError:
-        rule = "an adapter belongs to a torch.nn.Linear with a weight of its own, other than the head"
+        rule = "adapters need a torch.nn.Linear with an unshared weight, other than the head"
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         way_out = f"name modules or the ends of their names; the linear layers are {kinds}."
         return ConfigError(f"trainer.lora.targets {what}", rule=rule, way_out=way_out)
@@ -59,11 +57,9 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
 
 
 class MergedLinear(lora.Linear):
-    """Peft's layer with an engine's forward pass, which merges W + scale * B A once per push and rounds it
-    in bfloat16. Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16 step do
-    not reach the engine. So this layer uses the merged, rounded weight too, computed per pass (or `kept`,
-    once per step); A and B get gradients without rounding, like master weights. With scale 0 it is the base
-    layer.
+    """Peft's layer with an engine's forward pass, which merges W + scale * B A once per push and rounds it in
+    bfloat16. Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16 step do not
+    reach the engine. A and B get gradients without rounding. With scale 0 it is the base layer.
     """
 
     kept: Tensor | None
@@ -148,7 +144,6 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable all adapters exactly, with scale 0, inside the context."""
         try:
             self._set_scale(0.0)
             yield
@@ -157,7 +152,7 @@ class Adapters:
 
     @torch.no_grad()
     def keep_merged(self) -> None:
-        """Merge now and use these weights in later passes; call it after each change of an adapter."""
+        """Merge now and use these weights in later passes, until an adapter changes."""
         self.is_forgotten = False
         for layer in self.layers.values():
             lora_A, lora_B = layer.pair()
@@ -181,13 +176,11 @@ class Adapters:
         }
 
     def export_tensors(self) -> dict[str, Tensor]:
-        """Return what an engine needs: tensors() on CPU in the run's dtype, and the scale. Collective."""
+        """Return tensors() on CPU in the run's dtype, and the scale. Collective."""
         return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        """Return (all weights under the base model's names, without adapters; merge functions of adapted
-        weights).
-        """
+        """Return (all weights under the base model's names; merge functions of adapted weights)."""
         weights = {
             name.replace(".base_layer.", "."): tensor
             for name, tensor in named_weights(self._model).items()
@@ -213,8 +206,8 @@ class Adapters:
 def save_adapter(
     path: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: str, revision: str | None = None
 ) -> None:
-    """Write gathered Adapters.tensors() as a peft folder on the model `base`, atomically replacing an old
-    one. Raises OSError, SafetensorError.
+    """Write gathered Adapters.tensors() as a peft folder on the model `base`. Raises OSError,
+    SafetensorError.
     """
     described = peft_config(config, adapted_modules(tensors))
     described.base_model_name_or_path = base

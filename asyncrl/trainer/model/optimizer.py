@@ -1,7 +1,4 @@
-"""The optimizer: its parameter groups, its state per weight, and the learning-rate schedule.
-
-Another optimizer is added here, in config/learning.py, and in the memory estimate of launch/.
-"""
+"""The optimizer, its state, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return fused AdamW with weight decay on matrices only, not on norms and biases. The learning rate is
-    set before each step.
-    """
+    """Return fused AdamW with weight decay on matrices only."""
     matrices = list[Tensor]()
     others = list[Tensor]()
     for weight in weights:
@@ -31,7 +26,6 @@ def make_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.op
 
 
 def new_state(weight: Tensor) -> dict[str, Tensor]:
-    """Return the optimizer state of a weight before its first step."""
     moments = {moment: torch.zeros_like(weight).detach() for moment in MOMENTS}
     return {"step": torch.zeros((), device=weight.device), **moments}
 
@@ -40,7 +34,7 @@ def learning_rate_at(config: TrainerConfig, step: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0 over the whole run.
 
     Warm-up rises linearly to the peak at step warmup_steps - 1; then the rate stays (constant) or falls to 0
-    one step after the last of num_steps * mini_batches * epochs.
+    one step after the last.
     """
     peak = config.learning_rate
     past_warmup = step - config.warmup_steps

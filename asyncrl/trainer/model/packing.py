@@ -1,12 +1,8 @@
-"""Splits a batch into optimizer steps and micro-batches without padding.
+"""Split a batch into optimizer steps and micro-batches without padding.
 
-The N tokens of a micro-batch are stored as prefix trees (tree.py): a shared prefix (a group's prompt, the
-history of turns and branches, a system prompt) exists once. load_balance.py assigns sequences. A sequence is
-read up to its last loss token, which is only predicted. Sequences without loss tokens are omitted.
-
-Prompts have no special role: loss tokens may be anywhere after the first token, between others (tool output,
-context trained in another branch). A shared token has one logprob, and a loss term with advantage and weight
-per sequence in which it carries loss.
+The N tokens of a micro-batch are stored as prefix trees (tree.py): a shared prefix exists once. A sequence is
+read up to its last loss token, which is only predicted. Loss tokens may be anywhere after the first token. A
+shared token has one logprob, and a loss term with advantage and weight per sequence in which it carries loss.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from torch import Tensor
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.kernel_calls import to_device
-from asyncrl.trainer.model.load_balance import Costs, assign
+from asyncrl.trainer.model.load_balance import Costs, PassSize, assign
 from asyncrl.trainer.model.support_mask import ANY, AllowedRows, AllowedSets
 from asyncrl.trainer.model.tree import IntN, Layout, TokenRange, lay_out, places_of
 from asyncrl.trainer.ranks import ALONE, Ranks
@@ -55,6 +51,11 @@ class MicroBatch:
     allowed_U: AllowedRows | None = None
     routing_N: Tensor | None = None
     """int32 [N, E]: experts that read each token at sampling, as in BatchArrays."""
+
+    @property
+    def size(self) -> PassSize:
+        num_pairs = sum(one.num_pairs for one in self.layout.passes)
+        return PassSize(self.layout.num_tokens, num_pairs, len(self.target_U))
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
@@ -91,11 +92,8 @@ def rank_micro_batches(
     costs: Costs,
     allowed: AllowedSets | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
-    """Return this rank's micro-batches, of at most `max_tokens` packed tokens or one longer sequence, and
-    whether each counts.
-
-    All ranks get the same number, because FSDP's collectives must match: a rank without one gets a short one
-    that does not count.
+    """Return this rank's micro-batches, of at most `max_tokens` packed tokens or one longer sequence. Padding
+    micro-batches, which keep ranks in lockstep, are flagged False.
     """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)

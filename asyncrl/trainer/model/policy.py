@@ -1,17 +1,14 @@
 """The trainer's language model: packed tokens in, logprobs out.
 
-A plan is chosen at the start (find_plan) by comparison with plain forward passes, on a small random
-model of the same architecture (probe_model), with the run's device and dtype:
+find_plan compares a small random model of the same architecture with plain forward passes and chooses:
 
-    packed   every token once, no padding, shared prefixes computed once (attention.py). All usual
-             architectures.
-    single   sequence by sequence. Slower; for recurrent state, attention outside of transformers'
-             AttentionInterface, soft caps, sinks, and sliding windows shorter than a sequence.
+    packed   every token once, no padding, shared prefixes computed once (attention.py).
+    single   sequence by sequence. Slower; for recurrent state, soft caps, sinks, attention outside of
+             AttentionInterface, and sliding windows shorter than a sequence.
 
-Output head: logits [M, V] never exist as a whole. The head is applied to M tokens and C vocabulary entries at
-a time, with an online softmax, and again in the backward pass. Logits, softmax and entropy are float32
-(float64 for float64 weights), in which products of bfloat16 numbers are exact. The backward pass multiplies
-in the weights' dtype.
+Logits [M, V] never exist as a whole. The head is applied to M tokens and C vocabulary entries at a time, with
+an online softmax, and again in the backward pass. Logits, softmax and entropy are float32 (float64 for
+float64 weights); the backward pass multiplies in the weights' dtype.
 """
 
 from __future__ import annotations
@@ -32,10 +29,10 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError, number_of
 from asyncrl.trainer.model.fused import compile_layers, fuse
-from asyncrl.trainer.model.load_balance import PassSize, costs_of
+from asyncrl.trainer.model.load_balance import costs_of
 from asyncrl.trainer.model.packing import MicroBatch, pack_texts
 from asyncrl.trainer.model.support_mask import AllowedRows
-from asyncrl.trainer.model.tree import Layout, places_of
+from asyncrl.trainer.model.tree import places_of
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -65,7 +62,6 @@ def head_scores(
     temperature: float,
     allowed_M: AllowedRows | None = None,
 ) -> Scores:
-    """Return scores of the targets, with logits hidden W^T + b, over the allowed entries."""
     return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, temperature, allowed_M))  # type: ignore[no-untyped-call]
 
 
@@ -159,9 +155,7 @@ def _logits(
 
 @contextmanager
 def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
-    """Multiply float32 operands that hold bfloat16 numbers as bfloat16, exactly and on some CPUs twice as
-    fast.
-    """
+    """Multiply float32 operands that hold bfloat16 numbers as bfloat16: exact, and faster on some CPUs."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if is_exact else before
@@ -173,8 +167,8 @@ def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """Capabilities of a model. `window`: maximum sequence length of the packed plan (None = any). `reason`:
-    why it is not packed.
+    """Capabilities of a model. `window`: maximum sequence length of the packed plan; `reason`: why it is not
+    packed.
     """
 
     is_packed: bool
@@ -182,16 +176,17 @@ class ForwardPlan:
     window: int | None = None
     reason: str = ""
 
+    def packs(self, longest: int) -> bool:
+        """Return whether sequences of up to this length can be packed."""
+        return self.is_packed and (self.window is None or longest <= self.window)
+
 
 class Policy(nn.Module):
-    """A Hugging Face causal language model and its plan.
-
-    All calls of the model's forward are in here, and every weight is used inside forward(), because FSDP2
+    """A Hugging Face causal language model and its plan. Every weight is used inside forward(), because FSDP2
     wraps this module.
     """
 
     def __init__(self, model: Any, plan: ForwardPlan | None = None, *, is_compiled: bool = False) -> None:
-        """Finds the plan by running the model on a few tokens, unless given."""
         super().__init__()
         self.model = model
         self.plan = find_plan(model) if plan is None else plan
@@ -209,37 +204,16 @@ class Policy(nn.Module):
             log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
-        layout = micro.layout
-        if self._packs(layout):
-            inputs, allowed_U = packed_inputs(micro), micro.allowed_U
-            self.replay(micro.routing_N)
+        if self.plan.packs(micro.layout.longest):
+            inputs = packed_inputs(micro)
             if self.is_compiled:
-                inputs["packed_layout"] = number_of(layout)
-            scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, allowed_U)
-            return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
-        found = []
-        for index, runs in enumerate(layout.rows):
-            places = torch.from_numpy(places_of(runs)).to(micro.token_ids_N.device)
-            pair = micro.pair_M[micro.sequence_M == index]
-            column_M = micro.position_N[micro.predict_U[pair]]
-            inputs = {"input_ids": micro.token_ids_N[places][None]}
-            allowed_M = micro.allowed_U and micro.allowed_U.select(pair)
-            self.replay(None if micro.routing_N is None else micro.routing_N[places])
-            found.append(self._scores(inputs, column_M, micro.target_U[pair], temperature, allowed_M))
-        return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-    def size_of(self, micro: MicroBatch) -> PassSize:
-        layout = micro.layout
-        if self._packs(layout):
-            num_pairs = sum(one.num_pairs for one in layout.passes)
-            return PassSize(layout.num_tokens, num_pairs, len(micro.target_U))
-        lengths = [sum(length for _, length in runs) for runs in layout.rows]
-        num_pairs = sum(length * (length + 1) // 2 for length in lengths)
-        return PassSize(sum(lengths), num_pairs, len(micro.pair_M))
-
-    def _packs(self, layout: Layout) -> bool:
-        window = self.plan.window
-        return self.plan.is_packed and (window is None or layout.longest <= window)
+                inputs["packed_layout"] = number_of(micro.layout)
+        else:
+            assert len(micro.layout.rows) == 1, "sequences that cannot be packed run one by one"
+            inputs = {"input_ids": micro.token_ids_N[None]}
+        self.replay(micro.routing_N)
+        scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, micro.allowed_U)
+        return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
 
     def _scores(
         self,
@@ -265,7 +239,7 @@ class Policy(nn.Module):
         return Scores(logprob_M, entropy_M, logprob_MV.detach().amax(dim=-1))
 
     def enable_gradient_checkpointing(self) -> None:
-        """Keep only layer inputs for the backward pass, which recomputes layers. Raises ConfigError."""
+        """Keep only layer inputs for the backward pass. Raises ConfigError."""
         model = self.model
         # The new name appeared during transformers v5; the old one will go in v6.
         old = "gradient_checkpointing_enable"
@@ -293,8 +267,8 @@ def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
 
 
 def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a random model with one layer of each kind in `config`, at least MIN_LAYERS, and a small
-    vocabulary, on which find_plan gives the same plan. Raises transformers' errors.
+    """Return a random model with one layer of each kind in `config`, on which find_plan gives the same plan.
+    Raises transformers' errors.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config()
@@ -319,9 +293,7 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def find_plan(model: Any) -> ForwardPlan:
-    """Compare packed tokens with one plain forward pass per sequence. Leaves the model's attention
-    unchanged.
-    """
+    """Compare packed tokens with one plain forward pass per sequence."""
     device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     random = np.random.default_rng(0)
     prefix = random.integers(0, vocab_size, PREFIX)
@@ -359,11 +331,9 @@ def find_plan(model: Any) -> ForwardPlan:
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
-    """Return whether logits are the output embedding of the last hidden state, without cap, scale or other
-    step.
+    """Return whether logits are the output embedding of the last hidden state, without cap or scale.
 
-    Checked also with large logits: a soft cap hardly changes small ones, and its config name varies
-    (final_logit_softcapping, logits_soft_cap, ...).
+    Checked also with large logits: a soft cap hardly changes small ones, and its config name varies.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):

@@ -1,8 +1,7 @@
 """Make a Hugging Face folder from model.scratch: random weights and a character-level tokenizer.
 
-`python -m asyncrl.trainer.model.random_init --spec FILE` keeps torch out of the controller. The same spec
-gives the same bytes. Importing this module imports no torch. Characters outside the alphabet become <unk>,
-which decodes to nothing without special tokens: the alphabet must cover every prompt.
+Run as a process, which keeps torch out of the controller. The same spec gives the same bytes. Characters
+outside the alphabet become <unk>: the alphabet must cover every prompt.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
 
 
 def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
-    """Return a fast tokenizer with one token per character, after the special tokens, in the given order.
-
-    Decoding restores the exact text. Raises ValueError for a repeated character.
+    """Return a fast tokenizer with one token per character, after the special tokens. Decoding restores the
+    exact text. Raises ValueError for a repeated character.
     """
     if len(set(characters)) < len(characters):
         raise ValueError(f"model.scratch.characters={characters!r} names a character twice")
@@ -75,10 +73,7 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
 
 
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
-    """Return the transformers config; vocab_size and token ids come from the tokenizer.
-
-    Raises ValueError if `architecture` has no model_type or unknown keys.
-    """
+    """Return the transformers config. Raises ValueError without model_type, or for unknown keys."""
     from transformers import AutoConfig
 
     given = dict(architecture)
@@ -94,10 +89,7 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
-    """Write model, tokenizer and chat template to spec.out atomically.
-
-    Raises ValueError for an invalid spec, FileExistsError if `out` exists.
-    """
+    """Write model, tokenizer and chat template to spec.out. Raises ValueError or FileExistsError."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -117,7 +109,6 @@ def make_scratch_model(spec: ScratchSpec) -> None:
 
 
 def main() -> None:
-    """Make the folder, or end with a fatal line that names the key to correct."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
     disable_progress_bar()

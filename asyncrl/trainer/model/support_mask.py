@@ -1,6 +1,4 @@
-"""Tokens that a grammar allowed at each sampled token, recomputed from grammar and tokens. The output head
-masks the others, so that logprobs refer to the sampled distribution.
-"""
+"""Tokens that a grammar allowed at each sampled token, recomputed here. The output head masks the others."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class AllowedSets:
 @dataclass(frozen=True)
 class AllowedRows:
     """Sets of M tokens on the device: `set_M` int64 [M] indexes `bits_KB`, or ANY; the tokens `row_R` have a
-    set. They come from the host, because finding them on the device would wait for it per vocabulary slice.
+    set.
     """
 
     bits_KB: Tensor
@@ -52,13 +50,7 @@ class AllowedRows:
         arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
         return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
 
-    def select(self, index: Tensor) -> AllowedRows:
-        """Return the sets of the tokens at these places. Waits for the device."""
-        set_M = self.set_M[index]
-        return AllowedRows(self.bits_KB, set_M, (set_M != ANY).nonzero()[:, 0])
-
     def mask(self, logits_MC: Tensor, part: slice) -> None:
-        """Mask forbidden entries in place."""
         rows = self.row_R
         first, last = part.start // 8, -(-part.stop // 8)
         bytes_RB = self.bits_KB[self.set_M[rows], first:last]
@@ -74,10 +66,8 @@ def find_allowed(
     has_loss: npt.NDArray[np.bool_],
     make: Callable[[], TokenGrammars],
 ) -> AllowedSets | None:
-    """Return the sets of loss tokens with a grammar, or None. `make` is called only if needed.
-
-    Tokens that their grammar forbids, maybe because an engine has another version of llguidance, lose their
-    loss in `has_loss`.
+    """Return the sets of loss tokens with a grammar, or None. Tokens that their grammar forbids, maybe
+    because an engine has another llguidance, lose their loss in `has_loss`.
     """
     if not any(entry.grammars for entry in header.trajectories):
         return None

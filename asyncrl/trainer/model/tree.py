@@ -34,8 +34,8 @@ pass. Measured on CPU: less does not pay for calls and merging.
 
 @dataclass(frozen=True)
 class TokenRange:
-    """Sequence with loss tokens: tokens [start, start + length) are read, and the last loss token, at
-    `length`, is only predicted. `num_loss` loss tokens, the first at `first`.
+    """Tokens [start, start + length) are read, and the last loss token, at `length`, is only predicted.
+    `num_loss` loss tokens, the first at `first`.
     """
 
     trajectory: int
@@ -48,7 +48,7 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """Attention-kernel call: tokens from `query` on attend to tokens from `key` on."""
+    """Tokens from `query` on attend to tokens from `key` on."""
 
     query: int
     num_queries: int
@@ -65,7 +65,6 @@ class KernelPass:
 
     @property
     def num_pairs(self) -> int:
-        """Number of pairs of a query and its key."""
         sizes = ((one.num_queries, one.num_keys) for one in self.pieces)
         if self.is_causal:
             return sum(length * (length + 1) // 2 for length, _ in sizes)
@@ -78,8 +77,8 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Attention pattern of N tokens, shared by all layers: each path to itself, then pass by pass to its
-    parent paths. `rows`: stretches of each sequence.
+    """Attention pattern of N tokens: each path to itself, then pass by pass to its parent paths. `rows`:
+    stretches of each sequence.
     """
 
     num_tokens: int
@@ -118,7 +117,7 @@ class TreeNode:
 
     @property
     def is_worth_it(self) -> bool:
-        """True if sharing its tokens with another pass is cheaper than repeating them per child."""
+        """True if sharing is cheaper than repeating the tokens per child."""
         saved = self.length * (len(self.children) + bool(self.ends) - 1)
         num_queries = self.behind - max(child.length + child.behind for child in self.children)
         return saved >= MIN_SHARED_TOKENS + num_queries / QUERIES_PER_TOKEN
@@ -127,9 +126,8 @@ class TreeNode:
 def in_tree_order(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
 ) -> list[tuple[TokenRange, int]]:
-    """Sort sequences so that those with the longest common prefixes are neighbors, nearest to their old
-    order; return each with the number of tokens shared with its predecessor. A tree of neighbors has
-    sum(length - shared) tokens.
+    """Sort sequences so that those with the longest common prefixes are neighbors; return each with the
+    number of tokens shared with its predecessor.
     """
     nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
     for node in reversed(nodes):
@@ -151,8 +149,8 @@ def in_tree_order(
 def lay_out(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
 ) -> tuple[Layout, IntN, IntN]:
-    """Return (layout with a row per sequence, source_N, position_N): each token's place in the arrays, and in
-    its sequences. Above `max_tokens` everything shareable is shared.
+    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences. Above
+    `max_tokens` everything shareable is shared.
     """
     nodes = _pruned(_trie(sequences, token_ids))
     if sum(node.length for node in nodes) > max_tokens:

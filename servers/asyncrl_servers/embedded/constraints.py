@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -19,18 +17,17 @@ from asyncrl_servers.embedded.sequence import Sequence
 class Constraints:
     """Grammars of an engine, created at the first request with a grammar.
 
-    Invariant: a matcher has consumed each sampled token once: resumed tokens in begin(), others in took().
+    Invariant: a matcher has consumed each sampled token once: resumed ones in begin(), others in advance().
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._grammars: TokenGrammars | None = None
 
-    def begin(self, request: GenerateRequest, token_ids: npt.NDArray[np.int64]) -> TokenMatcher | None:
+    def begin(self, request: GenerateRequest, resumed: list[int]) -> TokenMatcher | None:
         """Return a matcher. Call it from one thread at a time. Raises Refused (400)."""
         if request.grammar is None:
             return None
-        resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
         try:
             if self._grammars is None:
                 self._grammars = TokenGrammars(self._loaded.tokenizer, self._loaded.vocab_size)
@@ -40,7 +37,8 @@ class Constraints:
 
     def mask(self, sequences: list[Sequence], logits_NV: Tensor) -> dict[int, Refused]:
         """Mask forbidden tokens in place. Return rows whose grammar failed, unmasked."""
-        allowed, failed = dict[int, npt.NDArray[np.bool_]](), dict[int, Refused]()
+        allowed = dict[int, npt.NDArray[np.bool_]]()
+        failed = dict[int, Refused]()
         for row, sequence in enumerate(sequences):
             if sequence.matcher is not None:
                 try:
@@ -48,13 +46,15 @@ class Constraints:
                 except GrammarError as error:
                     failed[row] = refused(sequence.request, error)
         if allowed:
-            _mask_rows(logits_NV, allowed)
+            index = to_device(np.array([*allowed]), logits_NV.device)
+            allowed_MV = to_device(np.stack([*allowed.values()]), logits_NV.device)
+            logits_NV[index] = logits_NV[index].masked_fill(~allowed_MV, float("-inf"))
         return failed
 
-    def took(
+    def advance(
         self, sequences: list[Sequence], token_ids: npt.NDArray[np.int64], failed: dict[int, Refused]
     ) -> None:
-        """Advance matchers by the drawn tokens [rows], except in `failed` rows; add rows that fail."""
+        """Pass the drawn tokens [rows] to the matchers, except in `failed` rows; add rows that fail."""
         for row, sequence in enumerate(sequences):
             if sequence.matcher is not None and row not in failed:
                 try:
@@ -64,12 +64,9 @@ class Constraints:
 
 
 def refused(request: GenerateRequest, error: GrammarError) -> Refused:
-    what = f"request {request.request_id} has a grammar that cannot be followed: {error}"
-    rule = "a grammar is llguidance's Lark text, within the limits of asyncrl/messages/grammar_checks.py"
-    return Refused(400, what, rule=rule, way_out="make the schema smaller or simpler.")
-
-
-def _mask_rows(logits_NV: Tensor, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> None:
-    index = to_device(np.array([*allowed]), logits_NV.device)
-    allowed_MV = to_device(np.stack([*allowed.values()]), logits_NV.device)
-    logits_NV[index] = logits_NV[index].masked_fill(~allowed_MV, float("-inf"))
+    return Refused(
+        400,
+        f"request {request.request_id} has a grammar that cannot be followed: {error}",
+        rule="a grammar is llguidance's Lark text, within the limits of asyncrl/messages/grammar_checks.py",
+        way_out="make the schema smaller or simpler.",
+    )

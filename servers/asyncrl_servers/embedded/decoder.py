@@ -75,66 +75,34 @@ class EmbeddedSpec(EngineSpec):
 
 
 class LoadedModel:
-    """A model ready to run over slots."""
+    """A model ready to run over slots: its attention is ours, and its sizes are known."""
 
     def __init__(self, spec: EmbeddedSpec) -> None:
         """Load and probe the model; end the process if it is missing or unsupported."""
-        self.folder, has_cuda = Path(spec.model_path), torch.cuda.is_available()
-        if spec.device == "cuda" and not has_cuda:
-            what = f"{spec.name}: device=cuda, but torch {torch.__version__} sees no CUDA device"
-            fail(what, way_out="set placement.rollout=cpu, or auto.")
-        self.device = torch.device(("cuda" if has_cuda else "cpu") if spec.device == "auto" else spec.device)
-        name = (
-            ("bfloat16" if self.device.type == "cuda" else "float32") if spec.dtype == "auto" else spec.dtype
-        )
-        self.dtype: torch.dtype = getattr(torch, name)
+        self.folder = Path(spec.model_path)
+        self.device = _device(spec)
+        default = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.dtype: torch.dtype = getattr(torch, default if spec.dtype == "auto" else spec.dtype)
         limit_memory(self.device, spec.share)
-        try:
-            model, loading = self._read()
-        except Exception as error:
-            way_out = "check model.path, and that transformers knows the model type."
-            fail(f"{spec.name}: cannot load the model in {self.folder}: {error}", way_out=way_out)
-        if missing := sorted(loading["missing_keys"]):
-            what = f"{spec.name}: the weights in {self.folder} lack {len(missing)} parameters: {missing[:3]}"
-            fail(what, way_out="save the model again with save_pretrained.")
-        self.model = model.eval().requires_grad_(False)
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions is not None and spec.max_length > positions:
-            fail(
-                f"{spec.name}: prompt and completion may take {spec.max_length} tokens, the model knows "
-                f"{positions} positions",
-                way_out="lower rollout.max_prompt_tokens or rollout.max_tokens.",
-            )
-        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self.model = self._load(spec)
+        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(24, spec.max_length))]
-        try:
-            with torch.inference_mode():
-                ids = torch.tensor([self.probe_ids], device=self.device)
-                self.reference_logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
-                """The model's own logits for `probe_ids`."""
-                self.shape = _probe_shape(model, spec.max_length, self.device)
-        except UnsupportedAttentionError as error:
-            fail(
-                f"{spec.name}: the model in {self.folder} ({type(model).__name__}) is not supported: {error}",
-                way_out="use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
-                "without a window, SmolLM2, ...).",
-            )
-        self.routed = RoutedExperts(model) if spec.returns_routing else None
+        self.reference_logits, self.shape = self._probe(spec)
+        """The model's own logits for `probe_ids`, and its sizes."""
+        self.routed = RoutedExperts(self.model) if spec.returns_routing else None
         if self.routed is not None:
             if not self.routed.num_routed:
-                what = (
-                    f"{spec.name}: {type(model).__name__} has no routers, or more than {MAX_EXPERTS} experts"
-                )
+                kind = type(self.model).__name__
+                what = f"{spec.name}: {kind} has no routers, or more than {MAX_EXPERTS} experts"
                 fail(what, way_out="set algorithm.router_replay=false.")
             self.shape = replace(self.shape, num_routed=self.routed.num_routed)
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
         self.tokenizer: Any | None = (
             AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None
         )
-        self.eos_ids = _eos_ids(model, self.tokenizer)
-        self.spare_rows = int(
-            any(one.out_features % 2 for one in model.modules() if isinstance(one, nn.Linear))
-        )
+        self.eos_ids = _eos_ids(self.model, self.tokenizer)
+        linear = [one for one in self.model.modules() if isinstance(one, nn.Linear)]
+        self.spare_rows = int(any(one.out_features % 2 for one in linear))
         """Padding rows of an exact call. Elementwise kernels compute the remainder after whole vector pairs
         (32 floats) by another formula (measured for silu and gelu), and odd widths have a remainder.
         """
@@ -153,15 +121,53 @@ class LoadedModel:
         elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only
             trim(0)
 
-    def _read(self) -> tuple[Any, dict[str, Any]]:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            self.folder,
-            dtype=self.dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        return model.to(self.device), loading
+    def _load(self, spec: EmbeddedSpec) -> Any:
+        try:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                dtype=self.dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            model = model.to(self.device)
+        except Exception as error:
+            way_out = "check model.path, and that transformers knows the model type."
+            fail(f"{spec.name}: cannot load the model in {self.folder}: {error}", way_out=way_out)
+        if missing := sorted(loading["missing_keys"]):
+            what = f"{spec.name}: the weights in {self.folder} lack {len(missing)} parameters: {missing[:3]}"
+            fail(what, way_out="save the model again with save_pretrained.")
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and spec.max_length > positions:
+            fail(
+                f"{spec.name}: prompt and completion may take {spec.max_length} tokens, the model has "
+                f"{positions} positions",
+                way_out="lower rollout.max_prompt_tokens or rollout.max_tokens.",
+            )
+        return model.eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def _probe(self, spec: EmbeddedSpec) -> tuple[Tensor, CacheShape]:
+        """Return the model's own logits for probe_ids, then switch it to our attention."""
+        try:
+            ids = torch.tensor([self.probe_ids], device=self.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            return logits, _probe_shape(self.model, spec.max_length, self.device)
+        except UnsupportedAttentionError as error:
+            kind = type(self.model).__name__
+            fail(
+                f"{spec.name}: the model in {self.folder} ({kind}) is not supported: {error}",
+                way_out="use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
+                "without a window, SmolLM2, ...).",
+            )
+
+
+def _device(spec: EmbeddedSpec) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if spec.device == "cuda" and not has_cuda:
+        what = f"{spec.name}: device=cuda, but torch {torch.__version__} sees no CUDA device"
+        fail(what, way_out="set placement.rollout=cpu, or auto.")
+    return torch.device(("cuda" if has_cuda else "cpu") if spec.device == "auto" else spec.device)
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -240,9 +246,8 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 class PlainDecoder:
     """Forward pass of Llama-like models over their own modules, so it follows weight swaps.
 
-    Half of a small model's decode step is Python in transformers. Llama, Mistral, Qwen2 and Qwen3 share the
-    shape implemented here (RMSNorm, rotary attention, gated MLP). build_engine.check_same_model compares it
-    with the model's own attention at start.
+    Half of a small model's decode step is Python in transformers. check_same_model compares this pass with
+    the model's own attention at start.
     """
 
     def __init__(self, model: Any, max_length: int) -> None:

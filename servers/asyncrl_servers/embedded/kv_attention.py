@@ -1,13 +1,12 @@
 """Attention over the slot cache, called from inside any Hugging Face model.
 
 A call has one row per token. Only attention needs a row's slot, from the call's `Pass`; a model that runs its
-own forward gets the pass through `in_force`.
+own forward gets it through `in_force`.
 
-Bits: on CPU a float32 row has the same bits for any other rows, and decoding gives the same bits as
-prefilling, so a resumed request continues exactly: matrix products have at least 4 rows, because MKL changes
-the summation order below; products with V are summed in blocks of CONTRACTION positions, because MKL splits
-sums above 192; masked probabilities are 0 and cached values finite, so later positions add 0.
-build_engine.check_determinism checks this at start.
+On CPU a float32 row has the same bits for any other rows, and decoding gives the bits of prefilling: matrix
+products have at least 4 rows, because MKL changes the summation order below; products with V are summed in
+blocks of CONTRACTION positions, because MKL splits sums above 192; masked probabilities are 0 and cached
+values finite. build_engine.check_determinism checks this.
 """
 
 from __future__ import annotations

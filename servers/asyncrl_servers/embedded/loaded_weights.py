@@ -1,8 +1,6 @@
-"""Weights of an embedded engine: staged from a file or a broadcast, or loaded in place by chunks.
-
-A set of weights is weights_of(model), tied weights once, under checkpoint names. Tensors that transformers
-stacks are copied into views of the stack. Adapters (asyncrl/weights/adapters.py) change the initial weights,
-which are kept.
+"""Weights of an embedded engine: staged from a file or a broadcast, or loaded in place by chunks, under
+checkpoint names. Tensors that transformers stacks are copied into views of the stack. Adapters change the
+initial weights, which are kept.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class Weights(WeightState):
         self._memory = TrainerMemory(loaded.device)
         self._group: WeightGroup | None = None
         self.keeps_place = loaded.device.type == "cuda"
-        """Swap by copying, because decode graphs read this memory."""
+        """Swap by copying: decode graphs read this memory."""
 
     @property
     def digest(self) -> str:
@@ -74,14 +72,24 @@ class Weights(WeightState):
         """Return the tensors to stage, with adapters merged."""
         if request.member is not None:
             return self._received(request, request.member)
-        tensors, arrived = self._copies(request.path, is_whole=request.kind == "weights")
+        files = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
+        if request.kind == "weights":
+            self._check_parameters(files, request.path)
+        # Copied, because the next export may replace the file.
+        if request.kind == "weights" and self._pieces:
+            stacks = self._empty()
+            places = pieces_of(stacks, self._pieces)
+            copies = {name: places[name].copy_(one) for name, one in files.items()}
+            check_arrived(request.path, digest_and_size(copies), request)
+            return stacks
+        tensors, arrived = _packed(files, self._loaded.device)
         check_arrived(request.path, arrived, request)
         if request.kind == "weights":
             return tensors
         if self._base is None:
-            what = f"{request.path} has adapters, and the weights of the start are no longer here"
-            rule = "whole weights that are published replace those that adapters are merged over"
-            raise Refused(409, what, rule=rule, way_out="start the server again, or publish whole weights.")
+            what = f"{request.path} has adapters, and the initial weights are no longer here"
+            rule = "a push of whole weights replaces the weights that adapters are merged over"
+            raise Refused(409, what, rule=rule, way_out="start the server again, or push whole weights.")
         return merge_adapters(tensors, self._base, self._linear, request.path)
 
     def load(self, request: LoadChunkRequest) -> Arrived:
@@ -105,8 +113,8 @@ class Weights(WeightState):
     def check_may_sleep(self) -> None:
         """Raise Refused (409) under adapters, which need the initial weights."""
         if self._has_adapters:
-            rule = "with weight_sync.transport=lora the weights of the start are kept"
-            way_out = "let the KV cache sleep alone, or set another weight_sync.transport."
+            rule = "weight_sync.transport=lora keeps the initial weights"
+            way_out = "put only the KV cache to sleep, or set another weight_sync.transport."
             raise Refused(409, "weights under adapters cannot sleep", rule=rule, way_out=way_out)
 
     def free(self) -> int:
@@ -143,29 +151,6 @@ class Weights(WeightState):
             else:
                 parameter.data = tensors[name]
 
-    def _copies(self, path: str, *, is_whole: bool = True) -> tuple[dict[str, Tensor], Arrived]:
-        """Return copies of a file's tensors, which the next export may replace. Raises Refused (400, 409)."""
-        files = read_or_refuse(path)
-        if is_whole:
-            self._check_parameters({name: raw.as_torch() for name, raw in files.items()}, path)
-        if is_whole and self._pieces:
-            stacks = self._empty()
-            places = pieces_of(stacks, self._pieces)
-            return stacks, digest_and_size(
-                {name: places[name].copy_(files[name].as_torch()) for name in files}
-            )
-        # Each tensor starts at a digest block, zero-padded.
-        sizes = [_num_blocks(len(raw.data)) * BLOCK_BYTES for raw in files.values()]
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self._loaded.device)
-        tensors = {}
-        for (name, raw), size, end in zip(files.items(), sizes, accumulate(sizes), strict=True):
-            piece, found = memory[end - size : end], raw.as_torch()
-            if len(raw.data) < size:
-                piece[len(raw.data) :].zero_()
-                piece = piece[: len(raw.data)]
-            tensors[name] = piece.view(found.dtype).view(found.shape).copy_(found)
-        return tensors, (_digests(tensors, memory), sum(tensor.nbytes for tensor in tensors.values()))
-
     def _received(self, request: PrepareRequest, member: GroupMember) -> dict[str, Tensor]:
         """Receive a broadcast under the model's names. Raises Refused (409)."""
         tensors, place = self._empty(), f"the broadcast of policy_version {request.version}"
@@ -182,10 +167,11 @@ class Weights(WeightState):
             self._leave()  # other members may still be in it
             if not isinstance(error, GroupBroken):
                 raise
-            what = f"policy_version {request.version} was not received: {error}"
-            rule = "weights are sent once, to all workers of all engines"
             raise Refused(
-                409, what, rule=rule, way_out="read the logs of the trainer and the engines."
+                409,
+                f"policy_version {request.version} was not received: {error}",
+                rule="weights are sent once, to all workers of all engines",
+                way_out="read the logs of the trainer and the engines.",
             ) from error
         return tensors
 
@@ -226,16 +212,19 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _num_blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES)
-
-
-def _digests(tensors: Mapping[str, Tensor], memory: Tensor) -> dict[str, bytes]:
-    """Return digests of tensors in `memory`, uint8, laid out by _copies(). Separate sums would cost as much
-    as the copy.
+def _packed(files: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], Arrived]:
+    """Copy tensors into one block of memory, each at the start of a digest block, zero-padded: hashing them
+    one by one would take as long as the copy.
     """
-    sums, end, begun = torch_block_sums(memory).cpu(), 0, {}
-    for name, tensor in tensors.items():
-        start, end = end, end + _num_blocks(tensor.nbytes)
-        begun[name] = BegunDigest(dtype_name(tensor.dtype), tuple(tensor.shape), sums[start:end])
-    return finish_digests(begun)
+    sizes = [-(-one.nbytes // BLOCK_BYTES) * BLOCK_BYTES for one in files.values()]
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    tensors = {}
+    for (name, one), size, end in zip(files.items(), sizes, accumulate(sizes), strict=True):
+        piece = memory[end - size : end - size + one.nbytes]
+        tensors[name] = piece.view(one.dtype).view(one.shape).copy_(one)
+    sums = torch_block_sums(memory).cpu()
+    begun = {}
+    for (name, one), size, end in zip(tensors.items(), sizes, accumulate(sizes), strict=True):
+        own = sums[(end - size) // BLOCK_BYTES : end // BLOCK_BYTES]
+        begun[name] = BegunDigest(dtype_name(one.dtype), tuple(one.shape), own)
+    return tensors, (finish_digests(begun), sum(one.nbytes for one in tensors.values()))

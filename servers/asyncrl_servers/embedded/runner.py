@@ -230,14 +230,11 @@ class Captures(Protocol):
 
 
 class DecodeGraphs:
-    """Decode steps as CUDA graphs, without host work per kernel.
+    """Decode steps as CUDA graphs, without host work per kernel. Logits may depend on other sequences.
 
-    A graph reads and writes the memory of its capture, so inputs and outputs go through `_inputs` and
-    `_logits`, and moved weights or caches drop all graphs.
-
-    Life: of a layout: computed MIN_STEPS times -> captured -> replayed -> dropped.
-
-    Rows and lengths are padded so that layouts recur. Logits may depend on other sequences.
+    A graph reads and writes the memory of its capture: inputs and outputs go through `_inputs` and `_logits`,
+    and moved weights or caches drop all graphs. Rows and lengths are padded so that layouts recur. A layout
+    is captured after MIN_STEPS steps.
     """
 
     def __init__(

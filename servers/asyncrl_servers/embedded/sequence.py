@@ -51,10 +51,9 @@ class StopWatch:
 class Sequence(Run):
     """A request in the engine.
 
-    Life: queued -> running in a slot -> finished; or aborted from any state. If interrupted, it keeps its
-        slot, and resuming queues it first.
+    Life: queued -> running in a slot -> finished, or aborted. If interrupted, it keeps its slot until
+        resumed.
     Invariant: `token_ids` int64 [T] holds all tokens while it does not run, the engine's Rows while it runs.
-        Its listener has the tokens before `num_told`.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ class Loader:
 
     Life: idle -> staging (hashed, and loaded into a twin if possible) -> staged -> load -> idle; or idle ->
         open (chunk after chunk) -> finished -> idle. A failed load into the serving model leaves it `broken`
-        until a load replaces all weights. A refused load into a twin changes nothing.
-    Waits: only load() during staging.
+        until a load replaces all weights.
     Invariant: a load succeeds only if every parameter received all its elements. Staged tensors survive a
         replaced file.
     """

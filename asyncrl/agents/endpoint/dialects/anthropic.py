@@ -13,6 +13,7 @@ from asyncrl.agents.endpoint.dialects.dialect import (
     NOT_KEPT,
     Block,
     BlockWriter,
+    Event,
     KeptAnswer,
     KeptAnswers,
     Writer,
@@ -32,7 +33,7 @@ earlier one.
 
 class MessagesRequest(CallParameters):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[Any] = ""
+    system: str | list[dict[str, Any]] = ""
     max_tokens: Count | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: dict[str, Any] | None = None
@@ -80,17 +81,13 @@ class MessagesDialect:
 def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
     system = asked.system
     if isinstance(system, list):
-        system = [each for each in system if not _is_billing(each)]
-    messages = [{"role": "system", "content": _text(system, "system")}] if system else []
+        system = [each for each in system if not str(each.get("text")).startswith(BILLING)]
+    messages = _turn("system", system, "system") if system else []
     for number, turn in enumerate(asked.messages):
         where = f"messages[{number}]"
         match turn:
-            case {"role": "user", "content": content}:
-                messages += _user_messages(content, f"{where}.content")
-            case {"role": "assistant", "content": content}:
-                messages.append(_answer(content, f"{where}.content"))
-            case {"role": "system", "content": content}:
-                messages.append({"role": "system", "content": _text(content, f"{where}.content")})
+            case {"role": "user" | "assistant" | "system" as role, "content": content}:
+                messages += _turn(role, content, f"{where}.content")
             case _:
                 raise invalid(f"{where}: it needs content and the role user, assistant or system.", where)
     if asked.messages[-1]["role"] == "assistant":
@@ -98,8 +95,46 @@ def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _is_billing(block: Any) -> bool:
-    return isinstance(block, dict) and str(block.get("text")).startswith(BILLING)
+def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
+    """Return the chat messages of a turn. Raises ApiError."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise invalid(f"{where}: it must be a text or a list of blocks, not {shown(blocks)}.", where)
+    messages: list[dict[str, Any]] = []
+    message: dict[str, Any] = {}
+    for number, block in enumerate(blocks):
+        place = f"{where}[{number}]"
+        if not message:
+            message = {"role": role, "content": ""}
+        match role, block:
+            case _, {"type": "text", "text": str(text)}:
+                message["content"] += text
+            case "assistant", {"type": "thinking", "thinking": str(thought)}:
+                if block.get("signature") not in (None, "", signature_of(thought)):
+                    why = "Invalid `signature` in a `thinking` block: this server did not write this thought."
+                    raise invalid(f"{place}: {why}", place)
+                thoughts = [message.get("reasoning_content"), thought]
+                message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+            case "assistant", {"type": "tool_use", "id": str(name), "name": tool, "input": dict(arguments)}:
+                function = {"name": tool, "arguments": to_json(arguments).decode()}
+                call = {"id": name, "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+            case "user", {"type": "tool_result", "tool_use_id": str(name)}:
+                (result,) = _turn("system", block.get("content") or "", f"{place}.content")
+                text = result["content"]
+                has_error = text.lstrip("<").lower().startswith(("error", "tool_use_error"))
+                if block.get("is_error") and not has_error:
+                    text = f"Error: {text}"
+                messages.append({"role": "tool", "tool_call_id": name, "content": text})
+                message = {}
+                continue
+            case _:
+                kind = block.get("type") if isinstance(block, dict) else block
+                why = "text, thinking, tool_use and tool_result are read, in their places and whole"
+                raise invalid(f"{place}: a block of type {shown(kind)} is not supported: {why}.", place)
+        if not messages or messages[-1] is not message:
+            messages.append(message)
+    return messages or [{"role": role, "content": ""}]
 
 
 def _continued(asked: MessagesRequest, kept: KeptAnswers) -> KeptAnswer | None:
@@ -112,75 +147,6 @@ def _continued(asked: MessagesRequest, kept: KeptAnswers) -> KeptAnswer | None:
                 raise invalid("A continued thread keeps its system and tools: leave them out.", "thread")
             return kept.get(name, "thread.previous_message_id")
     raise invalid("thread: its type is create, or continue with a previous_message_id.", "thread")
-
-
-def _unsupported(block: Any, where: str) -> ApiError:
-    kind = block.get("type") if isinstance(block, dict) else block
-    why = "text, thinking, tool_use and tool_result are read, in their places and with all their fields"
-    return invalid(f"{where}: a block of type {shown(kind)} is not supported: {why}.", where)
-
-
-def _blocks(content: Any, where: str) -> list[tuple[Any, str]]:
-    """Return the blocks of a content with their places."""
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise invalid(f"{where}: it must be a text or a list of blocks, not {shown(content)}.", where)
-    return [(block, f"{where}[{number}]") for number, block in enumerate(content)]
-
-
-def _text(content: Any, where: str) -> str:
-    text = ""
-    for block, place in _blocks(content, where):
-        match block:
-            case {"type": "text", "text": str(part)}:
-                text += part
-            case _:
-                raise _unsupported(block, place)
-    return text
-
-
-def _user_messages(content: Any, where: str) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    for block, place in _blocks(content, where):
-        match block:
-            case {"type": "tool_result", "tool_use_id": str(name)}:
-                text = _text(block.get("content") or "", f"{place}.content")
-                has_error = text.lstrip("<").lower().startswith(("error", "tool_use_error"))
-                if block.get("is_error") and not has_error:
-                    text = f"Error: {text}"
-                messages.append({"role": "tool", "tool_call_id": name, "content": text})
-            case {"type": "text", "text": str(text)}:
-                if messages and messages[-1]["role"] == "user":
-                    messages[-1]["content"] += text
-                else:
-                    messages.append({"role": "user", "content": text})
-            case _:
-                raise _unsupported(block, place)
-    return messages or [{"role": "user", "content": ""}]
-
-
-def _answer(content: Any, where: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    thoughts: list[str] = []
-    for block, place in _blocks(content, where):
-        match block:
-            case {"type": "text", "text": str(text)}:
-                message["content"] += text
-            case {"type": "thinking", "thinking": str(thought)}:
-                if block.get("signature") and block["signature"] != signature_of(thought):
-                    why = "Invalid `signature` in a `thinking` block: this server did not write this thought."
-                    raise invalid(f"{place}: {why}", place)
-                thoughts.append(thought)
-            case {"type": "tool_use", "id": str(name), "name": tool, "input": dict(arguments)}:
-                function = {"name": tool, "arguments": to_json(arguments).decode()}
-                call = {"id": name, "type": "function", "function": function}
-                message.setdefault("tool_calls", []).append(call)
-            case _:
-                raise _unsupported(block, place)
-    if any(thoughts):
-        message["reasoning_content"] = "\n\n".join(thoughts)
-    return message
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -229,68 +195,64 @@ class MessageWriter(BlockWriter):
         super().__init__(call, model)
         self._thread = thread
 
-    def whole(self) -> bytes:
-        choice = self.choice
-        content: list[dict[str, Any]] = []
-        if choice.thought:
-            signature = signature_of(choice.thought)
-            content.append({"type": "thinking", "thinking": choice.thought, "signature": signature})
-        if choice.content or not (choice.tool_calls or choice.thought):
-            content.append({"type": "text", "text": choice.content or ""})
-        for call in choice.tool_calls:
-            arguments = from_json(call["function"]["arguments"])
-            content.append(_tool_use(call, arguments))
-        return to_json(self._message(content, choice.num_tokens) | self._ending())
-
     def failed(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
+        return self.encoded([anthropic_error(error)])
 
     def keep(self, kept: KeptAnswers) -> None:
         if self._thread is not None:
             kept.add(self.call.name, self._thread.with_answer(self.choice))
 
-    def begin(self) -> bytes:
-        message = self._message([], 0) | {"stop_reason": None, "stop_sequence": None}
-        return _event("message_start", message=message) + _event("ping")
+    def begin(self) -> list[Event]:
+        message = self.answer() | {"content": [], "usage": self._usage(0)}
+        message |= {"stop_reason": None, "stop_sequence": None}
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
-    def open(self, block: Block) -> bytes:
+    def open(self, block: Block) -> list[Event]:
         kind = _KINDS[block]
         signature = {"signature": ""} if block == "thought" else {}
-        return self._start({"type": kind, kind: "", **signature})
+        return [self._event("start", content_block={"type": kind, kind: "", **signature})]
 
-    def delta(self, block: Block, text: str) -> bytes:
-        return self._delta(f"{_KINDS[block]}_delta", {_KINDS[block]: text})
+    def delta(self, block: Block, text: str) -> list[Event]:
+        kind = _KINDS[block]
+        return [self._event("delta", delta={"type": f"{kind}_delta", kind: text})]
 
-    def close(self, block: Block) -> bytes:
-        events = b""
+    def close(self, block: Block) -> list[Event]:
+        events: list[Event] = []
         if block == "thought":
-            events = self._delta("signature_delta", {"signature": signature_of(self.choice.thought)})
-        return events + _event("content_block_stop", index=self.index)
+            signature = {"signature": signature_of(self.choice.thought)}
+            events.append(self._event("delta", delta={"type": "signature_delta", **signature}))
+            finished = {"type": "thinking", "thinking": self.choice.thought, **signature}
+        else:
+            finished = {"type": "text", "text": self.choice.content or ""}
+        events.append(self._event("stop"))
+        self.blocks.append(finished)
+        return events
 
-    def tool_call(self, number: int, call: Mapping[str, Any]) -> bytes:
-        arguments = {"partial_json": call["function"]["arguments"]}
-        events = self._start(_tool_use(call, {})) + self._delta("input_json_delta", arguments)
-        return events + _event("content_block_stop", index=self.index)
+    def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]:
+        arguments = call["function"]["arguments"]
+        block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+        events = [
+            self._event("start", content_block={**block, "input": {}}),
+            self._event("delta", delta={"type": "input_json_delta", "partial_json": arguments}),
+            self._event("stop"),
+        ]
+        self.blocks.append({**block, "input": from_json(arguments)})
+        return events
 
-    def finish(self) -> bytes:
+    def finish(self) -> list[Event]:
         usage = self._usage(self.choice.num_tokens)
-        return _event("message_delta", delta=self._ending(), usage=usage) + _event("message_stop")
+        return [
+            {"type": "message_delta", "delta": self._ending(), "usage": usage},
+            {"type": "message_stop"},
+        ]
 
-    def _start(self, block: Mapping[str, Any]) -> bytes:
-        return _event("content_block_start", index=self.index, content_block=block)
+    def answer(self) -> dict[str, Any]:
+        head = {"id": self.call.name, "type": "message", "role": "assistant", "model": self.model}
+        usage = self._usage(self.choice.num_tokens)
+        return {**head, "content": self.blocks, "usage": usage, **self._ending()}
 
-    def _delta(self, kind: str, part: Mapping[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self.index, delta={"type": kind, **part})
-
-    def _message(self, content: list[dict[str, Any]], num_output: int) -> dict[str, Any]:
-        return {
-            "id": self.call.name,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-            "usage": self._usage(num_output),
-        }
+    def _event(self, name: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{name}", "index": len(self.blocks), **fields}
 
     def _ending(self) -> dict[str, Any]:
         reason = self.choice.finish_reason
@@ -302,14 +264,6 @@ class MessageWriter(BlockWriter):
     def _usage(self, num_output: int) -> dict[str, int]:
         usage = {"input_tokens": self.call.num_prompt_tokens, "output_tokens": num_output}
         return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-
-
-def _tool_use(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **fields}) + b"\n\n"
 
 
 # ---- errors and models
@@ -326,17 +280,17 @@ ERROR_TYPES = {
 """Anthropic's error types by status; all others are invalid requests."""
 
 
-def anthropic_error(error: ApiError) -> bytes:
+def anthropic_error(error: ApiError) -> dict[str, Any]:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error")
     body: dict[str, Any] = {"type": kind, "message": error.error["message"]}
     if error.error["code"] == NOT_KEPT:  # the client starts a new thread
         body["details"] = {"error_code": "thread_not_found"}
-    return to_json({"type": "error", "error": body, "request_id": None}, inf_nan_mode="null")
+    return {"type": "error", "error": body, "request_id": None}
 
 
 def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
     is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
-    return anthropic_error(error) if is_anthropics else error.body()
+    return to_json(anthropic_error(error), inf_nan_mode="null") if is_anthropics else error.body()
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:

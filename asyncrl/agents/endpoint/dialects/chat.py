@@ -29,7 +29,7 @@ class ChatDialect:
         return reader.chat(body), None
 
     def writer(self, call: GatewayCall, model: str, asked: AnyRequest, data: Any) -> Writer:
-        return ChoicesWriter(self, call, model, has_usage=asked.include_usage)
+        return ChoicesWriter(self, call, model, has_usage=asked.stream_options.get("include_usage") is True)
 
     def choice(self, choice: Answer) -> dict[str, Any]:
         return {"message": choice.message, "logprobs": self._logprobs(choice)}

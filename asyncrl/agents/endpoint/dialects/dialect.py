@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from pydantic_core import to_json
+
 from asyncrl.agents.endpoint.answers import Answer, ApiError, shown
 
 if TYPE_CHECKING:
@@ -49,17 +51,19 @@ class Dialect(Protocol):
 # ---- answers in blocks
 
 Block = Literal["thought", "text"]
+Event = dict[str, Any]
+"""Body of a server-sent event, with its name as `type`."""
 
 
 class BlockWriter(ABC):
-    """Events of one answer, in blocks: thought, text, tool calls."""
+    """One answer in blocks: thought, text, tool calls. Its events add up to the whole answer."""
 
     def __init__(self, call: GatewayCall, model: str) -> None:
         (self.choice,) = call.choices
         self.call = call
         self.model = model
-        self.index = 0
-        """Number of the current block."""
+        self.blocks: list[dict[str, Any]] = []
+        """Finished blocks."""
         self._open: Block | None = None
         self._has_begun = False
         self._takes: dict[Block, Callable[[int], str]] = {
@@ -68,61 +72,80 @@ class BlockWriter(ABC):
         }
         self._num_written: dict[Block, int] = {"thought": 0, "text": 0}
 
+    def whole(self) -> bytes:
+        self._rest()
+        return to_json(self.answer(), inf_nan_mode="null")
+
     def news(self) -> bytes:
-        events: list[bytes] = []
+        return self.encoded(self._news())
+
+    def end(self) -> bytes:
+        return self.encoded([*self._rest(), *self.finish()])
+
+    def encoded(self, events: Sequence[Event]) -> bytes:
+        return b"".join(
+            b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event, inf_nan_mode="null"))
+            for event in events
+        )
+
+    def _news(self) -> list[Event]:
+        events: list[Event] = []
         for block, take in self._takes.items():
             if text := take(self._num_written[block]):
                 self._num_written[block] += len(text)
-                events += [self._begin_once(), self._opened(block), self.delta(block, text)]
-        return b"".join(events)
+                events += [*self._opened(block), *self.delta(block, text)]
+        return events
 
-    def end(self) -> bytes:
-        events = [self._begin_once(), self.news(), self._closed()]
+    def _rest(self) -> list[Event]:
+        events = [*self._news(), *self._closed()]
         for number, call in enumerate(self.choice.tool_calls):
-            events.append(self.tool_call(number, call))
-            self.index += 1
-        if not self.index:
-            events += [self._opened("text"), self._closed()]
-        return b"".join([*events, self.finish()])
+            events += [*self._begun(), *self.tool_call(number, call)]
+        if not self.blocks:
+            events += [*self._opened("text"), *self._closed()]
+        return events
 
-    def _begin_once(self) -> bytes:
-        if self._has_begun:
-            return b""
+    def _begun(self) -> list[Event]:
+        has_begun = self._has_begun
         self._has_begun = True
-        return self.begin()
+        return [] if has_begun else self.begin()
 
-    def _opened(self, block: Block) -> bytes:
+    def _opened(self, block: Block) -> list[Event]:
         if self._open == block:
-            return b""
-        events = self._closed()
+            return []
+        events = [*self._begun(), *self._closed()]
         self._open = block
         return events + self.open(block)
 
-    def _closed(self) -> bytes:
-        if self._open is None:
-            return b""
-        events = self.close(self._open)
+    def _closed(self) -> list[Event]:
+        block = self._open
         self._open = None
-        self.index += 1
-        return events
+        return [] if block is None else self.close(block)
 
     @abstractmethod
-    def begin(self) -> bytes: ...
+    def begin(self) -> list[Event]:
+        """Return the events before all blocks."""
 
     @abstractmethod
-    def open(self, block: Block) -> bytes: ...
+    def open(self, block: Block) -> list[Event]: ...
 
     @abstractmethod
-    def delta(self, block: Block, text: str) -> bytes: ...
+    def delta(self, block: Block, text: str) -> list[Event]: ...
 
     @abstractmethod
-    def close(self, block: Block) -> bytes: ...
+    def close(self, block: Block) -> list[Event]:
+        """Add the finished block to `blocks`; return its last events."""
 
     @abstractmethod
-    def tool_call(self, number: int, call: Mapping[str, Any]) -> bytes: ...
+    def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]:
+        """Add the block of a tool call to `blocks`; return its events."""
 
     @abstractmethod
-    def finish(self) -> bytes: ...
+    def finish(self) -> list[Event]:
+        """Return the events after all blocks."""
+
+    @abstractmethod
+    def answer(self) -> dict[str, Any]:
+        """Return the whole answer."""
 
 
 # ---- answers that later calls continue

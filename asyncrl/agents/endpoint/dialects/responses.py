@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, invalid, shown
-from asyncrl.agents.endpoint.dialects.dialect import Block, BlockWriter, KeptAnswer, KeptAnswers, Writer
+from asyncrl.agents.endpoint.dialects.dialect import (
+    Block,
+    BlockWriter,
+    Event,
+    KeptAnswer,
+    KeptAnswers,
+    Writer,
+)
 from asyncrl.agents.endpoint.reasoning import sealed, unsealed
 from asyncrl.agents.endpoint.requests import CallParameters, Count, Settings
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
@@ -238,121 +244,106 @@ class ResponseWriter(BlockWriter):
         self._head: dict[str, Any] = {**head, **ECHOED, **data.echoed}
         self._num_events = 0
 
-    def whole(self) -> bytes:
-        return to_json(self._response(), inf_nan_mode="null")
+    def encoded(self, events: Sequence[Event]) -> bytes:
+        numbered = [{**event, "sequence_number": self._num_events + n} for n, event in enumerate(events)]
+        self._num_events += len(events)
+        return super().encoded(numbered)
 
     def failed(self, error: ApiError) -> bytes:
         """Report a failure. The `error` event is for OpenAI's clients, which read only it."""
         fields = {name: error.error[name] for name in ("code", "message", "param")}
-        return self._event("error", **fields, error=error.error)
+        return self.encoded([{"type": "error", **fields, "error": error.error}])
 
     def keep(self, kept: KeptAnswers) -> None:
         if self._data.stored is not None:
             kept.add(self.call.name, self._data.stored.with_answer(self.choice))
 
-    def begin(self) -> bytes:
+    def begin(self) -> list[Event]:
         response = self._head | {"status": "in_progress", "output": [], "usage": None}
-        created = self._event("response.created", response=response)
-        return created + self._event("response.in_progress", response=response)
+        return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
 
-    def open(self, block: Block) -> bytes:
-        item = self._item(block) | {"status": "in_progress", "content": []}
-        item.pop("encrypted_content", None)
-        added = self._of_item("output_item.added", item=item)
-        return added + self._of_part(block, "content_part.added", part=_part(block, "", []))
-
-    def delta(self, block: Block, text: str) -> bytes:
-        logprobs: dict[str, Any] = {"logprobs": []} if block == "text" else {}
-        return self._of_part(block, f"{_PARTS[block]}.delta", delta=text, **logprobs)
-
-    def close(self, block: Block) -> bytes:
-        item = self._item(block)
+    def open(self, block: Block) -> list[Event]:
+        item = self._item(block, "") | {"status": "in_progress"}
         (part,) = item["content"]
-        text = {name: value for name, value in part.items() if name in ("text", "logprobs")}
-        events = self._of_part(block, f"{_PARTS[block]}.done", **text)
-        events += self._of_part(block, "content_part.done", part=part)
-        return events + self._of_item("output_item.done", item=item)
+        return [
+            self._event("output_item.added", item=item | {"content": []}),
+            self._of_part(block, "content_part.added", part=part),
+        ]
 
-    def tool_call(self, number: int, call: Mapping[str, Any]) -> bytes:
-        item = self._call_item(number, call)
-        name = "function_call_arguments"
-        arguments = item["arguments"]
-        place = {"item_id": item["id"]}
-        events = self._of_item("output_item.added", item=item | {"status": "in_progress", "arguments": ""})
-        events += self._of_item(f"{name}.delta", **place, delta=arguments)
-        events += self._of_item(f"{name}.done", **place, name=item["name"], arguments=arguments)
-        return events + self._of_item("output_item.done", item=item)
+    def delta(self, block: Block, text: str) -> list[Event]:
+        logprobs: dict[str, Any] = {"logprobs": []} if block == "text" else {}
+        return [self._of_part(block, f"{_PARTS[block]}.delta", delta=text, **logprobs)]
 
-    def finish(self) -> bytes:
-        response = self._response()
-        return self._event(f"response.{response['status']}", response=response)
-
-    def _response(self) -> dict[str, Any]:
+    def close(self, block: Block) -> list[Event]:
         choice = self.choice
-        items = [self._item("thought")] if choice.thought else []
-        if choice.content or not (choice.thought or choice.tool_calls):
-            items.append(self._item("text"))
-        items += [self._call_item(number, call) for number, call in enumerate(choice.tool_calls)]
-        response = self._head | {"status": "completed", "output": items, "usage": self._usage()}
-        if choice.finish_reason == "length":
-            response["status"] = "incomplete"
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return response
+        item = self._item(block, (choice.thought if block == "thought" else choice.content) or "")
+        (part,) = item["content"]
+        if block == "text":
+            part["logprobs"] = choice.logprobs or []
+        elif self._data.is_sealed:
+            item["encrypted_content"] = sealed(choice.thought)
+        text = {name: value for name, value in part.items() if name in ("text", "logprobs")}
+        events = [
+            self._of_part(block, f"{_PARTS[block]}.done", **text),
+            self._of_part(block, "content_part.done", part=part),
+            self._event("output_item.done", item=item),
+        ]
+        self.blocks.append(item)
+        return events
 
-    def _usage(self) -> dict[str, Any]:
+    def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]:
+        tool = self._data.spaces.get(call["function"]["name"], {})
+        item = {"id": f"fc_{self.call.name}_{number}", "type": "function_call", "call_id": call["id"]}
+        item |= {"status": "completed", **call["function"]}
+        item |= {name: tool[name] for name in ("namespace", "name") if name in tool}
+        place = {"item_id": item["id"]}
+        arguments = item["arguments"]
+        done = {"name": item["name"], "arguments": arguments}
+        events = [
+            self._event("output_item.added", item=item | {"status": "in_progress", "arguments": ""}),
+            self._event("function_call_arguments.delta", **place, delta=arguments),
+            self._event("function_call_arguments.done", **place, **done),
+            self._event("output_item.done", item=item),
+        ]
+        self.blocks.append(item)
+        return events
+
+    def finish(self) -> list[Event]:
+        response = self.answer()
+        return [{"type": f"response.{response['status']}", "response": response}]
+
+    def answer(self) -> dict[str, Any]:
         prompt = self.call.num_prompt_tokens
         sampled = self.choice.num_tokens
-        return {
+        usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": self.choice.num_thought_tokens},
             "total_tokens": prompt + sampled,
         }
+        response = self._head | {"status": "completed", "output": self.blocks, "usage": usage}
+        if self.choice.finish_reason == "length":
+            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return response
 
-    def _item(self, block: Block) -> dict[str, Any]:
-        choice = self.choice
-        if block == "text":
-            status = "incomplete" if choice.finish_reason == "length" else "completed"
-            part = _part(block, choice.content or "", choice.logprobs or [])
-            item: dict[str, Any] = {
-                "id": f"msg_{self.call.name}",
-                "type": "message",
-                "role": "assistant",
-                "status": status,
-            }
+    def _item(self, block: Block, text: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": _PARTS[block], "text": text}
+        if block == "thought":
+            item = {"id": self._id(block), "type": "reasoning", "status": "completed", "summary": []}
             return item | {"content": [part]}
-        text = choice.thought if choice.finish_reason else choice.take_thought(0)
-        item = {"id": f"rs_{self.call.name}", "type": "reasoning", "status": "completed", "summary": []}
-        if self._data.is_sealed:
-            item["encrypted_content"] = sealed(text)
-        return item | {"content": [_part(block, text, [])]}
+        status = "incomplete" if self.choice.finish_reason == "length" else "completed"
+        item = {"id": self._id(block), "type": "message", "role": "assistant", "status": status}
+        return item | {"content": [part | {"annotations": [], "logprobs": []}]}
 
-    def _call_item(self, number: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        item_id = f"fc_{self.call.name}_{number}"
-        item = {"id": item_id, "type": "function_call", "call_id": call["id"], "status": "completed"}
-        tool = self._data.spaces.get(call["function"]["name"], {})
-        return {**item, **call["function"]} | {
-            name: tool[name] for name in ("namespace", "name") if name in tool
-        }
+    def _id(self, block: Block) -> str:
+        return f"{'rs' if block == 'thought' else 'msg'}_{self.call.name}"
 
-    def _of_item(self, event: str, **fields: Any) -> bytes:
-        return self._event(f"response.{event}", output_index=self.index, **fields)
+    def _event(self, event: str, **fields: Any) -> Event:
+        return {"type": f"response.{event}", "output_index": len(self.blocks), **fields}
 
-    def _of_part(self, block: Block, event: str, **fields: Any) -> bytes:
-        item_id = f"{'rs' if block == 'thought' else 'msg'}_{self.call.name}"
-        return self._of_item(event, item_id=item_id, content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._num_events, **fields}
-        self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + to_json(event, inf_nan_mode="null") + b"\n\n"
+    def _of_part(self, block: Block, event: str, **fields: Any) -> Event:
+        return self._event(event, item_id=self._id(block), content_index=0, **fields)
 
 
 _PARTS = {"thought": "reasoning_text", "text": "output_text"}
-
-
-def _part(block: Block, text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
-    if block == "thought":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -34,7 +34,7 @@ function optionsOf(spec, width) {
       label: line.label, scale: line.scale || "y", class: line.isQuiet ? "quiet" : undefined, stroke: line.stroke, width: line.width ?? 2, fill: line.fill,
       dash: line.dash, paths: line.paths, spanGaps: Boolean(line.spansGaps),
       points: line.isPoints ? { show: true, size: 8, fill: line.stroke } : line.width === 0 || line.fill || line.dash || line.isEdge ? { show: false } : { size: 5 },
-      value: (_, v, at, row) => amount(line.raw && row !== null ? line.raw[row] : v, spec.unit),
+      value: (_, v, at, row) => amount(v, spec.unit),
     });
   }
   const labels = spec.lines.map(line => line.label);
@@ -74,7 +74,7 @@ function drawChart(id, spec) {
   const entry = { spec, shape, reset, isZoomed: false, lines: spec.lines };
   const options = optionsOf(spec, Math.max(spec.isSmall ? 120 : 240, box.clientWidth));
   options.series.slice(1).forEach((line, at) => {
-    line.value = (_, v, __, row) => amount(entry.lines[at].raw && row !== null ? entry.lines[at].raw[row] : v, spec.unit);
+    line.value = (_, v, __, row) => amount(v, spec.unit);
   });
   const newest = plot => {
     const last = plot.data.map(line => line.findLastIndex(value => value !== null && value !== undefined)), isOut = !(plot.cursor.left >= 0);
@@ -92,8 +92,8 @@ function drawChart(id, spec) {
 
 function spoken(spec) {
   const told = spec.lines.filter(line => !line.isQuiet).slice(0, 6).map(line => {
-    const there = line.y.filter(value => value !== null && value !== undefined), one = line.raw ? line.raw.filter(value => value !== null) : there;
-    return one.length ? `${line.label}: ${amount(one[0], spec.unit)} at first, ${amount(one[one.length - 1], spec.unit)} at last` : `${line.label}: nothing`;
+    const there = line.y.filter(value => value !== null && value !== undefined);
+    return there.length ? `${line.label}: ${amount(there[0], spec.unit)} at first, ${amount(there[there.length - 1], spec.unit)} at last` : `${line.label}: nothing`;
   });
   return `${spec.title}. ${told.join("; ")}. Arrow keys read values, plus and minus zoom, 0 shows the whole range.`;
 }
@@ -174,7 +174,7 @@ function rewardSpec(runs, isTime) {
     }
     const isSmooth = run.window > 1 && curve.mean.length > 2 * run.window;
     lines.push({ label: `${name}${curve.low ? "mean of a stretch" : "each step"}`, x, y: curve.mean, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
-    if (isSmooth) lines.push({ label: isAlone ? `mean of ${run.verdict.num_recent} steps` : run.name, x, y: runningMean(curve.mean, run.window), stroke: colour, width: 2.5 });
+    if (isSmooth) lines.push({ label: isAlone ? `mean of ${run.num_recent} steps` : run.name, x, y: runningMean(curve.mean, run.window), stroke: colour, width: 2.5 });
     const evaluated = run.evaluations.filter(line => line["eval/reward_mean"] !== undefined);
     for (const one of new Set(evaluated.map(line => line.name ?? ""))) {
       const told = evaluated.filter(line => (line.name ?? "") === one), at = told.map(line => isTime ? line.time_s : line.policy_version);
@@ -216,18 +216,6 @@ function smallSpec(runs, names, isTime) {
     lines.push({ label, x, y: curve.mean, stroke: colour, width: 1.5, spansGaps: true, isQuiet: index !== shown.run, unit: gaugeOf(each).unit, ...(at && { scale: "share", dash: [4, 3], stroke: faded(colour, 0.75) }) });
   }));
   return { title: isFixed ? TITLES[name] : name, what: names.map(each => gaugeOf(each).meaning).join("; dashed: "), lines, bands, unit: gaugeOf(name).unit, isTime, isSmall: true, isEmpty: withoutSteps(runs) };
-}
-
-/* Parts of each step, one on the other: the highest sum is drawn first, the next before it. */
-function stepTimesSpec(run, isTime) {
-  const names = Object.keys(run.step_times), x = xOf(run, isTime), sums = x.map(() => 0), isBars = !isTime && x.length > 1 && x.length <= 60;
-  const lines = names.map(name => {
-    const raw = run.step_times[name];
-    raw.forEach((value, at) => { sums[at] += value || 0; });
-    const fill = colourOf(name);
-    return { label: name, x, y: [...sums], raw, stroke: fill, fill, width: 0.5, paths: isBars ? uPlot.paths.bars({ size: [0.9, 40] }) : undefined };
-  });
-  return { title: "Seconds of each step, by what they went on", what: "stacked: the top is the whole step", lines: lines.reverse(), unit: "s", isTime, isBars, range: (_, high) => [0, (high || 1) * 1.05], isEmpty: withoutSteps([run]) };
 }
 
 function withoutSteps(runs) {

@@ -1,7 +1,7 @@
 /* The page: which part needs which data, and when it is drawn anew. */
 
 const shown = { page: null, run: 0, isTime: false, step: null, filter: "", inSight: new Set(), drawn: new Map(), errors: [] };
-const PARTS = [["verdict", "Verdict"], ["curves", "Learning"], ["samples", "Samples"], ["time", "Time"], ["timeline", "Time line"], ["metrics", "Metrics"], ["config", "Config"]];
+const PARTS = [["verdict", "Verdict"], ["curves", "Learning"], ["samples", "Samples"], ["time", "Time"], ["timeline", "Timeline"], ["metrics", "Metrics"], ["config", "Config"]];
 
 /* Draws a part if something that it shows is another value than at the last time; unchanged data keep their identity. */
 function part(name, needs, draw) {
@@ -34,9 +34,8 @@ function drawPage() {
   part("warnings", [run.warnings, run.problems], () => showWarnings(run));
   part("reward", [isTime, theme, wide, ...curves], () => drawChart("reward", rewardSpec(runs, isTime)));
   part("staleness", [isTime, theme, wide, ...curves], () => drawChart("staleness", stalenessSpec(runs, isTime)));
-  part("differences", [page.differences], () => showDifferences(page));
+  part("differences", runs.flatMap(each => [each.settings, each.tiles, each.state]), () => showDifferences(runs));
   part("shares", [run.shares, theme], () => showShares(run));
-  part("step-times", [isTime, theme, wide, run.step_times, run.step], () => drawChart("step-times", stepTimesSpec(run, isTime)));
   part("timeline", [run.timeline, theme, wide], () => showTimeline(run.timeline));
   part("samples", [run.samples, run.run_dir], () => showSamples(run.samples, run));
   part("failures", [run.failures], () => showFailures(run));
@@ -90,7 +89,7 @@ function drawStepTools() {
   if (step === null) return box.replaceChildren(h("span", { class: "hint" }, "Click a chart to pick a step."));
   const reward = run.curves["reward/mean"]?.mean[nearest(run.step, step)], button = (text, act) => h("button", { type: "button", class: "small", onclick: act }, text);
   box.replaceChildren(h("strong", {}, `Step ${step}`), ...(reward === undefined ? [] : [h("span", { class: "range" }, `reward ${amount(reward, "")}`)]),
-    ...(samples.all.length ? [button("Its samples", () => samplesOfStep(step))] : []), button("Its time line", () => timelineOfStep(step)),
+    ...(samples.all.length ? [button("Its samples", () => samplesOfStep(step))] : []), button("Its timeline", () => timelineOfStep(step)),
     copyButton(() => linkTo(`step=${step}`), "Copy link"), button("Clear", () => chooseStep(null)));
 }
 

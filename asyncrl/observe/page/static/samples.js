@@ -113,9 +113,8 @@ function showSample(sample) {
 
 function messageBlock(message) {
   const { role, content, ...rest } = message;
-  const parts = typeof content === "string" ? content : Array.isArray(content) ? content.map(part => part?.text ?? JSON.stringify(part)).join("\n") : content === null || content === undefined ? "" : JSON.stringify(content, null, 2);
   const other = Object.keys(rest).length ? JSON.stringify(rest, null, 2) : "";
-  return h("div", { class: "turn given" }, h("span", { class: "role" }, String(role ?? "?")), h("pre", {}, [parts, other].filter(Boolean).join("\n")));
+  return h("div", { class: "turn given" }, h("span", { class: "role" }, role ?? "?"), h("pre", {}, [content, other].filter(Boolean).join("\n")));
 }
 
 function partBlock(part, isPrompt) {

@@ -3,24 +3,24 @@
 const TRENDS = { rising: "still rising", flat: "flat at the end", falling: "falling", unknown: "too few steps for a trend" };
 
 function showVerdict(run) {
-  const told = run.verdict, sentences = texts => texts.map(text => h("p", {}, text));
+  const told = run.verdict ?? { headline: "No step has ended yet.", learning: [], health: null, speed: [], reward_last: null }, sentences = texts => texts.map(text => h("p", {}, text));
   const row = (label, ...content) => h("div", { class: "row" }, h("h2", {}, label), h("div", {}, ...content));
-  byId("headline").replaceChildren(written(told.ended || told.headline));
+  byId("headline").replaceChildren(written(run.ended || told.headline));
   const health = told.health === null ? nothing("No step has ended yet.") : told.health.length
     ? h("ul", { class: "flags" }, told.health.map(text => h("li", {}, text))) : h("p", { class: "fine" }, "Nothing unusual.");
   bodyOf("verdict").replaceChildren(
-    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(told.ended ? [told.headline] : []), ...sentences(told.learning), told.reward_last === null ? nothing("No step has a reward yet.") : bigReward(told))),
+    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(run.ended ? [told.headline] : []), ...sentences(told.learning), told.reward_last === null ? nothing("No step has a reward yet.") : bigReward(told, run.num_recent))),
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
     h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
   byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
     h("div", { class: "label" }, tile.label), h("div", { class: "value" }, tile.value), h("div", { class: "hint" }, tile.note))));
 }
 
-function bigReward(told) {
+function bigReward(told, num) {
   const number = value => value === null ? "–" : value.toFixed(3);
   return h("p", { class: "big" }, h("span", { class: "label" }, "reward"), h("span", { class: "from" }, number(told.reward_first)), h("span", { class: "from" }, "→"),
     h("strong", {}, number(told.reward_last)), h("span", { class: "from" }, `± ${number(told.reward_noise)}`),
-    h("span", { class: "hint" }, `from the start to the mean of the last ${told.num_recent === 1 ? "step" : `${told.num_recent} steps`}; ${TRENDS[told.trend] ?? told.trend}`));
+    h("span", { class: "hint" }, `from the start to the mean of the last ${num === 1 ? "step" : `${num} steps`}; ${TRENDS[told.trend] ?? told.trend}`));
 }
 
 function showWarnings(run) {
@@ -103,19 +103,28 @@ async function copyText(text, button, label) {
   setTimeout(() => { button.textContent = label; }, 1500);
 }
 
-function showDifferences(page) {
-  byId("differences").hidden = page.runs.length < 2;
-  if (page.runs.length < 2) return;
-  bodyOf("differences").replaceChildren(page.differences.length
-    ? table(["Setting or result", ...page.runs.map(run => run.name)], page.differences.map(row => [h("code", {}, row.key), ...row.values.map(value => h("span", { class: "wrap" }, value))]), "differences")
-    : nothing("These runs have the same settings and the same results."));
+/* Settings and results in which the runs differ. */
+function differencesOf(runs) {
+  const values = runs.map(run => ({
+    ...Object.fromEntries(run.settings.map(each => [each.key, each.value])), state: run.state, ...Object.fromEntries(run.tiles.map(tile => [tile.label, tile.value])),
+    ...(run.verdict?.reward_last != null && { "reward at the end": `${run.verdict.reward_last.toFixed(3)} ± ${(run.verdict.reward_noise ?? 0).toFixed(3)}` }),
+  }));
+  const keys = [...new Set(values.flatMap(Object.keys))];
+  return keys.map(key => [key, values.map(each => each[key] ?? "-")]).filter(([, row]) => new Set(row).size > 1);
+}
+
+function showDifferences(runs) {
+  byId("differences").hidden = runs.length < 2;
+  if (runs.length < 2) return;
+  const rows = differencesOf(runs).map(([key, row]) => [h("code", {}, key), ...row.map(value => h("span", { class: "wrap" }, value))]);
+  bodyOf("differences").replaceChildren(rows.length ? table(["Setting or result", ...runs.map(run => run.name)], rows, "differences") : nothing("These runs have the same settings and the same results."));
 }
 
 function showRuns(page, chosen, onChoose) {
   byId("runs").hidden = page.runs.length < 2;
   if (page.runs.length < 2) return;
   keepingFocus(bodyOf("runs"), () => bodyOf("runs").replaceChildren(
-    h("p", { class: "hint" }, "Curves show all of them. Verdict, time line, samples and config are of the chosen one."),
+    h("p", { class: "hint" }, "Curves show all of them. Verdict, timeline, samples and config are of the chosen one."),
     h("div", { class: "runs", role: "group", "aria-label": "Run that is shown in detail" }, page.runs.map((run, index) =>
       h("button", { type: "button", "data-key": run.run_dir, "aria-pressed": String(index === chosen), onclick: () => onChoose(index) },
         h("span", { class: "swatch", style: { background: runColour(index) } }), h("span", { class: "name" }, run.name), statePill(run.state))))));

@@ -48,7 +48,7 @@ function plainNumber(value) {
   return size && size < 1e-4 ? value.toExponential(2) : String(+value.toPrecision(4));
 }
 
-/* A value of a metric with its unit, as shape.py's gauges name it. */
+/* A value of a metric with its unit, as run.gauges names it. */
 function amount(value, unit) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (unit === "s") return duration(value);

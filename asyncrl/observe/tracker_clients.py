@@ -1,4 +1,4 @@
-"""Clients of trackers: TensorBoard, Weights & Biases, MLflow and Trackio, each imported when it starts."""
+"""Clients of TensorBoard, Weights & Biases, MLflow and Trackio, each imported when it starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from asyncrl.config.operation import TRACKERS
-from asyncrl.observe.sample_text import sample_text
-from asyncrl.observe.samples import ShownRollout
-from asyncrl.observe.trackers.tracker import TrackedRun, Tracker, sample_table
+from asyncrl.observe.samples import ShownRollout, sample_text
+from asyncrl.observe.trackers import TrackedRun, Tracker
 
 MAX_CHARS = 2000
 """Characters of each part of a sample in TensorBoard."""
@@ -26,6 +25,25 @@ STATES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 RUN_TAG = "asyncrl.run_id"
 
 
+COLUMNS = (
+    *("step", "kind", "group_id", "sample_index", "prompt", "completion"),
+    *("reward", "staleness", "logprob_gap", "truncated", "interruptions", "error"),
+)
+
+
+def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
+    """Return `columns`, and in `data` a row for each sample; `completion` has only the sampled text."""
+    rows = []
+    for sample in samples:
+        messages = [f"{message.get('role')}: {message.get('content')}" for message in sample["messages"]]
+        completion = "\n\n".join(part["text"] for part in sample["parts"] if part["is_sampled"])
+        row: list[Any] = [sample["step"], sample["kind"], sample["group_id"], sample["sample_index"]]
+        row += ["\n".join(messages), completion]
+        row += [sample["reward"], sample["staleness"], sample["logprob_gap"]]
+        rows.append([*row, sample["is_truncated"], sample["num_interruptions"], sample["error"]])
+    return {"columns": [*COLUMNS], "data": rows}
+
+
 class TensorBoard(Tracker):
     """TensorBoard: scalars by step, evaluations by policy_version, samples as text in RUN_DIR/tensorboard."""
 
@@ -33,23 +51,22 @@ class TensorBoard(Tracker):
         self._writer: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open the event file."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=5)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add an event with all scalars."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._add([Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()], step)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Add an event at the policy version."""
         self.step(version, metrics)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         """Add text by kind, at fewer steps of a long run; indented, so that Markdown shows it verbatim."""
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
         if step % 10 ** max(0, len(str(step)) - 2):
             return
         texts = dict[str, list[str]]()
@@ -57,21 +74,10 @@ class TensorBoard(Tracker):
             lines = sample_text(sample, most=MAX_CHARS).split("\n")
             texts.setdefault(sample["kind"], []).append("".join(f"    {line}\n" for line in lines))
         for kind, found in texts.items():
-            self._add_text(f"samples/{kind}", "\n---\n\n".join(found), step)
+            self._add(text_pb(f"samples/{kind}", "\n---\n\n".join(found)).value, step)
 
     def close(self, state: str) -> None:
-        """Flush."""
         self._writer.close()
-
-    def _add_text(self, tag: str, markdown: str, step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-
-        plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        text = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()], tensor_shape=shape)
-        self._add([Summary.Value(tag=tag, metadata=plugin, tensor=text)], step)
 
     def _add(self, values: Sequence[Any], step: float) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -107,9 +113,7 @@ class Wandb(Tracker):
         settings = wandb.setup().settings
         mode: Any = self._mode or settings.mode
         if mode == "online" and (why := _why_offline(str(settings.base_url))):
-            run.warn(
-                f"wandb is offline: {why}; `wandb sync {run.run_dir}/wandb/offline-run-*` sends all later"
-            )
+            run.warn(f"wandb is offline: {why}; upload later: `wandb sync {run.run_dir}/wandb/offline-run-*`")
             mode = "offline"
         self._run = wandb.init(
             project=self._project,
@@ -130,22 +134,18 @@ class Wandb(Tracker):
         return f"{self._entity or ''}/{self._project}/{run.run_id}"
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a line."""
         self._run.log({"step": step, **metrics})
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Log a line at the policy version."""
         self._run.log({"policy_version": version, **metrics})
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Log a table."""
         from wandb import Table
 
         table = Table(**sample_table(samples), allow_mixed_types=True)
         self._run.log({"step": step, "samples": table})
 
     def close(self, state: str) -> None:
-        """Send the rest."""
         self._run.finish(exit_code=0 if state == "done" else 1)
 
 
@@ -158,9 +158,8 @@ def _why_offline(base_url: str) -> str:
     except urllib.error.HTTPError:
         pass  # an answer
     except OSError as error:
-        if not isinstance(
-            getattr(error, "reason", None), ssl.SSLError
-        ):  # the client may know the certificate
+        is_certificate = isinstance(getattr(error, "reason", None), ssl.SSLError)  # the client may know it
+        if not is_certificate:
             return f"{base_url} cannot be reached ({error})"
     is_known = wandb.login(prompt=False, verify=False)
     return "" if is_known else f"no key for {base_url} (`wandb login`, or WANDB_API_KEY)"
@@ -196,7 +195,6 @@ class Mlflow(Tracker):
         return self._id
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a batch of metrics."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -204,15 +202,12 @@ class Mlflow(Tracker):
         self._client.log_batch(self._id, metrics=batch)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Log a batch at the policy version."""
         self.step(version, metrics)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Log a table."""
         self._client.log_dict(self._id, sample_table(samples), f"samples/step_{step:06d}.json")
 
     def close(self, state: str) -> None:
-        """Set the final status."""
         self._client.set_terminated(self._id, STATES[state])
 
 
@@ -226,32 +221,27 @@ class Trackio(Tracker):
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> str:
-        """Continue the run of the kept name; the run directory may have another one."""
         import trackio
 
-        project, space, config = self._project, self._space_id, dict(run.config)
-        place, name = f"{space or ''}/{project}/", f"{run.name}-{run.run_id[:8]}"
-        if run.kept_id.startswith(place):
-            name = run.kept_id.removeprefix(place)
-        self._run = trackio.init(project, name, space_id=space, config=config, resume="allow", embed=False)
-        return place + name
+        name = f"{run.name}-{run.run_id[:8]}"
+        config = dict(run.config)
+        self._run = trackio.init(
+            self._project, name, space_id=self._space_id, config=config, resume="allow", embed=False
+        )
+        return f"{self._space_id or ''}/{self._project}/{name}"
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a line."""
         self._run.log(dict(metrics), step=step)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Log a line at the policy version."""
         self._run.log(dict(metrics), step=version)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Log a table."""
         from trackio import Table
 
         self._run.log({"samples": Table(**sample_table(samples))}, step=step)
 
     def close(self, state: str) -> None:
-        """Send the rest."""
         self._run.finish()
 
 

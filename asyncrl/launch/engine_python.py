@@ -1,0 +1,54 @@
+"""Find the Python of engine servers that run in an environment of their own (vLLM)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import asyncrl
+from asyncrl.base.errors import ConfigError, install_extra
+from asyncrl.config import RolloutConfig
+
+CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
+ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+ASK_TIMEOUT_S = 30.0
+
+
+def find_python(rollout: RolloutConfig) -> Path:
+    """Return the Python that has the engine's package: rollout.vllm_python, else this one, else the Python of
+    `make setup-vllm` in .venv-vllm or $VENV_VLLM. Raises ConfigError if all lack the package.
+    """
+    package = rollout.facts.package or ""
+    given = getattr(rollout, f"{package}_python")
+    named = Path(shutil.which(Path(given).expanduser()) or given)
+    folder = Path(os.environ.get(f"VENV_{package.upper()}") or CHECKOUT / f".venv-{package}")
+    pythons = [Path(sys.executable), folder / "bin" / "python"] if given == "auto" else [named]
+    for python in pythons:
+        if version_in(python.absolute(), package) is not None:
+            return python.absolute()  # not resolved: a venv's python is a link
+    raise ConfigError(
+        f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
+        way_out=f"{install_extra(package)} (CUDA), or `make setup-{package}` (CPU); or name one.",
+    )
+
+
+def find_version(rollout: RolloutConfig) -> dict[str, str]:
+    """Return the engine's package with its version in the engine's Python. Raises ConfigError."""
+    package = rollout.facts.package or ""
+    return {package: version_in(find_python(rollout), package) or ""}
+
+
+@functools.cache
+def version_in(python: Path, package: str) -> str | None:
+    """Return the version of a package in a Python, without importing it; None: it lacks the package."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        asking = [str(python), "-c", ASK, package]
+        done = subprocess.run(asking, env=environ, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.strip()

@@ -1,0 +1,283 @@
+"""Reads a run directory for the page, as plain JSON values. Text of models, tasks and users is never HTML."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.base.errors import JournalError
+from asyncrl.config import RunConfig
+from asyncrl.config.load import sections
+from asyncrl.journal.read import reading
+from asyncrl.observe.metrics import gauge_of
+from asyncrl.observe.run_dir import JOURNAL_FILE, SUMMARY_FILE, TIMELINE_FILE, read_object
+from asyncrl.observe.run_numbers import SHARES, Steps, duration, masked_tokens, recent, seconds_left
+from asyncrl.observe.run_record import RunFiles, read_files
+from asyncrl.observe.samples import ShownRollout, read_samples
+from asyncrl.observe.timeline import read_timeline, timeline_view
+
+MAX_BUCKETS = 1024
+MAX_EVALUATIONS = 1000
+MAX_EVENTS = 1000
+MAX_CAUSES = 50
+NUM_SAMPLES = 60
+"""Number of the newest samples on the page, and of older samples spread over the run."""
+HIDDEN = "(hidden)"
+MIN_SECRET_CHARS = 8
+"""Shorter secrets are hidden only in their own setting."""
+_SECRET_NAME = re.compile(
+    r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|auth|authorization)$", re.IGNORECASE
+)
+_SECRET_TEXT = re.compile(
+    r"\b(?:sk|hf|gh[opsu]|glpat|xox[abp])[-_][\w-]{16,}"
+    r"|(?<=Bearer )[\w.~+/-]{16,}"
+    r"|(?i:(?<=api_key=)|(?<=apikey=)|(?<=token=)|(?<=password=)|(?<=secret=))[\w.~+/-]{8,}"
+)
+"""Keys of well-known services, and values after the name of a secret."""
+Curve = dict[str, list[float | None]]
+"""`mean`, `low` and `high` of each bucket of neighboring steps; only `mean` if each bucket is one step."""
+
+
+def view_run(run_dir: str | Path, steps: Steps | None = None) -> dict[str, Any]:
+    """Return the data of a run for the page; `problems` lists unreadable data. `steps`: read already.
+
+    Raises ConfigError if `run_dir` is not a run directory or its config cannot be read.
+    """
+    files = read_files(run_dir, steps)
+    folder = files.run_dir
+    config = files.config
+    steps = files.steps
+    problems = files.problems
+    events, failures = _from_journal(folder, problems)
+    rows = read_timeline(folder / TIMELINE_FILE, problems)
+    if steps and not rows:
+        problems.append(f"there is no {TIMELINE_FILE}: the timeline is empty")
+    shown_events = [(s, _event_text(what, detail)) for s, what, detail in events if _is_shown(what)]
+    timeline = timeline_view(rows, shown_events, problems, config.rollout.slots)
+    curves = curves_of(steps)
+    x = {name: [at or 0.0 for at in curve["mean"]] for name, curve in curves.items()}
+    num_points = len(x.get("step", ()))
+    num_recent = len(steps.values("reward/mean")[recent(len(steps.values("reward/mean")))])
+    is_bad_end = files.state in ("failed", "crashed", "interrupted")
+    values = config.model_dump(mode="json")
+    secrets = [secret for secret in _secrets_in(values) if len(secret) >= MIN_SECRET_CHARS]
+    view: dict[str, Any] = {
+        "name": folder.resolve().name,
+        "run_dir": str(folder),
+        "state": files.state,
+        "why": files.explanation or f"{len(steps)} of {config.trainer.num_steps} steps done",
+        "ended": f"The run has state {files.state}: {files.explanation}" if is_bad_end else "",
+        "max_staleness": config.buffer.max_staleness,
+        "verdict": files.verdict and asdict(files.verdict),
+        "num_recent": num_recent,
+        "window": max(1, round(num_recent * num_points / max(1, len(steps)))),
+        "tiles": [{"label": label, "value": value, "note": note} for label, value, note in _tiles(files)],
+        "step": x.get("step", []),
+        "time_s": x.get("time_s", [0.0] * num_points),
+        "curves": {name: curve for name, curve in curves.items() if name != "step"},
+        "evaluations": files.evaluations[:: 1 + len(files.evaluations) // MAX_EVALUATIONS],
+        "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
+        "shares": _shares(files),
+        "timeline": timeline,
+        "samples": _some_samples(folder, problems),
+        "failures": failures,
+        "warnings": _warnings(files.status, read_object(folder / SUMMARY_FILE, []), events),
+        "settings": settings_of(config),
+        "problems": problems,
+    }
+    return {key: without_secrets(value, secrets) for key, value in view.items()}
+
+
+def without_secrets(value: Any, secrets: list[str]) -> Any:
+    """Hide the secrets, and keys of well-known services, in all texts."""
+    if isinstance(value, str):
+        for secret in sorted(secrets, key=len, reverse=True):
+            value = value.replace(secret, HIDDEN)
+        return _SECRET_TEXT.sub(HIDDEN, value)
+    if isinstance(value, Mapping):
+        return {key: without_secrets(item, secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        is_numbers = not value or isinstance(value[-1], float)
+        return value if is_numbers else [without_secrets(item, secrets) for item in value]
+    return value
+
+
+def _secrets_in(value: Any, name: str = "", *, is_secret: bool = False) -> Iterator[str]:
+    """Yield texts of a config with a name such as api_key, and all of generator.env."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            path = f"{name}.{key}" if name else str(key)
+            is_hidden = is_secret or name == "generator.env" or bool(_SECRET_NAME.search(str(key)))
+            yield from _secrets_in(item, path, is_secret=is_hidden)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _secrets_in(item, name, is_secret=is_secret)
+    elif is_secret and isinstance(value, str) and value:
+        yield value
+
+
+def settings_of(config: RunConfig) -> list[dict[str, Any]]:
+    """Return key, value and default of each setting as text, and whether they differ, without secrets."""
+    values = config.model_dump(mode="json")
+    keys = [key for _, _, of_section in sections() for key in of_section]
+    names = {key.name for key in keys}
+    settings = []
+    for key in keys:
+        value: Any = values
+        for name in key.name.split("."):
+            value = value.get(name, ...) if isinstance(value, dict) else ...
+        is_section = isinstance(value, dict) and any(name.startswith(f"{key.name}.") for name in names)
+        if value is ... or is_section:
+            continue
+        default = None if key.default == "must be given" else key.default
+        text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+        is_secret = bool(_SECRET_NAME.search(key.name.rpartition(".")[2]))
+        shown = text
+        for secret in _secrets_in(value, key.name, is_secret=is_secret):
+            shown = shown.replace(secret, HIDDEN)
+        settings.append({"key": key.name, "value": shown, "default": default, "differs": text != default})
+    return settings
+
+
+def curves_of(steps: Steps) -> dict[str, Curve]:
+    """Return all metrics as curves of at most MAX_BUCKETS points."""
+    size = 1 + (len(steps) - 1) // MAX_BUCKETS
+    return {name: _curve(np.array(steps.column(name)), size) for name in steps.names} if len(steps) else {}
+
+
+def _curve(values: Any, size: int) -> Curve:
+    """Take means, minima and maxima of `size` neighboring steps; the last bucket may be smaller."""
+    if size == 1:
+        return {"mean": _rounded(values)}
+    starts = np.arange(0, len(values), size)
+    sums = np.add.reduceat(np.nan_to_num(values), starts)
+    counts = np.add.reduceat((~np.isnan(values)).astype(np.float64), starts)
+    means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+    lows = np.fmin.reduceat(values, starts)
+    highs = np.fmax.reduceat(values, starts)
+    return {"mean": _rounded(means), "low": _rounded(lows), "high": _rounded(highs)}
+
+
+def _rounded(values: Any) -> list[float | None]:
+    return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]
+
+
+def _tiles(files: RunFiles) -> Iterator[tuple[str, str, str]]:
+    """Yield label, value and note of the key numbers."""
+    steps = files.steps
+    config = files.config
+    num_steps = config.trainer.num_steps
+    step_s = steps.mean("perf/step_s")
+    pace = "" if step_s is None else f", {step_s:.3g} s each"
+    yield "steps", f"{len(steps):,}", f"of {num_steps:,}{pace}"
+    if files.state == "running" and (left_s := seconds_left(steps, num_steps)) is not None:
+        yield "time left", duration(left_s), "at the pace of the last 20 steps"
+    wall_s = float(steps.last.get("time_s", 0.0))
+    if steps:
+        yield "time", duration(wall_s), f"{duration(steps.total('perf/step_s'))} of it in steps"
+    name = config.best_eval or ""
+    lines = [line for line in files.evaluations if line.get("name", "") == name]
+    if means := [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]:
+        best = f"best of {len(means)}: {max(means):.3f}"
+        yield f"last evaluation {name}".strip(), f"{means[-1]:.3f}", best
+    if wall_s and (tokens := steps.total("tokens/trained")):
+        note = f"waits included; {masked_tokens(steps):,} tokens masked as too old"
+        yield "trained tokens a second", f"{tokens / wall_s:,.0f}", note
+    if (age := steps.mean("sample/staleness_mean")) is not None:
+        largest = f"largest {steps.largest('sample/staleness_max') or 0:.0f}"
+        yield "staleness", f"{age:.2f} versions", f"{largest}, bound {config.buffer.max_staleness}"
+    if (failed := steps.last.get("rollout/failed")) is not None:
+        yield "failed rollouts", f"{failed:.0f}", f"{steps.last.get('rollout/retried', 0):.0f} retries"
+
+
+def _shares(files: RunFiles) -> list[dict[str, Any]]:
+    """Return the shares of the wall time of all steps."""
+    if files.verdict is None:
+        return []
+    seconds = files.steps.total("perf/step_s")
+    found = {words: float(getattr(files.verdict.shares, name)) for name, (words, *_) in SHARES.items()}
+    return [
+        {"name": words, "seconds": round(share * seconds, 3), "fraction": round(share, 4)}
+        for words, share in found.items()
+    ]
+
+
+def _some_samples(folder: Path, problems: list[str]) -> list[ShownRollout]:
+    samples = read_samples(folder, problems)
+    older = samples[:-NUM_SAMPLES]
+    return older[:: 1 + len(older) // NUM_SAMPLES] + samples[-NUM_SAMPLES:]
+
+
+# ---- the journal
+
+Events = list[tuple[float, str, dict[str, Any]]]
+
+
+def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[dict[str, Any]]]:
+    """Return the newest events, oldest first, and failed rollouts by cause."""
+    if not (folder / JOURNAL_FILE).is_file():
+        problems.append(f"there is no {JOURNAL_FILE}: failures and restarts are unknown")
+        return [], []
+    try:
+        with reading(folder / JOURNAL_FILE) as connection:
+            query = "SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?"
+            rows = connection.execute(query, (MAX_EVENTS,)).fetchall()
+            events = [(float(at_s), str(what), json.loads(detail)) for at_s, what, detail in reversed(rows)]
+            return events, _failures(connection)
+    except JournalError as error:
+        problems.append(str(error))
+        return [], []
+
+
+def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Count failed rollouts and groups by cause, most frequent first, each with an example."""
+    counts = Counter[str]()
+    examples: dict[str, str] = {}
+    query = (
+        "SELECT '', why, count(*) FROM failures GROUP BY why"
+        " UNION ALL SELECT 'group ' || state || ': ', reason, count(*) FROM groups"
+        " WHERE reason <> '' GROUP BY state, reason"
+    )
+    for prefix, why, num in connection.execute(query):
+        cause = prefix + cause_of(str(why))
+        counts[cause] += num
+        examples.setdefault(cause, str(why)[:2000])
+    return [
+        {"cause": cause, "count": num, "example": examples[cause]}
+        for cause, num in counts.most_common(MAX_CAUSES)
+    ]
+
+
+def cause_of(why: str) -> str:
+    """Return the first line of a message without its quoted names and numbers."""
+    line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", (why.strip().splitlines() or ["no reason recorded"])[0][:600])
+    return re.sub(r"\b(?:g\d+(?:/r\d+)?|r\d+|0x[0-9a-f]+|[0-9a-f]{12,}|\d[\d.,]*)", "N", line)[:160]
+
+
+def _is_shown(what: str) -> bool:
+    """Return whether an event has no span of its own."""
+    return not (what.startswith("hand") or what.endswith(" up"))
+
+
+def _event_text(what: str, detail: Mapping[str, Any]) -> str:
+    seconds = detail.get("down_s", detail.get("seconds"))
+    text = f"{what}: {detail['name']}" if detail.get("name") else what
+    text += f" {detail['version']}" if "version" in detail else ""
+    text += f", after {seconds:.1f} s" if isinstance(seconds, int | float) else ""
+    return f"{text}: {detail['why']}".splitlines()[0][:400] if detail.get("why") else text
+
+
+def _warnings(status: Mapping[str, Any], summary: Mapping[str, Any], events: Events) -> list[str]:
+    """Return the warnings of the run, then its losses and restarts."""
+    warnings = summary.get("warnings") or status.get("warnings") or []
+    texts = [str(text) for text in warnings] if isinstance(warnings, list) else []
+    losses = ("lost", "stuck", "restored", "broken", "failed")
+    return texts + [_event_text(what, detail) for _, what, detail in events if what.split()[-1] in losses]

@@ -1,0 +1,429 @@
+"""`asyncrl runs`, `status` and `inspect`: a folder of runs, a run on one screen, and its groups and batches.
+All only read, and import no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pydantic import TypeAdapter
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.base.errors import ConfigError, JournalError
+from asyncrl.journal.read import batch_story, group_story, reading, run_story
+from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
+from asyncrl.messages.records import Trajectory, VersionSpan
+from asyncrl.observe.console import reward_text, shares_text, staleness_text, tasks_text
+from asyncrl.observe.run_dir import (
+    CONFIG_FILE,
+    JOURNAL_FILE,
+    QUIET_S,
+    STATUS_FILE,
+    age_of,
+    judge_state,
+    read_metrics,
+    read_status,
+)
+from asyncrl.observe.run_numbers import (
+    boxed,
+    by_evaluation,
+    duration,
+    evaluation_text,
+    grid,
+    masked_tokens,
+    plain,
+    seconds_left,
+    sparkline,
+    thinned,
+)
+from asyncrl.observe.run_record import RunFiles, read_files
+from asyncrl.observe.samples import harmless, read_samples, render_samples
+from asyncrl.observe.trained import TrainedRecord, batch_summary, trajectory_summaries
+from asyncrl.observe.verdict import summary_panel, time_rows, verdict_rows
+from asyncrl.observe.watchdog import Wait
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+RUNS = Path("runs")
+"""Folder of runs that were given no directory."""
+NUM_REWARDS = 10
+"""Number of last steps whose mean reward `runs` shows."""
+SHOWN_REWARDS = 1000
+SHOWN_ROWS = 30
+SHOWN_FLAGS = 2
+"""Limits of `status --json`, of a table of `inspect`, and of health sentences on the first screen."""
+_COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
+_NOT_DRAWN = ("version", "min_version", "group_ids")
+"""Columns that tables leave out."""
+_WAITS = TypeAdapter(list[Wait])
+Decode = Callable[[Sequence[int]], str]
+
+
+def to_text(*drawn: RenderableType) -> str:
+    """Render for the width of the terminal; with colors on a terminal."""
+    out = io.StringIO()
+    width = max(60, min(120, shutil.get_terminal_size((80, 24)).columns))
+    Console(file=out, width=width, force_terminal=sys.stdout.isatty(), highlight=False).print(Group(*drawn))
+    return out.getvalue().rstrip("\n")
+
+
+# ---- runs
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the run directories in `folder`, newest first."""
+    return sorted((path.parent for path in folder.glob(f"*/{CONFIG_FILE}")), key=_written_s, reverse=True)
+
+
+def newest_run(folder: Path = RUNS) -> Path:
+    """Return the run that wrote last. Raises ConfigError if there is none."""
+    if not (runs := find_runs(folder)):
+        raise ConfigError(
+            f"no RUN_DIR is given, and {folder} has no run",
+            way_out="name the directory of a run, or start a run: asyncrl init quickstart.",
+        )
+    return runs[0]
+
+
+def render_runs(folder: Path, *, as_json: bool) -> str:
+    """List the runs in `folder`, newest first. Raises ConfigError if there is no such folder."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no folder {folder}",
+            way_out="name the folder of your runs, or start a run: asyncrl init quickstart.",
+        )
+    rows = [_run_row(run_dir) for run_dir in find_runs(folder)]
+    if as_json:
+        return json.dumps(rows, indent=2)
+    for row in rows:
+        if row["num_steps"] is not None:
+            row["steps"] = f"{row['steps']}/{row.pop('num_steps')}"
+        age_s = row.pop("age_s")
+        age = f"{age_s / 86400:.0f} days" if age_s > 2 * 86400 else duration(age_s)
+        row["last written"] = f"{age} ago"
+    return to_text(_table(rows)) if rows else f"no runs in {folder}"
+
+
+def _written_s(run_dir: Path) -> float:
+    """Return when the run last wrote its status, or its config before the first status."""
+    for name in (STATUS_FILE, CONFIG_FILE):
+        with contextlib.suppress(OSError):
+            return (run_dir / name).stat().st_mtime
+    return 0.0
+
+
+def _run_row(run_dir: Path) -> dict[str, Any]:
+    status = read_status(run_dir, [])
+    lines = (line for line in read_metrics(run_dir, [], from_end=True) if "reward/mean" in line)
+    rewards = [line["reward/mean"] for line in islice(lines, NUM_REWARDS)]
+    return {
+        "run_dir": str(run_dir),
+        "state": judge_state(status, run_dir)[0],
+        "steps": status.get("step") or 0,
+        "num_steps": status.get("num_steps"),
+        "reward": fmean(rewards) if rewards else None,
+        "age_s": max(0.0, time.time() - _written_s(run_dir)),
+    }
+
+
+# ---- status
+
+
+def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: bool = False) -> str:
+    """Describe a run on one screen; `is_verbose`: with status.json and the shares of time. Raises ConfigError
+    if `run_dir` is not a run directory.
+    """
+    files = read_files(run_dir)
+    if as_json:
+        return json.dumps(_status_summary(files), indent=2)
+    drawn = [boxed([row for row in _status_rows(files, is_verbose=is_verbose) if row[1]], str(files.run_dir))]
+    if is_verbose and files.status:
+        drawn.append(boxed(_details(files.status), STATUS_FILE))
+    if is_verbose and files.verdict is not None:
+        drawn.append(boxed(time_rows(files.verdict), "time"))
+    return to_text(*drawn)
+
+
+def _status_summary(files: RunFiles) -> dict[str, Any]:
+    return {
+        "run_dir": str(files.run_dir),
+        "state": files.state,
+        "explanation": files.explanation,
+        "steps_done": len(files.steps),
+        "num_steps": files.config.trainer.num_steps,
+        "max_staleness": files.config.buffer.max_staleness,
+        "seconds_since_update": round(age_of(files.status), 1) if files.status else None,
+        "rewards": thinned(files.steps.values("reward/mean"), SHOWN_REWARDS),
+        "last_metrics": dict(files.steps.last),
+        "evaluations": files.evaluations,
+        "status": dict(files.status),
+        "verdict": files.verdict and asdict(files.verdict),
+        "problems": files.problems,
+    }
+
+
+def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, RenderableType]]:
+    """Yield state and progress, then whether the run learns, its health and its speed."""
+    steps = files.steps
+    verdict = files.verdict
+    explanation = f": {files.explanation}" if files.explanation else ""
+    yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), explanation)
+    yield "steps", _progress(files)
+    if files.state in ("starting", "running"):
+        yield "now", Text(str(files.status.get("activity") or ""))
+        oldest = max(_waits(files.status), key=lambda wait: wait.seconds, default=None)
+        if oldest is not None and oldest.seconds >= QUIET_S:
+            yield "waits", Text(str(oldest), style="yellow")
+    if verdict is not None:
+        if not is_verbose:
+            more = len(verdict.health) - SHOWN_FLAGS
+            flags = (*verdict.health[:SHOWN_FLAGS], *[f"And {more} more, see --verbose."][: max(0, more)])
+            verdict = replace(verdict, learning=(), health=flags)
+        yield "reward", reward_text(steps)
+        yield "by task", tasks_text(steps.last)
+        yield from verdict_rows(verdict)
+        yield "time", shares_text(verdict.shares)
+        yield "staleness", staleness_text(steps.last, files.config.buffer.max_staleness)
+    for lines in by_evaluation(files.evaluations).values():
+        rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
+        yield "eval", Text(f"{evaluation_text(lines[-1])}  {sparkline(rewards, width=16)}")
+    warnings = files.status.get("warnings")
+    if warnings and isinstance(warnings, list):
+        more_text = f" (and {len(warnings) - 1} more, see --verbose)" if len(warnings) > 1 else ""
+        yield "warning", Text(f"{warnings[0]}{more_text}", style="yellow")
+    for problem in files.problems:
+        yield "problem", Text(problem, style="red")
+
+
+def _progress(files: RunFiles) -> str:
+    num = len(files.steps)
+    num_steps = files.config.trainer.num_steps
+    words = f"{num} of {num_steps}"
+    if files.verdict is not None:
+        words += f" in {duration(files.verdict.wall_s)}, {files.verdict.wall_s / num:.2f} s each"
+    if files.state == "running" and (left_s := seconds_left(files.steps, num_steps)):
+        words += f", {duration(left_s)} left"
+    return words
+
+
+def _waits(status: Mapping[str, Any]) -> list[Wait]:
+    with contextlib.suppress(ValueError):
+        return _WAITS.validate_python(status.get("waits") or [])
+    return []
+
+
+def _details(status: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    for name, value in status.items():
+        waits = _waits(status) if name == "waits" else []
+        yield name, Text(harmless("\n".join(map(str, waits)) or plain(value)))
+
+
+# ---- inspect
+
+
+def render_inspect(
+    run_dir: str | Path,
+    *,
+    as_json: bool = False,
+    step: int | None = None,
+    group: int | None = None,
+    samples: bool = False,
+    kinds: Sequence[str] = (),
+) -> str:
+    """Describe a run's batches, waste, restarts and resumes; `step` selects one batch, `group` one group with
+    its rollouts; `samples`, or `kinds` of samples: rollouts as text from samples.jsonl.
+
+    Raises ConfigError if `run_dir` is not a run directory, or has no such step, group or sample.
+    """
+    files = read_files(run_dir)
+    if samples or kinds:
+        return render_samples(
+            files.run_dir, files.problems, as_json=as_json, step=step, group=group, kinds=kinds
+        )
+    summary = summarize(files, step, group)
+    if as_json:
+        return json.dumps(summary, indent=2)
+    summary.pop("verdict")
+    drawn = [*_tables(summary)]
+    if files.verdict:
+        drawn.append(summary_panel(files.verdict, title="verdict"))
+    return to_text(*drawn)
+
+
+def summarize(files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
+    """Return plain values: staleness from the trainer's record, whether the bound was kept, the verdict, and
+    the newest batches (or the batch of `step` or `group`); `journal`, `batch` and `story` from the journal.
+
+    Raises ConfigError for an unknown step or group.
+    """
+    problems = [*files.problems]
+    record = TrainedRecord(files.run_dir, problems, files.config.buffer.max_staleness)
+    stories: dict[str, Any] = {}
+    try:
+        if (path := files.run_dir / JOURNAL_FILE).is_file():
+            with reading(path) as connection:
+                stories = _stories(connection, files, step, group)
+    except JournalError as error:
+        problems.append(str(error))
+    lines = record.lines(step, group)
+    is_whole = step is None and group is None
+    if not lines and not stories and not is_whole:
+        what = f"step {step}" if group is None else f"group {group}"
+        raise ConfigError(
+            f"{files.run_dir} has no record of {what}; it has {record.range_text}",
+            rule="only groups that a batch took are in the record",
+            way_out="take a step or a group id from `asyncrl inspect RUN_DIR --json`.",
+        )
+    violations, lost = record.violations()
+    summary = {
+        "run_dir": str(files.run_dir),
+        "state": files.state,
+        "max_staleness": files.config.buffer.max_staleness,
+        "on_overdue": files.config.buffer.on_overdue,
+        **record.totals(),
+        "bound_kept": not violations if len(record) else None,
+        "violations": violations,
+        "lost": lost,
+        "restored_from": record.restored,
+        **stories,
+        "steps": [batch_summary(line) for line in lines],
+        "verdict": files.verdict and asdict(files.verdict),
+        "problems": [*problems, *lost],
+    }
+    if not is_whole:
+        summary["trajectories"] = [entry for line in lines for entry in trajectory_summaries(line, group)]
+    if step is not None:
+        metrics = (line for line in read_metrics(files.run_dir, []) if line["step"] == step)
+        summary["metrics"] = next(metrics, None)
+    return summary
+
+
+def _stories(
+    connection: sqlite3.Connection, files: RunFiles, step: int | None, group: int | None
+) -> dict[str, Any]:
+    """Read the group, the step or the whole run from the journal."""
+    stories: dict[str, Any] = {}
+    if group is not None:
+        stories["story"] = _group_story(connection, group, files)
+    if step is not None:
+        stories["batch"] = batch_story(connection, step - 1)
+    if not stories:
+        stories["journal"] = run_story(connection)
+        stories["journal"]["wasted_tokens"]["masked"] = masked_tokens(files.steps)
+    return {name: story for name, story in stories.items() if story is not None}
+
+
+def _group_story(connection: sqlite3.Connection, group_id: int, files: RunFiles) -> dict[str, Any] | None:
+    """Return a group with its rollouts by sample_index, and their sampled text."""
+    if (story := group_story(connection, group_id)) is None:
+        return None
+    if not story["has_tokens"]:
+        story["samples"] = len(read_samples(files.run_dir, [], group=group_id))
+    decode, source = _find_decoder(files)
+    rollouts: dict[int, dict[str, Any]] = {}
+    if story["state"] == "running" and story["has_tokens"]:
+        rollouts = {index: {"state": "running"} for index in range(files.config.rollout.group_size)}
+    for index, (attempt, turn, partial) in partials_of(connection, group_id).items():
+        sampled = _pieces(partial.token_ids, partial.version_spans, decode)
+        rollouts[index] = {"state": "running", "attempt": attempt, "turn": turn, "pieces": sampled}
+        rollouts[index] |= {"num_sampled": len(partial.token_ids)}
+    for index, (attempts, why) in failures_of(connection, group_id).items():
+        rollouts[index] = {"state": "failed", "attempts": attempts, "why": why}
+    for index, rollout in rollouts_of(connection, group_id).items():
+        rollouts[index] = {
+            "state": "finished",
+            "reward": rollout[0].reward,
+            "metrics": dict(rollout[0].metrics),
+            "num_sampled": sum(branch.num_sampled for branch in rollout),
+            "branches": [_branch(branch, decode) for branch in rollout],
+        }
+    story["rollouts"] = [{"sample_index": index, **rollout} for index, rollout in sorted(rollouts.items())]
+    return story | {"text_from": source}
+
+
+def _branch(branch: Trajectory, decode: Decode | None) -> dict[str, Any]:
+    return {
+        "branch": branch.branch,
+        "num_sampled": branch.num_sampled,
+        "num_interruptions": branch.num_interruptions,
+        "is_truncated": branch.is_truncated,
+        "pieces": _pieces(branch.token_ids.tolist(), branch.version_spans, decode),
+        "credits": [*map(asdict, branch.credits)],
+    }
+
+
+def _find_decoder(files: RunFiles) -> tuple[Decode | None, str]:
+    """Return a decoder and the folder of its tokenizer, or None and a reason. Other formats than
+    tokenizer.json would import torch.
+    """
+    model = files.config.model
+    folders = [files.run_dir / "model", files.run_dir / "final"]
+    folders += [Path(model.path).expanduser()] if model.path else []
+    folder = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    if folder is None:
+        return None, f"no tokenizer.json in {', '.join(map(str, folders))}"
+    try:
+        return HFChatTokenizer(folder, chat_template=model.chat_template).decode, str(folder)
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _pieces(
+    token_ids: Sequence[int], spans: Sequence[VersionSpan], decode: Decode | None
+) -> list[dict[str, Any]]:
+    """Return each span with its version, engine (-1: unknown) and text, or token ids without a tokenizer."""
+    pieces = []
+    for span in spans:
+        ids = list(token_ids[span.start : span.end])
+        content = {"token_ids": ids} if decode is None else {"text": decode(ids)}
+        pieces.append({**asdict(span), **content})
+    return pieces
+
+
+def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Draw values as a grid, then each mapping as a grid and each list of mappings as a table of its last
+    rows.
+    """
+    simple = [(name, value) for name, value in summary.items() if not _is_table(value)]
+    yield grid((name, Text(harmless(plain(value)))) for name, value in simple)
+    for name, value in summary.items():
+        if not _is_table(value):
+            continue
+        yield Text(f"\n{name}", style="bold cyan")
+        if isinstance(value, Mapping):
+            yield from _tables(value)
+        else:
+            yield _table(value[-SHOWN_ROWS:])
+            if len(value) > SHOWN_ROWS:
+                yield Text(f"the last {SHOWN_ROWS} of {len(value)}")
+
+
+def _is_table(value: Any) -> bool:
+    return bool(value) and (
+        isinstance(value, Mapping) or (isinstance(value, list) and isinstance(value[0], Mapping))
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Draw `rows` as a table: text left, numbers right."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_DRAWN)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in names:
+        is_text = any(not isinstance(row.get(name, 0), int | float | None) for row in rows)
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(harmless(plain(row.get(name)))) for name in names))
+    return table

@@ -1,1 +1,0 @@
-"""Trackers: TensorBoard, Weights & Biases, MLflow, Trackio and users' classes."""

@@ -1,0 +1,527 @@
+"""Judge a run from its step metrics: did it learn, is it healthy, how fast was it; and plot its reward.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.buffer.staleness import POLICIES
+from asyncrl.config import RunConfig
+from asyncrl.observe.run_numbers import (
+    SHARES,
+    Steps,
+    TimeShares,
+    boxed,
+    by_evaluation,
+    duration,
+    recent,
+    several,
+    thinned,
+    trainer_rows,
+)
+from asyncrl.trainer.step_report import GAP_WARNING
+
+Trend = Literal["rising", "flat", "falling", "unknown"]
+MIN_STEPS = 20
+MIN_TRAINING_S = 10.0
+"""A shorter run is not judged."""
+SIGMAS = 3.0
+"""A change of the reward counts from this many standard errors on."""
+SMALL_CHANGE = 0.05
+"""A change at the end of the run below this part of the reward's range is flat."""
+BUSY_WAIT_SHARE = 0.10
+BALANCED_WAIT_SHARE = 0.25
+"""Below the first share of waiting, training set the pace; below the second, neither side waited much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Judgment of a run, most important first. Each text is whole sentences.
+
+    `headline`: did it learn? If not, the likeliest reasons. `learning`: further sentences on that. `health`:
+    a sentence for each problem. `speed`: the bottleneck, the setting that would change it, and losses.
+    `reward_first`: mean of the first 5 steps (below 10 steps: of the first half); `reward_last`: mean of the
+    recent steps (run_numbers.recent); `reward_noise`: its standard error; `trend`: of the reward at the end.
+    `bottleneck`: training, generation, stragglers, publishing, handovers, other, balanced or unknown.
+    `trainer`: rows of a table.
+    """
+
+    num_steps: int
+    wall_s: float
+    headline: str
+    learning: tuple[str, ...]
+    health: tuple[str, ...]
+    speed: tuple[str, ...]
+    reward_first: float | None
+    reward_last: float | None
+    reward_noise: float | None
+    trend: Trend
+    shares: TimeShares
+    bottleneck: str
+    num_skipped_steps: int = 0
+    trainer: tuple[tuple[str, str], ...] = ()
+
+
+def judge(steps: Steps, config: RunConfig) -> Verdict:
+    """Judge a run with at least one step."""
+    shares = TimeShares.of(steps.total)
+    reward = _reward_of(steps)
+    findings = _findings(steps, config, reward)
+    bottleneck = "unknown" if _is_short(steps) else _bottleneck(shares)
+    return Verdict(
+        num_steps=len(steps),
+        wall_s=float(steps.last.get("time_s", steps.total("perf/step_s"))),
+        headline=_headline(reward, steps, config, findings),
+        learning=tuple(_changes(steps)),
+        health=tuple(map(str, findings)),
+        speed=(*_pace(steps, config, shares, bottleneck), *_losses(steps, config)),
+        reward_first=None if reward is None else reward.first,
+        reward_last=None if reward is None else reward.last,
+        reward_noise=None if reward is None else reward.noise,
+        trend="unknown" if reward is None else reward.trend,
+        shares=shares,
+        bottleneck=bottleneck,
+        num_skipped_steps=int(steps.total("trainer/skipped_steps")),
+        trainer=tuple(trainer_rows(steps)),
+    )
+
+
+# ---- did it learn?
+
+
+@dataclass(frozen=True, slots=True)
+class _Reward:
+    """`best`: highest mean of as many steps as `last` has, ending at `best_step`; `margin`: smaller changes
+    from `first` to `last` are noise; `step_noise`: standard deviation of one step around the trend.
+    """
+
+    first: float
+    last: float
+    best: float
+    best_step: int
+    noise: float
+    margin: float
+    step_noise: float
+    trend: Trend
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether the reward had risen, and more than half of the rise is gone."""
+        return self.best - self.first > 2 * self.margin and self.last < (self.best + self.first) / 2
+
+    @property
+    def has_risen(self) -> bool:
+        return self.last - self.first > self.margin and not self.was_lost
+
+    @property
+    def has_fallen(self) -> bool:
+        return self.first - self.last > self.margin
+
+
+def _reward_of(steps: Steps) -> _Reward | None:
+    """Measure the reward at the start and at the end with its noise; None if no step has a reward."""
+    columns = zip(steps.column("reward/mean"), steps.column("step"), strict=True)
+    both = [(value, int(step)) for value, step in columns if value == value]
+    if not both:
+        return None
+    rewards = [value for value, _ in both]
+    num = len(rewards)
+    size = len(rewards[recent(num)])
+    size_first = max(1, min(5, num // 2))
+    changes = [(second - first) ** 2 for first, second in pairwise(rewards)]
+    step_noise = math.sqrt(fmean(changes) / 2) if changes else 0.0
+    ends = [*range(size, num, max(1, size // 2)), num]
+    best, end = max((fmean(rewards[end - size : end]), end) for end in ends)
+    return _Reward(
+        first=fmean(rewards[:size_first]),
+        last=fmean(rewards[-size:]),
+        best=best,
+        best_step=both[end - 1][1],
+        noise=step_noise / math.sqrt(size),
+        margin=SIGMAS * step_noise * math.sqrt(1 / size + 1 / size_first),
+        step_noise=step_noise,
+        trend=_trend(rewards, step_noise),
+    )
+
+
+def _trend(rewards: list[float], step_noise: float) -> Trend:
+    """Compare the last quarter of the run with the quarter before it."""
+    size = len(rewards) // 4
+    if len(rewards) < MIN_STEPS:
+        return "unknown"
+    change = fmean(rewards[-size:]) - fmean(rewards[-2 * size : -size])
+    small = SMALL_CHANGE * (max(rewards) - min(rewards))
+    if abs(change) <= max(small, SIGMAS * step_noise * math.sqrt(2 / size)):
+        return "flat"
+    return "rising" if change > 0 else "falling"
+
+
+def _headline(reward: _Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> str:
+    if reward is None:
+        return "No step has a reward yet."
+    first = f"{reward.first:.3f}"
+    last = f"{reward.last:.3f} ± {reward.noise:.3f}"
+    ends = f"reward {first} at the start, {last} at the end"
+    if len(steps) < MIN_STEPS and not any(finding.is_certain for finding in findings):
+        return f"Too short to say whether it learns: {ends} ({several(len(steps), 'step')})."
+    if reward.has_risen:
+        words = {"rising": " and is still rising", "flat": " and is flat now", "falling": ", but falls again"}
+        return f"Learned: reward rose from {first} to {last}{words.get(reward.trend, '')}."
+    why = f" Likeliest reasons: {'; '.join(islice(_reasons(reward, steps, config, findings), 2))}."
+    if reward.was_lost:
+        peak = f"{reward.best:.3f} around step {reward.best_step}"
+        return f"Learned and lost it again: reward {first} at the start, {peak}, {last} at the end.{why}"
+    if reward.has_fallen:
+        return f"Got worse: reward fell from {first} to {last}.{why}"
+    return f"Learned nothing: {ends}.{why}"
+
+
+def _reasons(reward: _Reward, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> Iterator[str]:
+    """Yield reasons why the reward did not rise, likeliest first."""
+    yield from (finding.clause for finding in findings)
+    gradients = steps.values("policy/grad_norm")
+    if gradients and not any(gradients):
+        num = len(steps) * config.trainer.num_groups * config.rollout.group_size
+        yield f"none of {num} answers stood out: prompts may be too hard or too easy, or the reward is broken"
+        yield "the gradient was 0 in every step, so the weights never changed"
+        return
+    learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
+    entropies = steps.values("policy/entropy")
+    if entropies and abs(entropies[-1] - entropies[0]) < 0.02 * abs(entropies[0]):
+        yield f"{learning_rate} hardly moved the model (entropy {entropies[0]:.3g}, then {entropies[-1]:.3g})"
+    elif reward.was_lost or reward.has_fallen:
+        yield f"{learning_rate} may be too large"
+    if len(steps) < 100:
+        yield f"{several(len(steps), 'step')} are few"
+    noise = f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains"
+    yield f"{noise} (trainer.num_groups={config.trainer.num_groups})"
+    yield f"{learning_rate} may be too small or too large"
+
+
+def _changes(steps: Steps) -> Iterator[str]:
+    """Say how the answers changed from start to end."""
+    lengths = steps.values("sample/length_mean")
+    entropies = steps.values("policy/entropy")
+    if len(steps) < MIN_STEPS or not lengths or not entropies:
+        return
+    part = recent(len(steps))
+    entropy = f"entropy {fmean(entropies[:5]):.2g} to {fmean(entropies[part]):.2g}"
+    tokens = f"tokens a rollout {fmean(lengths[:5]):.3g} to {fmean(lengths[part]):.3g}"
+    yield f"From start to end: {entropy}, {tokens}."
+
+
+# ---- is it healthy?
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """A problem with its numbers, and what to do. `is_certain`: nothing can be learned while it lasts."""
+
+    clause: str
+    advice: str
+    is_certain: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
+
+
+def _findings(steps: Steps, config: RunConfig, reward: _Reward | None) -> list[_Finding]:
+    """List the problems of the run, most serious first, mostly from its recent steps."""
+    has_risen = reward is not None and reward.has_risen
+    found = [*_gradient(steps, config, has_risen), *_answers(steps, config, has_risen)]
+    gap = steps.mean("policy/logprob_gap_mean", recent(len(steps))) or 0.0
+    if gap > GAP_WARNING:
+        clause = f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})"
+        found.append(_Finding(clause, "check model.dtype and the engine's version"))
+    return found
+
+
+def _gradient(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
+    """Find steps that cannot move the weights."""
+    part = recent(len(steps))
+    means = steps.values("reward/mean")
+    stds = steps.values("reward/std")
+    is_constant = bool(stds) and max(stds) == 0 and len(set(means)) == 1
+    equal = steps.mean("reward/equal_fraction", part) or 0.0
+    gradients = steps.values("policy/grad_norm", part)
+    has_gradient = not gradients or max(gradients) > 0
+    entropies = steps.values("policy/entropy")
+    last = set(entropies[part])
+    if not has_gradient and not has_risen and len(last) == 1 and entropies[0] not in last:
+        clause = f"the model is probably destroyed by trainer.learning_rate={config.trainer.learning_rate:g}"
+        clause += f" (entropy stays at exactly {entropies[-1]:.3g})"
+        yield _Finding(clause, "start again with a lower one", is_certain=True)
+    if is_constant:
+        clause = f"every answer earned {means[0]:.3g}, so no answer was better than another"
+        advice = "read `asyncrl inspect RUN_DIR --samples` and check the reward function on a right answer"
+        yield _Finding(clause, advice, is_certain=True)
+    elif equal >= 0.8 and not has_risen:
+        clause = f"in {equal:.0%} of the groups all answers earned the same reward"
+        yield _Finding(clause, "such groups teach nothing; use prompts neither too hard nor too easy")
+    if not has_gradient and not is_constant and equal < 1:
+        first = _first_without_gradient(steps)
+        clause = f"the gradient is 0 since step {first} although rewards differ"
+        yield _Finding(clause, "no step since then has changed the weights", is_certain=True)
+    both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
+    if skipped := [int(step) for step, num in both if num > 0]:
+        num = several(steps.total("trainer/skipped_steps"), "update")
+        where = f"step {skipped[0]}" + (f" to {skipped[-1]}" if len(skipped) > 1 else "")
+        clause = f"{num} skipped because loss or gradient was not finite ({where})"
+        advice = "logs/trainer-0.log has the values, failed_batches/ the batches; lower trainer.learning_rate"
+        yield _Finding(clause, advice, is_certain=len(skipped) == len(steps))
+
+
+def _first_without_gradient(steps: Steps) -> int:
+    """Return the step from which on the gradient stays 0."""
+    first = 0
+    for step, gradient in zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True):
+        first = (first or int(step)) if gradient == 0 else 0
+    return first
+
+
+def _answers(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
+    """Find answers that are cut off, contain special tokens or are all the same."""
+    part = recent(len(steps))
+    if (truncated := steps.mean("sample/truncated_fraction", part) or 0.0) > 0.5:
+        limit = f"rollout.max_tokens={config.rollout.max_tokens}"
+        clause = f"{truncated:.0%} of the answers were cut off at a limit ({limit})"
+        yield _Finding(clause, "raise it, or have the reward punish answers that do not end")
+    elif (unfinished := steps.mean("sample/unfinished_fraction", part) or 0.0) > 0.5:
+        yield _Finding(f"{unfinished:.0%} of the answers do not end", "have the reward punish such answers")
+    if (special := steps.mean("sample/special_fraction", part) or 0.0) > 0.05:
+        clause = f"{special:.0%} of the answers contain special tokens such as <|system|>"
+        yield _Finding(clause, "read `asyncrl inspect RUN_DIR --samples`; the reward may have a hole")
+    entropies = steps.values("policy/entropy")
+    if len(entropies) >= MIN_STEPS and not has_risen:
+        first = fmean(entropies[:5])
+        last = fmean(entropies[part])
+        if last < 0.02 * first:
+            clause = f"entropy fell from {first:.2g} to {last:.2g}: the model says nearly the same every time"
+            yield _Finding(clause, "lower trainer.learning_rate, or raise algorithm.kl_coefficient")
+
+
+# ---- how fast was it?
+
+
+def _is_short(steps: Steps) -> bool:
+    return len(steps) < MIN_STEPS or steps.total("perf/step_s") < MIN_TRAINING_S
+
+
+def _bottleneck(shares: TimeShares) -> str:
+    for name in ("other", "handovers"):
+        if getattr(shares, name) > max(BALANCED_WAIT_SHARE, shares.training, shares.waiting):
+            return name
+    if shares.waiting < BUSY_WAIT_SHARE:
+        return "training"
+    if shares.waiting < BALANCED_WAIT_SHARE:
+        return "balanced"
+    return max("generation", "stragglers", "publishing", key=lambda name: float(getattr(shares, name)))
+
+
+def _pace(steps: Steps, config: RunConfig, shares: TimeShares, bottleneck: str) -> Iterator[str]:
+    """Say what set the pace, and which setting would change it."""
+    if bottleneck == "unknown":
+        needed = f"{MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s of training"
+        yield f"Too short to judge speed: {needed} are needed."
+        return
+    waited = f"the trainer waited {shares.waiting:.0%} of the time"
+    yield {
+        "balanced": f"Training and generation kept pace: {waited}.",
+        "handovers": f"Handovers of the devices set the pace: {shares.handovers:.0%} of the time.",
+        "other": f"Work between steps set the pace: {shares.other:.0%} of the time.",
+    }.get(bottleneck, f"{bottleneck.capitalize()} set the pace: {waited}.")
+    advice = _advice(bottleneck, steps, config, shares)
+    is_setting = "." in advice.split()[0]
+    yield advice + "." if is_setting else f"{advice[0].upper()}{advice[1:]}."
+
+
+def _advice(bottleneck: str, steps: Steps, config: RunConfig, shares: TimeShares) -> str:
+    """Name the setting that would change the speed, with its value."""
+    bound = config.buffer.max_staleness
+    num_groups = f"trainer.num_groups (now {config.trainer.num_groups})"
+    step_s = steps.mean("perf/step_s") or 0.0
+    other = f"the controller took {shares.other * step_s:.2g} s a step for batches, journal and samples:"
+    other += f" raise {num_groups} to pay that less often"
+    match bottleneck:
+        case "generation":
+            return _agent_advice(steps, config) or _sync_advice(config) or _engine_advice(steps, config)
+        case "stragglers":
+            higher = f"raise buffer.max_staleness (now {bound}) to {max(2, 2 * bound)}"
+            return f"buffer.on_overdue=mask never waits for a straggler; or {higher}"
+        case "publishing":
+            push_s = steps.mean("perf/weight_sync_s") or 0.0
+            advice = f"raise buffer.max_staleness (now {bound}): a push takes {push_s:.2g} s on average"
+            if config.weight_sync.interrupt == "wait":
+                advice = "weight_sync.interrupt=wait drains the engines before each push; abort does not"
+            return _sync_advice(config) or advice
+        case "handovers":
+            return f"raise {num_groups}: longer turns cost fewer handovers"
+        case "other":
+            return other
+    where = f"trainer.threads={config.trainer.threads}, placement.trainer={config.placement.trainer}"
+    both = "more speed needs both a faster trainer and more generation"
+    advice = both if bottleneck == "balanced" else f"only a faster trainer would help ({where})"
+    return f"{advice}; {other}" if shares.other >= BALANCED_WAIT_SHARE else advice
+
+
+def _sync_advice(config: RunConfig) -> str | None:
+    """Advise if the staleness settings keep trainer and engines from working in parallel."""
+    bound = config.buffer.max_staleness
+    ahead = config.buffer.look_ahead
+    if bound == 0:
+        return "buffer.max_staleness=0 has trainer and engines wait for each other; 1 or more does not"
+    if ahead != "auto" and ahead < bound:
+        return f"buffer.look_ahead={ahead} lets few batches start early; set it to auto or up to {bound}"
+    return None
+
+
+def _agent_advice(steps: Steps, config: RunConfig) -> str | None:
+    """Advise if the engines idle because rollouts in flight wait for the agent or the reward function."""
+    slots = (steps.mean("engine/up") or config.rollout.max_engines) * config.rollout.slots
+    held = steps.mean("rollout/inflight") or 0.0
+    busy = steps.mean("engine/busy_slots")
+    if busy is None or busy >= 0.5 * slots or held <= 2 * busy:
+        return None
+    used = f"{busy:.0f} of {slots:.0f} slots were busy on average"
+    if config.generator.remote:
+        return f"start more workers (`asyncrl work`): {used}, while {held:.0f} rollouts were in flight"
+    if config.generator.is_harness:
+        workers = f"raise generator.workers (now {config.generator.workers})"
+        return f"{workers}: the engines wait for the agent, {used} while {held:.0f} rollouts were in flight"
+    task = next(iter(config.tasks.values()))
+    change = f"raise task.reward_workers (now {task.reward_workers})"
+    if task.reward_pool == "inline":
+        change = "set task.reward_pool=thread (now inline, one call at a time)"
+    return f"the engines wait for the reward function, {used}: {change}"
+
+
+def _engine_advice(steps: Steps, config: RunConfig) -> str:
+    """Advise by the busy slots of the engines."""
+    most = config.rollout.max_engines
+    engines = steps.mean("engine/up") or most
+    more = f"rollout.num_engines (now {engines:.3g})"
+    if engines < most:
+        more = f"engines=N of `asyncrl scale` ({engines:.3g} of at most {most} on average)"
+    if (busy := steps.mean("engine/busy_slots")) is None:
+        return f"raise {more}"
+    slots = engines * config.rollout.slots
+    used = f"{busy:.0f} of {slots:.0f} slots were busy on average"
+    if busy < 0.5 * slots:
+        bound = f"buffer.max_staleness (now {config.buffer.max_staleness})"
+        return f"raise {bound} so that more rollouts start early: {used}"
+    if busy >= 0.9 * slots:
+        more = f"rollout.slots (now {config.rollout.slots}) or {more}"
+    return f"raise {more}: {used}"
+
+
+def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
+    """Report the time, tokens, groups and prompts that were lost."""
+    choice = config.buffer.on_overdue
+    policy = POLICIES[choice]
+    num_taken = len(steps) * config.trainer.num_groups
+    again = steps.newest("rollout/dropped")
+    waited_s = steps.total("perf/wait_stragglers_s")
+    sampled = steps.total("tokens/sampled")
+    masked = 1 - steps.total("tokens/trained") / sampled if sampled else 0.0
+    if policy.waits and waited_s:
+        share = waited_s / max(waited_s, steps.total("perf/step_s"))
+        yield f"on_overdue={choice} cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
+    elif not policy.waits and (again or masked > 0):
+        losses = [f"{masked:.1%} of the tokens were masked"] if policy.masks else []
+        losses += [f"{several(again, 'group')} generated again"] if again else []
+        advice = f" A larger buffer.max_staleness (now {config.buffer.max_staleness}) loses fewer."
+        is_much = policy.masks and max(masked, again / (again + num_taken)) >= 0.05
+        yield f"Too old (on_overdue={choice}): {', '.join(losses)}.{advice if is_much else ''}"
+    filtered = steps.newest("rollout/filtered")
+    if (share := filtered / (filtered + num_taken)) >= 0.03:
+        tokens = several(steps.newest("rollout/filtered_tokens"), "token")
+        groups = f"{several(filtered, 'group')} ({share:.1%} of all; {tokens})"
+        advice = " Prompts of another difficulty would teach more." if share >= 0.5 else ""
+        yield f"buffer.filter replaced {groups} whose rewards were all the same.{advice}"
+    if given_up := steps.newest("rollout/given_up"):
+        bound = f"rollout.max_requeues={config.rollout.max_requeues}"
+        yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
+
+
+# ---- as a table and as a plot
+
+
+def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
+    """Draw the verdict, then where the time went. Fits 80 columns."""
+    steps = f"{verdict.num_steps} in {duration(verdict.wall_s)}, "
+    steps += f"{verdict.wall_s / verdict.num_steps:.2f} s each"
+    return boxed([*verdict_rows(verdict), ("steps", steps), *time_rows(verdict)], title)
+
+
+def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
+    learned = Text("\n").join([Text(verdict.headline, "bold"), *map(Text, verdict.learning)])
+    health = Text("\n".join(verdict.health) or "nothing unusual", "red" if verdict.health else "green")
+    return [("learning", learned), ("health", health), ("speed", Text("\n".join(verdict.speed)))]
+
+
+def time_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
+    bars = Table.grid(padding=(0, 1))
+    for name, (words, colour, _) in SHARES.items():
+        if (share := getattr(verdict.shares, name)) >= 0.005:
+            bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * 30), colour))
+    return [("time", bars), *verdict.trainer]
+
+
+PLOT_FILE = "reward.png"
+MAX_POINTS = 2000
+
+
+def write_reward_plot(
+    run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[dict[str, Any]] = ()
+) -> Path:
+    """Write RUN_DIR/reward.png: reward/mean by step, its running mean, and evaluations with their standard
+    error. At least one step must have a reward.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = zip(steps.column("step"), steps.column("reward/mean"), strict=True)
+    shown = [(step, reward) for step, reward in columns if not math.isnan(reward)]
+    places = thinned([step for step, _ in shown], MAX_POINTS)
+    rewards = [reward for _, reward in shown]
+    window = max(1, min(25, len(rewards) // 20))
+    figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot(places, thinned(rewards, MAX_POINTS), color="#9ecae1", label="each step")
+    smooth = thinned(running_mean(rewards, window=window), MAX_POINTS)
+    axes.plot(places, smooth, color="#08519c", label=f"mean of the last {window} steps")
+    done = by_evaluation([line for line in evaluations if "eval/reward_mean" in line])
+    colors = itertools.cycle(("#d94801", "#238b45", "#6a51a3", "#ae017e"))
+    for (name, lines), color in zip(done.items(), colors, strict=False):
+        versions = [line["policy_version"] for line in lines]
+        means = [line["eval/reward_mean"] for line in lines]
+        errors = [line.get("eval/standard_error", 0.0) for line in lines]
+        label = f"eval/{name}/reward_mean" if name else "eval/reward_mean"
+        axes.errorbar(versions, means, errors, fmt="o", capsize=2, color=color, label=label)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("reward/mean")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
+    axes.set_title(title)
+    figure.savefig(run_dir / PLOT_FILE)
+    return run_dir / PLOT_FILE
+
+
+def running_mean(values: Sequence[float], *, window: int) -> list[float]:
+    """Return the mean of the last `window` values at each place (of fewer at the start)."""
+    parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in parts]

@@ -1,1 +1,0 @@
-"""Judge a run: did it learn, is it healthy, how fast was it."""

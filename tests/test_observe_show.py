@@ -1,0 +1,466 @@
+"""`asyncrl status` and `inspect`: live, ended and damaged runs, from the journal and the trainer's record."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import journal_cases
+import long_run
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from job_runs import environment, read_lines, run, write_config
+from journal_cases import admit, make_batch, make_trajectory, tell_a_run
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import RunLock, lines_from_end
+from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.journal.journal import Journal
+from asyncrl.messages.records import Batch, GroupId
+from asyncrl.observe.metrics import gauge_of
+from asyncrl.observe.run_dir import Recorder, boot_id, judge_state
+from asyncrl.observe.show import render_inspect, render_status
+from asyncrl.observe.watchdog import Wait
+from asyncrl.trainer.step_report import append_line, note_restored, trained_line
+from asyncrl.trainer.trainer_client import pack_groups
+
+NUM_GROUPS = 2
+
+
+def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", max_staleness: int = 2) -> None:
+    trainer = {"num_steps": 9, "num_groups": NUM_GROUPS}
+    buffer = {"max_staleness": max_staleness}
+    sections = {"model": {"path": "m"}, "task": {"python": "a:B"}, "buffer": buffer, "trainer": trainer}
+    (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(sections)))
+    recorder = Recorder(run_dir)
+    for version in range(num_steps):
+        append_line(run_dir / "trained.jsonl", record_line(version))
+        ages = {"sample/staleness_mean": 1.0, "sample/staleness_max": 2.0}
+        times = {"time_s": version + 1.0, "perf/step_s": 1.0, "perf/train_s": 0.9}
+        recorder.record_step({"step": version + 1, "reward/mean": 0.25 * version, **ages, **times})
+    wait = Wait("train loop", "TrainerClient.train", "optimizer step 4", "trainer-0", 12.25)
+    recorder.write_status({"state": state, "waits": [asdict(wait)], "oldest_rollouts": [["g7/r1", 12.0]]})
+
+
+def record_line(version: int, ages: tuple[int, int] = (0, 2)) -> dict[str, Any]:
+    """Two groups of one trajectory, 3 prompt and 4 sampled tokens each; the first sampled token of group i is
+    ages[i] old.
+    """
+    entries = []
+    for index, age in enumerate(ages):
+        oldest = max(0, version - age)
+        group = version * NUM_GROUPS + index
+        spans = [[3, 7, version]] if oldest == version else [[3, 4, oldest], [4, 7, version]]
+        entry = {"group_id": group, "prompt_id": f"e0-{group}", "sample_index": 0, "branch": 0}
+        numbers = {"reward": float(index), "num_tokens": 7, "num_loss_tokens": 4}
+        entries.append({**entry, **numbers, "spans": spans})
+    return {"version": version, "min_version": max(0, version - 2), "trajectories": entries}
+
+
+def status_of(run_dir: Path) -> Any:
+    return json.loads(render_status(run_dir, as_json=True))
+
+
+def inspected(run_dir: Path, **options: Any) -> Any:
+    return json.loads(render_inspect(run_dir, as_json=True, **options))
+
+
+def words(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+# ---- status
+
+
+def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    lock = RunLock(tmp_path / "run.lock").acquire()
+    status = status_of(tmp_path)
+    text = words(render_status(tmp_path))
+    verbose = words(render_status(tmp_path, is_verbose=True))
+    lock.release()
+    assert (status["state"], status["steps_done"], status["num_steps"]) == ("running", 3, 9)
+    assert (status["last_metrics"]["reward/mean"], status["verdict"]["bottleneck"]) == (0.5, "unknown")
+    pace = "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left"
+    for said in (f"process {os.getpid()} on host", pace, "Too short to"):
+        assert said in text
+    waits = "train loop waits in TrainerClient.train for optimizer step 4, 12 s, to be woken by"
+    for said in (waits, "g7/r1, 12.0", "training 90% ███"):
+        assert (said in text, said in verbose) == (False, True)
+
+
+def test_status_of_an_unhealthy_run_fits_a_screen(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=0)
+    recorder = Recorder(tmp_path)
+    for step in range(1, 41):
+        ill = {"reward/equal_fraction": 0.9, "sample/truncated_fraction": 0.98, "trainer/skipped_steps": 1}
+        means = {"policy/entropy": 2.0, "policy/grad_norm": 0.1, "perf/step_s": 1.0}
+        rewards = {"reward/mean": 0.1, "reward/std": 0.1}
+        recorder.record_step({"step": step, "time_s": step, **rewards, **ill, **means})
+    recorder.write_status({"state": "running", "warnings": ["a reward call takes long " * 3] * 5})
+    lock = RunLock(tmp_path / "run.lock").acquire()
+    text = render_status(tmp_path)
+    lock.release()
+    assert len(text.splitlines()) <= 24
+    assert "Learned nothing" in text
+    assert "And 1 more, see --verbose." in words(text)
+    assert "(and 4 more, see --verbose)" in words(text)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "age_s", "state"),
+    [
+        ({"host": "node7", "boot_id": "other"}, 3.0, "running"),
+        ({"host": "node7", "boot_id": "other"}, 300.0, "unknown"),
+        ({"boot_id": "before"}, 300.0, "crashed"),
+        ({"boot_id": "before"}, 3.0, "running"),
+        ({"state": "done"}, 3.0, "done"),
+        ({"state": []}, 3.0, "unknown"),
+    ],
+)
+def test_a_run_is_called_crashed_only_with_proof(
+    tmp_path: Path, elsewhere: dict[str, Any], age_s: float, state: str
+) -> None:
+    here = {"state": "running", "pid": 17, "host": socket.gethostname(), "boot_id": boot_id()}
+    here |= {"updated_s": time.time() - age_s}
+    (tmp_path / "run.lock").touch()
+    assert judge_state(here | elsewhere, tmp_path)[0] == state
+    assert judge_state(here, tmp_path)[0] == "crashed", "nobody holds its lock, and this is its machine"
+    lock = RunLock(tmp_path / "run.lock").acquire()
+    over_a_shared_file_system = judge_state(here | elsewhere, tmp_path)[0]
+    lock.release()
+    assert over_a_shared_file_system == (state if "state" in elsewhere else "running")
+
+
+def test_another_directory_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in (".", "missing", "file"):
+        with pytest.raises(ConfigError, match="is not a run directory.*\n.*asyncrl run"):
+            render_status(tmp_path / name)
+
+
+def test_a_run_before_its_first_step_can_be_read(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=0, state="starting")
+    assert status_of(tmp_path)["verdict"] is None
+    plain = inspected(tmp_path)
+    assert (plain["num_steps"], plain["bound_kept"]) == (0, None)
+    with pytest.raises(ConfigError, match="no record of step 1; it has no steps"):
+        render_inspect(tmp_path, step=1)
+    (tmp_path / "status.json").unlink()
+    assert "unknown: there is no readable status.json" in words(render_status(tmp_path))
+
+
+# ---- the trainer's record
+
+
+def test_inspect_recomputes_the_staleness_from_the_spans(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    plain = inspected(tmp_path)
+    assert (plain["bound_kept"], plain["staleness_max"], plain["num_loss_tokens"]) == (True, 2, 3 * 2 * 4)
+    last = plain["steps"][-1]
+    assert (last["version"], last["group_ids"], last["tokens_by_version"]) == (2, [4, 5], {"0": 1, "2": 7})
+    assert (last["staleness_mean"], last["staleness_max"], last["reward_mean"]) == (1.0, 2, 0.5)
+    assert "bound_kept True" in words(render_inspect(tmp_path))
+
+
+def test_every_broken_promise_of_a_record_is_found(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=3, max_staleness=1)
+    again = record_line(0, (0, 0))
+    again["version"] = 3
+    again["trajectories"] = [again["trajectories"][0] | {"num_loss_tokens": 9}]
+    future = record_line(4, (0, 0))
+    future["trajectories"][1]["spans"] = [[3, 7, 5]]
+    twice = record_line(6, (0, 0))
+    twice["trajectories"] += 2 * [{**twice["trajectories"][1], "branch": 1}]
+    for line in (again, future, twice):
+        append_line(tmp_path / "trained.jsonl", line)
+    plain = inspected(tmp_path)
+    assert plain["bound_kept"] is False
+    assert plain["violations"] == [
+        "step 3, group 5, sample 0: tokens 3..3 are of version 0, 2 behind; 1 are allowed",
+        "step 4, group 0, sample 0: tokens 3..6 are of version 0, 3 behind; 1 are allowed",
+        "step 4, group 0, sample 0: 9 tokens in the loss, but spans of 4",
+        "step 4, group 0: already trained on in step 1",
+        "step 5, group 9, sample 0: tokens 3..6 are of version 5, which did not exist yet",
+        "step 6 is missing in the record",
+        "step 7, group 13, sample 0, branch 1: appears twice in step 7",
+    ]
+
+
+def test_one_step_or_group_is_shown_with_its_trajectories(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    forked = record_line(3)
+    forked["trajectories"].insert(1, {**forked["trajectories"][0], "branch": 1})
+    append_line(tmp_path / "trained.jsonl", forked)
+    plain = inspected(tmp_path, step=4)
+    (step,) = plain["steps"]
+    assert (step["num_trajectories"], step["num_loss_tokens"], step["reward_mean"]) == (3, 12, 0.5)
+    assert [entry["branch"] for entry in plain["trajectories"]] == [0, 1, 0]
+    assert inspected(tmp_path, step=2)["metrics"]["reward/mean"] == 0.25
+    found = inspected(tmp_path, group=5)
+    assert [step["step"] for step in found["steps"]] == [3]
+    assert found["trajectories"] == [record_line(2)["trajectories"][1] | {"staleness": 2}]
+    for unknown in ({"step": 7}, {"group": 99}):
+        with pytest.raises(ConfigError, match="has no record of (step 7|group 99); it has steps 1 to 4"):
+            render_inspect(tmp_path, **unknown)
+
+
+def test_steps_lost_in_a_power_cut_are_reported(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    path = tmp_path / "trained.jsonl"
+    with path.open("a") as file:
+        file.write('{"version": 3, "min_')
+    for version in (5, 6):
+        note_restored(path, version)
+        append_line(path, record_line(version))
+    plain = inspected(tmp_path)
+    why = "lost before a sync: the machine stopped, or the file was cut"
+    assert (plain["bound_kept"], plain["violations"], plain["restored_from"]) == (True, [], [5, 6])
+    assert plain["lost"] == [f"steps 4..5 are missing in the record ({why})"]
+    assert plain["lost"][0] in plain["problems"]
+    note_restored(path, 3)
+    for version in (3, 4, 5):
+        append_line(path, record_line(version))
+    plain = inspected(tmp_path)
+    assert (plain["lost"], plain["violations"], plain["num_steps"]) == ([], [], 6), "trained again after all"
+    path.unlink()
+    append_line(path, record_line(2))
+    assert inspected(tmp_path)["violations"] == ["steps 1..2 are missing in the record"], "without a reason"
+
+
+LINES = st.lists(st.sampled_from([b"", b"a", b"\0" * 70_000, b"b" * 140_000, b"c" * 65_535]), max_size=6)
+
+
+@given(LINES, st.booleans())
+def test_lines_from_the_end_are_the_lines_of_the_file(lines: list[bytes], is_torn: bool) -> None:
+    content = b"".join(line + b"\n" for line in lines) + (b"torn" if is_torn else b"")
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        found = list(lines_from_end(Path(file.name)))
+    assert b"".join(line for _, line in reversed(found)) == content
+    assert all(content[start : start + len(line)] == line and b"\n" not in line[:-1] for start, line in found)
+
+
+def test_the_made_up_run_of_the_benchmark_keeps_its_bound(tmp_path: Path) -> None:
+    long_run.make_run(tmp_path, 30, 2, 4)
+    plain = inspected(tmp_path)
+    assert (plain["bound_kept"], plain["problems"], plain["num_trajectories"]) == (True, [], 240)
+    assert plain["journal"]["num_trained"] == len(plain["steps"]) == 30
+
+
+_WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("metrics.jsonl", '{"step": 4, "rew', "metrics.jsonl: skipped an incomplete last line"),
+        ("metrics.jsonl", '{"step": "q"}\n', "metrics.jsonl: skipped a line without a number step"),
+        ("metrics.jsonl", '{"step": 3, "time_s": 1e999}\n', ""),
+        ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}\n', ""),
+        ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl: skipped the line"),
+        ("eval.jsonl", "{}\n", "eval.jsonl: skipped a line without a number policy_version"),
+        ("trained.jsonl", "garbage\n", "trained.jsonl: skipped the line b'garbage"),
+        ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}\n', "trained.jsonl"),
+        ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}\n', "trained.jsonl"),
+        ("trained.jsonl", '{"restored": null}\n', "trained.jsonl"),
+        ("status.json", '{"state": "running", "updated_s": "soon"}', "no number updated_s"),
+        ("status.json", "[" * 100_000, "status.json is not a JSON object"),
+        ("status.json", '{"state": [], "waits": [{"who": 1}], "pid": -7, "host": null}', ""),
+        ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7, "boot_id": []}}', ""),
+        ("status.json", _WAIT, ""),
+    ],
+)
+def test_invalid_data_is_skipped_and_reported(tmp_path: Path, name: str, text: str, problem: str) -> None:
+    make_run(tmp_path)
+    with (tmp_path / name).open("w" if name == "status.json" else "a") as file:
+        file.write(text)
+    problems = [*status_of(tmp_path)["problems"], *inspected(tmp_path)["problems"]]
+    assert any(problem in line for line in problems) or not problem
+    assert str(tmp_path) in "".join(render_status(tmp_path, is_verbose=True).replace("│", "").split())
+    assert "num_steps 3" in words(render_inspect(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl", "eval.jsonl", "status.json"])
+def test_an_unreadable_file_is_reported(tmp_path: Path, name: str) -> None:
+    make_run(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()  # rights do not bind the superuser, whom tests may run as
+    problem = f"{name} cannot be read: Is a directory"
+    assert problem in inspected(tmp_path)["problems"]
+    assert (problem in status_of(tmp_path)["problems"]) == (name != "trained.jsonl")
+
+
+# ---- the journal
+
+
+def record(run_dir: Path, batch: Batch) -> None:
+    header, arrays = pack_groups(batch)
+    append_line(run_dir / "trained.jsonl", trained_line(header, arrays, arrays.loss_mask, 0.5))
+
+
+async def live(run_dir: Path) -> Journal:
+    """A run of which step 1 is in the trainer's record; its group 7 was filtered, 8 has a rollout of several
+    branches.
+    """
+    config = {"model": {"path": "nowhere/at-all"}, "task": {"python": "a:B"}, "rollout": {"group_size": 2}}
+    (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)))
+    append_line(run_dir / "metrics.jsonl", {"step": 1, "tokens/sampled": 40, "tokens/trained": 33})
+    record(run_dir, make_batch(0, 0, 1))
+    journal = journal_cases.open_journal(run_dir / "journal.sqlite")
+    await tell_a_run(journal)
+    admit(journal, 7)
+    for index in range(2):
+        journal.rollout_finished_nowait(GroupId(7), (make_trajectory(7, index),))
+    journal.group_ended_nowait(GroupId(7), "filtered", "buffer.filter")
+    admit(journal, 8)
+    journal.rollout_finished_nowait(GroupId(8), journal_cases.make_rollout(8, 0, has_credits=True))
+    journal.event_nowait("stuck", {"seconds": 12.5, "waits": [{"who": "train loop"}]})
+    await journal.flush()
+    return journal
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("live")
+    with asyncio.Runner() as runner:
+        journal = runner.run(live(folder))
+        yield folder
+        runner.run(journal.aclose())
+
+
+def test_inspect_accounts_for_groups_and_wasted_tokens(run_dir: Path) -> None:
+    plain = inspected(run_dir)
+    journal = plain["journal"]
+    assert journal["groups"] == {"failed": 1, "filtered": 1, "requeued": 1, "running": 2, "taken": 4}
+    wasted = {"retried": 15, "failed": 0, "filtered": 20, "requeued": 10, "masked": 7}
+    assert (journal["wasted_tokens"], journal["sampled_tokens"]) == (wasted, 80 + 20 + 20 + 10 + 15)
+    assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 1)
+    assert [event["what"] for event in journal["events"]] == ["restored", "engine_restarted", "stuck"]
+    assert (plain["bound_kept"], plain["problems"], plain["num_steps"]) == (True, [], 1)
+
+
+def test_the_story_of_a_group_joins_journal_and_record(run_dir: Path) -> None:
+    plain = inspected(run_dir, group=1)
+    story = plain["story"]
+    expected = make_trajectory(1, 0)
+    assert (story["state"], story["start_version"], story["batch"]) == ("taken", 0, 0)
+    assert story["admitted_at"] <= story["ended_at"] <= story["trained_at"]
+    assert story["messages"] == [{"role": "user", "content": "Question 1"}]
+    first = story["rollouts"][0]
+    assert (first["state"], first["num_sampled"], first["reward"]) == ("finished", 10, expected.reward)
+    (piece,) = first["branches"][0]["pieces"]
+    assert (piece["start"], piece["end"], piece["version"]) == (2, 12, 0)
+    assert piece["token_ids"] == expected.token_ids[2:].tolist()
+    assert [entry["num_loss_tokens"] for entry in plain["trajectories"]] == [10, 10]
+
+
+def test_a_rollout_shows_all_branches_and_rewards_of_parts(run_dir: Path) -> None:
+    story = inspected(run_dir, group=8)["story"]
+    assert (story["num_rollouts"], story["num_sampled"], story["reward_mean"]) == (1, 20, 0.25)
+    first, second = story["rollouts"]
+    assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
+    sampled = [branch["pieces"][0]["token_ids"] for branch in first["branches"]]
+    assert sampled == [branch.token_ids[2:].tolist() for branch in journal_cases.make_rollout(8, 0)]
+    assert first["branches"][1]["credits"][0] == {"start": 2, "end": 7, "reward": 1.2, "unit": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, ["engine_restarted", "name engine-0", "bound_kept True"]),
+        ({"group": 4}, ["state failed", "reason too few usable rollouts", "timed out"]),
+        ({"group": 5}, ["state requeued", "reason dropped", "same_prompt 6"]),
+        ({"group": 6}, ["state running", "text_from no tokenizer.json in"]),
+    ],
+)
+def test_inspect_shows_people_the_same(run_dir: Path, options: dict[str, Any], said: list[str]) -> None:
+    text = words(render_inspect(run_dir, **options))
+    assert [part for part in said if part not in text] == []
+
+
+def test_a_step_shows_its_batch_whether_trained_or_not(run_dir: Path) -> None:
+    batch = inspected(run_dir, step=1)["batch"]
+    taken = inspected(run_dir, step=2)
+    assert batch["tokens_by_version"] == {"0": 40}
+    assert [group["group_id"] for group in batch["groups"]] == [0, 1]
+    assert (taken["batch"]["trained_at"], taken["steps"]) == (None, [])
+
+
+def test_inspect_survives_deleted_tokens_and_a_damaged_journal(tmp_path: Path) -> None:
+    async def compacted() -> None:
+        journal = await live(tmp_path)
+        await journal.compact(1)
+        await journal.aclose()
+
+    asyncio.run(compacted())
+    story = inspected(tmp_path, group=0)["story"]
+    assert (story["has_tokens"], story["rollouts"], story["num_sampled"]) == (False, [], 20)
+    assert story["samples"] == 0
+    (tmp_path / "journal.sqlite").write_bytes(b"no journal at all" * 100)
+    (tmp_path / "journal.sqlite-wal").unlink(missing_ok=True)
+    plain = inspected(tmp_path)
+    assert ("journal" in plain, plain["bound_kept"]) == (False, True)
+    assert "journal.sqlite" in plain["problems"][0]
+
+
+def test_a_step_trained_again_on_other_data_is_found(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    batch = make_batch(1, 2, 3)
+    group, *groups = batch.groups
+    first, *others = group.trajectories
+    changes: list[Any] = [{"token_ids": first.token_ids + np.int32(1)}, {"reward": -1.0}, {"reward": -2.0}]
+    changed = [replace(group, trajectories=(replace(first, **change), *others)) for change in changes]
+    answers = []
+    for again in (batch, batch, *(replace(batch, groups=(each, *groups)) for each in changed)):
+        record(tmp_path, again)
+        answers.append(inspected(tmp_path))
+        append_line(tmp_path / "trained.jsonl", {"restored": 1})
+    _, same, *differ = answers
+    assert [step["step"] for step in same["steps"]] == [1, 2]
+    assert (same["violations"], same["restored_from"]) == ([], [1])
+    fault = "step 2 was trained again on other data than before a restore"
+    assert [each["violations"] for each in differ] == [[fault], [fault] * 2, [fault] * 3]
+
+
+@pytest.mark.slow
+def test_inspect_reads_a_real_run_without_torch(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    answer = run(write_config(tmp_path, buffer={"max_staleness": 2}), run_dir, "trainer.num_steps=4")
+    assert answer.returncode == 0, answer.stderr
+    script = (
+        "import sys; from asyncrl.observe.show import render_inspect;"
+        "print(render_inspect(sys.argv[1], as_json=True, group=int(sys.argv[2])));"
+        "assert 'torch' not in sys.modules"
+    )
+    entry = read_lines(run_dir / "trained.jsonl")[-1]["trajectories"][0]
+    command = [sys.executable, "-c", script, str(run_dir), str(entry["group_id"])]
+    asked = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert asked.returncode == 0, asked.stderr
+    plain = json.loads(asked.stdout)
+    story = plain["story"]
+    assert (plain["problems"], story["batch"], story["prompt_id"]) == ([], 3, entry["prompt_id"])
+    (rollout,) = [each for each in story["rollouts"] if each["sample_index"] == entry["sample_index"]]
+    pieces = rollout["branches"][0]["pieces"]
+    assert rollout["reward"] == entry["reward"]
+    assert [[piece["start"], piece["end"], piece["version"]] for piece in pieces] == entry["spans"]
+    assert all("text" in piece for piece in pieces)
+    written = {name for line in read_lines(run_dir / "metrics.jsonl") for name in line}
+    assert {"perf/step_s", "policy/loss", "engine/decode_s"} <= written
+    assert [name for name in written if gauge_of(name) is None] == []
+    journal = inspected(run_dir)["journal"]
+    assert (journal["groups"]["taken"], journal["num_trained"]) == (16, 4)
