@@ -66,7 +66,7 @@ def describe(num_cuda: int) -> tuple[Machine, NodeReport]:
 class Host:
     """Starts, watches and ends the processes of a run on its node.
 
-    Life: ready() -> start(), any number -> ends() reports those that have ended -> end().
+    Life: ready() -> start(), any number -> ends() reports exit codes -> end().
     Waits: ends() sleeps at most as long as its caller allows.
     """
 

@@ -131,7 +131,7 @@ class RayLauncher(Launcher):
 
     async def _reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
         group = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
-        with waiting("the devices of the run, until Ray has them free", on="Ray"):
+        with waiting("the devices of the run, until Ray frees them", on="Ray"):
             for _ in range(int(HOLD_S)):  # short waits leave no thread in Ray at the end
                 if await asyncio.to_thread(group.wait, 1.0):
                     self._group = group
@@ -141,7 +141,7 @@ class RayLauncher(Launcher):
             "launcher",
             f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
             rule="the devices of a run are reserved until it ends",
-            way_out="end other programs there (`ray status` lists what is in use), or place less.",
+            way_out="end other programs there (`ray status` lists the usage), or place less.",
         )
 
     def _make_actor(self, index: int, node: Node, devices: Sequence[str]) -> Any:

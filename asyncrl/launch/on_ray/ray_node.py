@@ -84,7 +84,7 @@ class RayNode:
                 with waiting("its actor", on=self.node.name):
                     report = await self._within(ACTOR_S, "ready", self._requirements)
             except LOST_ERRORS as error:
-                self._lost = f"Ray starts no actor of ours there: {_reason(error)}"
+                self._lost = f"Ray starts no actor there: {_reason(error)}"
                 raise self.gone(self.node.name) from error
             if misfit := unmet(self.node.name, report, self._versions):
                 raise misfit
