@@ -30,7 +30,6 @@ from job_runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from asyncrl.launch.processes import catches
 from asyncrl.observe.show import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -102,7 +101,6 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     wait_for_steps(run_dir, 2, process)
     children = children_of(process)
     (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
-    assert all(catches(child.pid, signal.SIGUSR1) for child in children)
     trainer.suspend()
     # It may freeze in an export: then the train loop waits for the publisher.
     waits = r"train loop waits in (TrainerClient\.train|PushLoop\.wait_exported)"

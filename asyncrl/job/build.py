@@ -21,12 +21,12 @@ from asyncrl.job.check import check_everything
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.evaluate import make_eval_generator, make_eval_sets
-from asyncrl.job.fleet import Fleet, make_fleet
+from asyncrl.job.fleet import Fleet
 from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, special_tokens
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, ScaledEngine
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervise import EngineSupervisor
+from asyncrl.job.supervise import EngineSupervisor, find_teacher
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
@@ -128,9 +128,11 @@ async def build(
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
 
-    servers = Servers(config, placement, model_path, life.run_dir, life.launcher)
+    teacher_path = await asyncio.to_thread(find_teacher, config, tokenizer)
+    servers = Servers(config, placement, model_path, life.run_dir, life.launcher, teacher_path)
+    await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
-    fleet = await make_fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
+    fleet = Fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
     await fleet.start(num_first, asyncio.to_thread(model_pin.read, model_path), is_new=is_new)
 
     def requeued(*group: Any) -> None:
