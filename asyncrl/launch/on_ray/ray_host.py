@@ -96,7 +96,7 @@ class Host:
 
     async def start(self, key: str, spec: ProcessSpec) -> Started | ConfigError:
         """Start a process under a new key."""
-        if fork_server.current is None and spec.python is None and fork_server.preloads(spec.module):
+        if fork_server.current is None and spec.python is None:
             fork_server.current = fork_server.ForkServer()
         child = ChildProcess(spec, child_environ(spec.devices, self._cuda), self._address)
         try:
