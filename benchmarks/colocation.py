@@ -190,7 +190,7 @@ def make_config(model: Path, device: str, chunk_bytes: int, *, is_shared: bool) 
     return RunConfig.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32"},
-            "task": {"python": "asyncrl.tasks.letters:Letters"},
+            "task": {"python": "asyncrl.tasks.toy:Letters"},
             "rollout": {
                 "slots": SLOTS,
                 "max_tokens": MAX_TOKENS,
