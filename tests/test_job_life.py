@@ -179,19 +179,6 @@ async def test_trainer_death_in_save_ends_the_run(house: House) -> None:
 
 
 @virtual
-async def test_done_run_makes_a_checkpoint_and_saves_its_weights(house: House) -> None:
-    house.trainer.policy_version = 2
-    house.trainer.may_step.set()
-    await house.begin(num_batches=1)
-    assert (house.trainer.saved, house.last) == ([house.job.life.run_dir / "final"], [3])
-    assert "producers" not in house.names
-    house.trainer.may_save.set()
-    await house.living
-    assert (house.after_step, house.last) == ([3], [3])
-    assert [event[0] for event in house.journal.events] == ["order", "batch_taken", "trained"]
-
-
-@virtual
 async def test_signal_ends_after_the_step_with_a_checkpoint(house: House) -> None:
     await house.begin(num_batches=2)
     house.interrupt()

@@ -94,25 +94,26 @@ def test_task_stays_within_one_draw_of_its_share(
     assert drawn == {name: 2 * share for name, share in shares.items()}
 
 
-def difficult(size: int, *, told: list[tuple[str, int, str]] | None = None, name: str = "") -> Epochs:
-    tell = (lambda epoch, text: None) if told is None else (lambda *what: told.append((name, *what)))
-    return Epochs(size, seed=3, shuffle=True, by_difficulty=True, on_epoch=tell)
+def difficult(size: int) -> Epochs:
+    return Epochs(size, seed=3, shuffle=True, by_difficulty=True)
 
 
 def make_mixed_source(
     sizes: dict[str, int], by_difficulty: set[str], told: list[tuple[str, int, str]] | None = None
 ) -> PromptSource:
+    told = [] if told is None else told
     tasks = [
         TaskPrompts(
             Numbers(size),
             seed=3,
             shuffle=True,
             label=name,
-            epochs=difficult(size, told=told, name=name) if name in by_difficulty else None,
+            by_difficulty=name in by_difficulty,
         )
         for name, size in sizes.items()
     ]
-    return PromptSource(*tasks, shares={name: number + 1 for number, name in enumerate(sizes)})
+    shares = {name: number + 1 for number, name in enumerate(sizes)}
+    return PromptSource(*tasks, shares=shares, on_epoch=lambda *epoch: told.append(epoch))
 
 
 CASES = st.one_of(

@@ -60,29 +60,6 @@ def test_info_of_a_prompt_makes_the_task_again() -> None:
         assert task_class.data_type().model_validate(row) == task.data
 
 
-def test_messages_are_text_and_pictures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import calculator_env
-    import verifiers.v1 as vf
-
-    prompt: list[Any] = [
-        vf.UserMessage(content=[vf.TextContentPart(text="What is"), vf.TextContentPart(text="1 + 1?")]),
-        vf.AssistantMessage(tool_calls=[vf.ToolCall(id="1", name="calculate", arguments="{}")]),
-        vf.ToolMessage(tool_call_id="1", content="2"),
-    ]
-
-    def load(self: Any) -> list[Any]:
-        return [calculator_env.CalculatorTask(calculator_env.CalculatorData(prompt=prompt, answer=2))]
-
-    monkeypatch.setattr(calculator_env.CalculatorTaskset, "load", load)
-    (shown,) = prompts_of(task_of(), 1)
-    texts = [(message["role"], message["content"]) for message in shown.messages]
-    assert texts == [("user", "What is\n1 + 1?"), ("assistant", ""), ("tool", "2")]
-    picture = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url="https://example.org/a.png"))
-    prompt[0] = vf.UserMessage(content=[picture])
-    with pytest.raises(ConfigError, match="prompt of task 0 has a part of type image_url"):
-        task_of()
-
-
 def test_checking_a_config_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
