@@ -39,9 +39,9 @@ BALANCED_WAIT_SHARE = 0.25
 @dataclass(frozen=True, slots=True)
 class Reward:
     """`first`: mean of the first 5 steps (below 10 steps: of the first half); `last`: mean of the recent
-    steps (run_numbers.recent), with standard error `noise`; `best`: highest mean of as many steps, ending at
-    `best_step`; `margin`: smaller changes from `first` to `last` are noise; `step_noise`: standard deviation
-    of one step around the trend; `trend`: at the end.
+    steps (run_numbers.recent), with standard error `noise`; `best`: highest mean of the same number of steps,
+    ending at `best_step`; `margin`: smaller changes from `first` to `last` are noise; `step_noise`: standard
+    deviation of one step around the trend; `trend`: at the end.
     """
 
     first: float

@@ -241,7 +241,7 @@ def cause_of(why: str) -> str:
 
 
 def _is_shown(what: str) -> bool:
-    """Return whether an event has no span of its own."""
+    """Return whether no span shows the event."""
     return not (what.startswith("hand") or what.endswith(" up"))
 
 
