@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import journal_cases
-import long_run
 import numpy as np
 import pytest
 from hypothesis import given
@@ -255,13 +254,6 @@ def test_lines_from_the_end_are_the_lines_of_the_file(lines: list[bytes], is_tor
     assert all(content[start : start + len(line)] == line and b"\n" not in line[:-1] for start, line in found)
 
 
-def test_the_made_up_run_of_the_benchmark_keeps_its_bound(tmp_path: Path) -> None:
-    long_run.make_run(tmp_path, 30, 2, 4)
-    plain = inspected(tmp_path)
-    assert (plain["bound_kept"], plain["problems"], plain["num_trajectories"]) == (True, [], 240)
-    assert plain["journal"]["num_trained"] == len(plain["steps"]) == 30
-
-
 _WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}]}'
 
 
@@ -293,16 +285,6 @@ def test_invalid_data_is_skipped_and_reported(tmp_path: Path, name: str, text: s
     assert any(problem in line for line in problems) or not problem
     assert str(tmp_path) in "".join(render_status(tmp_path, is_verbose=True).replace("│", "").split())
     assert "num_steps 3" in words(render_inspect(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl", "eval.jsonl", "status.json"])
-def test_an_unreadable_file_is_reported(tmp_path: Path, name: str) -> None:
-    make_run(tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).mkdir()  # rights do not bind the superuser, whom tests may run as
-    problem = f"{name} cannot be read: Is a directory"
-    assert problem in inspected(tmp_path)["problems"]
-    assert (problem in status_of(tmp_path)["problems"]) == (name != "trained.jsonl")
 
 
 # ---- the journal
@@ -391,14 +373,6 @@ def test_a_rollout_shows_all_branches_and_rewards_of_parts(run_dir: Path) -> Non
 def test_inspect_shows_people_the_same(run_dir: Path, options: dict[str, Any], said: list[str]) -> None:
     text = words(render_inspect(run_dir, **options))
     assert [part for part in said if part not in text] == []
-
-
-def test_a_step_shows_its_batch_whether_trained_or_not(run_dir: Path) -> None:
-    batch = inspected(run_dir, step=1)["batch"]
-    taken = inspected(run_dir, step=2)
-    assert batch["tokens_by_version"] == {"0": 40}
-    assert [group["group_id"] for group in batch["groups"]] == [0, 1]
-    assert (taken["batch"]["trained_at"], taken["steps"]) == (None, [])
 
 
 def test_inspect_survives_deleted_tokens_and_a_damaged_journal(tmp_path: Path) -> None:

@@ -52,14 +52,14 @@ def hang_restarted_trainer(house: House) -> None:
 HANGS = {
     hang_trainer: r"""
 train loop waits in TrainerClient.train for optimizer step 4.* by trainer-0
-producers waits in Buffer.wait_open for leave to start a group \(2 ready, 0 run, step 5
+producers waits in Buffer.wait_open for admission of a group \(2 ready, 0 run, step 5
 publisher waits .* for a policy_version above 3.* woken by the train loop""",
     hang_restarted_trainer: r"""
 catching up waits in TrainerClient.catch_up for the journaled batches .* woken by trainer-0
 train loop waits in \w+Trainer.wait_up for the trainer to be back""",
     hang_commit: r"""
 publisher waits .* for commit of policy_version 1, .* woken by engine-1
-train loop waits in Buffer.wait_batch for publishing, for no group may start before""",
+train loop waits in Buffer.wait_batch for publishing, because no group may start before""",
     hang_generate: r"""
 \d rollouts waits in EnginePool.\w+ for completions.* woken by engine-1
 rollout g\d+/r\d runs for 6\d s, in EnginePool.\w+ on engine-1

@@ -201,7 +201,7 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
 
 
 def test_agent_evaluation_has_one_version_and_trains_nothing(tmp_path: Path) -> None:
-    letters = {"python": "asyncrl.tasks.letters:Letters", "size": 6}
+    letters = {"python": "asyncrl.tasks.toy:Letters", "size": 6}
     evaluation = {"task": letters, "every": 2, "num_prompts": 6, "slots": 4}
     plain = write_config(tmp_path, **AGENT, trainer={"num_steps": 4})
     assert run(plain, tmp_path / "without").returncode == 0

@@ -167,10 +167,6 @@ def test_the_process_ends_while_a_client_hangs(code: int, tmp_path: Path) -> Non
     assert "slow" in process.stdout
 
 
-def test_trackers_that_never_started_are_not_awaited() -> None:
-    asyncio.run(Background({"mine": partial(Noting, "log")}, print).wait_closed(30.0, print))
-
-
 def test_signal_ends_the_wait_for_trackers(tmp_path: Path) -> None:
     async def live() -> int:
         return 0
@@ -257,17 +253,6 @@ def test_a_run_without_its_tracker_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no start"):
         run_job(config, tmp_path / "run", name="test")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_users_tracker_gets_its_arguments(tmp_path: Path) -> None:
-    observe = ObserveConfig.model_validate(
-        {"trackers": [OWN], "tracker_args": {OWN: {"path": str(tmp_path / "log")}}}
-    )
-    check_trackers(observe)
-    trackers = make_trackers(observe, print)
-    trackers.start(TrackedRun(tmp_path, "a run", "0123", {}))
-    ended(trackers)
-    assert calls(tmp_path / "log") == [["start", "a run"], ["close", "done"]]
 
 
 def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def view_run(run_dir: str | Path, steps: Steps | None = None) -> dict[str, Any]:
     steps = files.steps
     problems = files.problems
     events, failures = _from_journal(folder, problems)
-    rows = read_timeline(folder / TIMELINE_FILE, problems)
+    rows = read_timeline(folder, problems)
     if steps and not rows:
         problems.append(f"there is no {TIMELINE_FILE}: the timeline is empty")
     shown_events = [(s, _event_text(what, detail)) for s, what, detail in events if _is_shown(what)]

@@ -3,13 +3,13 @@
 const TRENDS = { rising: "still rising", flat: "flat at the end", falling: "falling", unknown: "too few steps for a trend" };
 
 function showVerdict(run) {
-  const told = run.verdict ?? { headline: "No step has ended yet.", learning: [], health: null, speed: [], reward_last: null }, sentences = texts => texts.map(text => h("p", {}, text));
+  const told = run.verdict ?? { headline: "No step has ended yet.", health: null, speed: [], reward_last: null }, sentences = texts => texts.map(text => h("p", {}, text));
   const row = (label, ...content) => h("div", { class: "row" }, h("h2", {}, label), h("div", {}, ...content));
   byId("headline").replaceChildren(written(run.ended || told.headline));
   const health = told.health === null ? nothing("No step has ended yet.") : told.health.length
     ? h("ul", { class: "flags" }, told.health.map(text => h("li", {}, text))) : h("p", { class: "fine" }, "Nothing unusual.");
   bodyOf("verdict").replaceChildren(
-    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(run.ended ? [told.headline] : []), ...sentences(told.learning), told.reward_last === null ? nothing("No step has a reward yet.") : bigReward(told, run.num_recent))),
+    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(run.ended ? [told.headline] : []), told.reward_last === null ? nothing("No step has a reward yet.") : bigReward(told, run.num_recent))),
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
     h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
   byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
