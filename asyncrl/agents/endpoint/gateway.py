@@ -216,7 +216,7 @@ class Gateway:
         writer = response.writer = dialect.writer(call, self._model, asked, data)
         try:
             if call.is_streamed:
-                await _stream(route.sample(session, call), call, response)
+                await asyncio.gather(route.sample(session, call), _write_news(call, writer, response))
             else:
                 await route.sample(session, call)
             if not is_connected(response.request):
@@ -300,19 +300,13 @@ class _CallResponse(Response):
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
 
-async def _stream(sample: Coroutine[Any, Any, None], call: GatewayCall, response: _CallResponse) -> None:
+async def _write_news(call: GatewayCall, writer: Writer, response: _CallResponse) -> None:
     """Write new text while the call is sampled."""
-    sampling = asyncio.create_task(sample, name=f"sample {call.name}")
-    try:
-        while True:
-            await call.news.wait()
-            call.news.clear()
-            if not call.requests:
-                return await sampling
-            if response.writer is not None and (text := response.writer.news()):
-                await response.write(text)
-    finally:
-        sampling.cancel()
+    while call.requests:
+        await call.news.wait()
+        call.news.clear()
+        if call.requests and (text := writer.news()):
+            await response.write(text)
 
 
 def shown_key(request: Request) -> str:
