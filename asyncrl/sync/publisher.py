@@ -131,7 +131,7 @@ class ColocatedPush(Publisher):
 
 
 class PushLoop(Publisher):
-    """Pushes the newest weights to engines on devices of their own, one push at a time.
+    """Pushes the newest weights to engines on separate devices, one push at a time.
 
     Life: run(): idle -> exporting a new version (begun between two steps) -> pushing -> announced by
         on_served, then by on_published -> idle.

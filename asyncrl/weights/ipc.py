@@ -323,7 +323,7 @@ class TrainerMemory:
             except (OSError, ValueError) as error:
                 what = f"cannot open the {handles[0].kind} memory of {handles[0].num_bytes} bytes: {error}"
                 rule = "trainer and engine take turns on the same devices, and share a piece of their memory"
-                way_out = "give them the same (placement) and one container, or devices of their own."
+                way_out = "give them the same devices (placement) and one container, or separate devices."
                 raise Refused(400, what, rule=rule, way_out=way_out) from error
         memory = self._memory
         try:

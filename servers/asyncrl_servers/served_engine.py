@@ -54,7 +54,9 @@ def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
     try:
         return kind.model_validate_json(text), fd
     except ValidationError as error:
-        fail(f"the spec of this server is wrong: {error}", rule=f"its fields are those of {kind.__name__}")
+        fail(
+            f"the spec of this server is wrong: {error}", rule=f"its fields are the fields of {kind.__name__}"
+        )
 
 
 class Listener(Protocol):

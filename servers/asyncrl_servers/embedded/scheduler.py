@@ -218,7 +218,7 @@ class Scheduler:
         for one in reads:
             sequences = self.rows.sequences
             logits = sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
-            assert logits is not None, "a source comes before those that use it"
+            assert logits is not None, "a source precedes its users"
             sequences[one.row].next_logits_V = logits
             found.append(logits)
         return torch.stack(found)
