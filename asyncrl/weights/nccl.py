@@ -47,7 +47,6 @@ from asyncrl.weights.ipc import copy_placed, lay_out, views
 from asyncrl.weights.transport import Exported, TrainerEnd, Transport, done, only_gathered
 
 T = TypeVar("T")
-SENDER = 0
 _LATE_S = 1.0
 """Extra time of a torch thread, so that its own error is reported."""
 _LOOK_S = 0.0005
@@ -213,7 +212,7 @@ class WeightGroup:
         if self._group is None:
             raise GroupBroken("the group is closed")
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = SENDER, 0, self._timeout
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         try:
             self._wait(self._group.broadcast([tensor], options))
         except RuntimeError as error:

@@ -21,7 +21,6 @@ from asyncrl.messages.engine_api import (
 )
 from asyncrl.weights.tensor_files import RESEND
 
-PARTS: tuple[EnginePart, ...] = ("kv", "weights")
 PUSH_AGAIN = "push this version again, from chunk 0."
 Arrived = tuple[dict[str, bytes], int]
 """(digest of each tensor by name, total bytes)."""
@@ -182,8 +181,8 @@ class WeightState:
 
     @property
     def asleep(self) -> list[EnginePart]:
-        """Parts without memory, in sleeping order."""
-        return [part for part in PARTS if part in self._asleep]
+        """Parts without memory."""
+        return sorted(self._asleep)
 
     @property
     def can_serve(self) -> bool:
