@@ -142,17 +142,17 @@ def check(
     config: ConfigPath,
     overrides: Overrides = None,
     devices: Annotated[
-        list[str] | None,
+        str | None,
         Option(
             metavar="NxNAME-SIZE",
             help="Plan for another machine with these CUDA devices: 8xH200-141GB, 2x80GB, or cpu for none; "
-            "2x8xH200-141GB: for two nodes. Given again: for more nodes. GB is 10^9 bytes, GiB 2^30. Needs "
-            "--cores and --memory, of each node; nothing is asked of this machine.",
+            "2x8xH200-141GB: for two nodes. GB is 10^9 bytes, GiB 2^30. Needs --cores and --memory, of each "
+            "node; nothing is asked of this machine.",
         ),
     ] = None,
-    cores: Annotated[list[int] | None, Option(metavar="N", help="Cores of that machine.")] = None,
+    cores: Annotated[int | None, Option(metavar="N", help="Cores of that machine.")] = None,
     memory: Annotated[
-        list[str] | None, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")
+        str | None, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")
     ] = None,
 ) -> None:
     """Validate a config, load everything it names except weights, and print the plan by node: processes,
@@ -162,7 +162,7 @@ def check(
     from asyncrl.launch.launchers import opened
     from asyncrl.launch.nodes import described_nodes
 
-    nodes = described_nodes(devices or [], cores or [], memory or [])
+    nodes = described_nodes(devices, cores, memory)
     settings = load_config(config, overrides or [])
     with contextlib.ExitStack() as stack:
         nodes = nodes or stack.enter_context(opened(settings.launcher)).nodes

@@ -1,26 +1,19 @@
-"""What turns cost on a shared device: handovers against a plain copy of the bytes that move, peak memory
-against running apart.
+"""Cost of colocation: handovers against a memory copy of the moved bytes, and peak memory against separate
+processes.
 
-Real processes: one trainer, one embedded engine, a model of some 135 million parameters with random weights
-in float32 (offload.py's). Each turn generates a few completions, hands over, takes an optimizer step on them,
-and hands back with the new weights: the product's own lease, pushes and clients. Once for each chunk size,
-and once apart with the same steps.
+One trainer and one embedded engine with a random model of 135 million parameters in float32. Each turn
+samples a few completions, hands the device to the trainer, takes an optimizer step and hands the device back
+with the new weights, through the product's own lease, pushes and clients. Repeated for each chunk size, and
+once without sharing.
 
-    python benchmarks/colocation.py [--seconds 60] [--chunk-mib 16 64 256] [--plot] [--device cpu]
+    python benchmarks/colocation.py [--seconds 60] [--chunk-mib 16 64 256] [--device cpu]
 
-`moved` are the bytes that a full turn copies from one place to another: the optimizer's and the weights' way
-off the trainer's device and back, and the push. What is only freed or taken (gradients, the engine's weights
-and KV cache) is in the time and not in the bytes. `copy`, in the same run, is a memory copy of as many bytes
-between warm buffers; `new pages` is one onto memory that was just taken, which is what comes back on a CPU
-after the other side's turn; `cpu ratio` is the CPU time of both processes in the handovers over that of the
-copy. On a CPU memory is the sum of the proportional set sizes (PSS) of trainer and engine, sampled; what the
-trainer moves away lies in a file, in the kernel's page cache, which is not in it.
+`moved`: bytes that a turn copies (optimizer and weights off the device and back, and the push). `copy`: a
+copy of that size between warm buffers. `new pages`: a copy onto newly allocated memory. `cpu ratio`: CPU time
+of the handovers over that of the copy. CPU memory is the sum of the processes' proportional set sizes. The
+first turn is a warm-up and is not in the medians.
 
-The first turn is a warm-up, in the peak and not in the medians: once in a run its handover moves tensors side
-by side, makes the file that they go to, and warms what comes later. Its seconds are printed by themselves.
-
-Last line: `ratio: X` = seconds of both handovers over those of the memory copy, medians, of the last chunk
-size.
+Last line: `ratio: X` = median seconds of both handovers over the memory copy, for the last chunk size.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -40,8 +33,8 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from offload import copy_costs, make_model
-from report import RESULTS, options, reported
+from random_model import llama_135m
+from report import options, reported
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
@@ -50,7 +43,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.build import load_tokenizer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.nodes import single_node
@@ -77,12 +70,7 @@ class Memory:
     servers: Sequence[Server]
     device: str
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    marks: list[tuple[float, str]] = field(default_factory=list)
     _ended: threading.Event = field(default_factory=threading.Event)
-
-    def mark(self, what: str) -> None:
-        """For the plot."""
-        self.marks.append((time.perf_counter(), what))
 
     def peak(self, since_s: float = 0.0) -> int:
         """Of both together."""
@@ -119,6 +107,35 @@ class Memory:
             else:
                 sizes = [sum(_pss_bytes(server.child.pid) for server in side) for side in (trainer, engine)]
             self.samples.append((time.perf_counter(), *sizes))  # type: ignore[arg-type]
+
+
+Spent = tuple[float, float]
+"""Wall seconds and CPU seconds. CPU seconds are steadier on a busy machine."""
+
+
+def spent(work: Callable[[], object]) -> Spent:
+    started, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - started, time.process_time() - cpu
+
+
+def copy_costs(num_bytes: int, device: torch.device) -> tuple[Spent, Spent]:
+    """Return the cost of a copy onto warm memory and onto new pages; on CUDA, to pinned memory for both."""
+    if device.type == "cuda":
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        target = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+    else:
+        source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+
+    def copy_to(target: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if source.is_cuda:
+            torch.cuda.synchronize()
+
+    warm = sorted(spent(lambda: copy_to(target)) for _ in range(3))[1]
+    return warm, warm if device.type == "cuda" else spent(
+        lambda: copy_to(torch.empty(num_bytes, dtype=torch.uint8))
+    )
 
 
 def _pss_bytes(pid: int | None) -> int:
@@ -173,7 +190,7 @@ def make_config(model: Path, device: str, chunk_bytes: int, *, is_shared: bool) 
     return RunConfig.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32"},
-            "task": {"python": "asyncrl.tasks.letters:Letters"},
+            "task": {"python": "asyncrl.tasks.toy:Letters"},
             "rollout": {
                 "slots": SLOTS,
                 "max_tokens": MAX_TOKENS,
@@ -217,7 +234,6 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:
         if what == "handover phase":
-            memory.mark(detail["phase"])
             phases[detail["phase"]] = detail
 
     try:
@@ -318,12 +334,10 @@ async def measure(
         case = Case(name, rooms.memory, ready_s=time.perf_counter())
         version, end_s = 0, time.perf_counter() + seconds
         while time.perf_counter() < end_s or version <= MIN_TURNS:
-            rooms.memory.mark("generating")
             batch = make_batch(version, await generate(rooms.pool, version))
             before = rooms.memory.cpu_s()
             await rooms.turns.to_trainer()
             cpu_s = rooms.memory.cpu_s() - before
-            rooms.memory.mark("training")
             report = await rooms.trainer.train(batch)
             version, before = report.policy_version, rooms.memory.cpu_s()
             await rooms.turns.to_engines(version)
@@ -336,7 +350,6 @@ async def measure(
             else:
                 await rooms.publisher.wait_announced(version)  # type: ignore[union-attr]
         await generate(rooms.pool, version)
-        rooms.memory.mark("end")
     return case
 
 
@@ -409,38 +422,10 @@ def show(
     print(f"ratio: {last.handover_s / (median(last.moved) * copy_s_per_byte):.2f}")
 
 
-def plot(apart: Case, case: Case, path: Path) -> None:
-    """Memory over time, in turns above and apart below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 1, figsize=(10, 7), sharey=True)
-    for axis, one in zip(axes, (case, apart), strict=True):
-        begin = one.memory.samples[0][0]
-        times = [at_s - begin for at_s, _, _ in one.memory.samples]
-        sizes = [[sample[index] / 1e9 for sample in one.memory.samples] for index in (1, 2)]
-        axis.stackplot(times, *sizes, labels=["trainer", "engine"], alpha=0.8)
-        axis.axvline(one.ready_s - begin, color="black", linewidth=0.8, linestyle=":")
-        for at_s, what in one.memory.marks:
-            if what in ("generating", "training"):
-                axis.axvline(at_s - begin, color="green" if what == "generating" else "red", linewidth=0.5)
-        axis.set_title(f"in turns, chunks of {one.name}" if one is case else "apart")
-        axis.set_ylabel("GB")
-        axis.legend(loc="upper left")
-    axes[1].set_xlabel("seconds; dotted: ready; green: generating begins; red: training begins")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
     parser.add_argument("--chunk-mib", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument(
-        "--plot", action="store_true", help="draw the memory timeline into benchmarks/results/colocation.png"
-    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments: argparse.Namespace = parser.parse_args()
     torch.set_num_threads(1)
@@ -449,7 +434,7 @@ def main() -> None:
     seconds = arguments.seconds / (len(arguments.chunk_mib) + 1)
     with tempfile.TemporaryDirectory(prefix="asyncrl-colocation-") as name:
         folder = Path(name)
-        model = make_model(folder)
+        model = llama_135m(folder)
         copies, cases = [], []
         config = make_config(model, arguments.device, 256 * MIB, is_shared=False)
         apart = asyncio.run(measure(config, model, "apart", arguments.device, seconds, folder / "apart"))
@@ -466,9 +451,6 @@ def main() -> None:
             )
         with reported("colocation", is_kept=arguments.write):
             show(apart, cases, *(median(kind) for kind in zip(*copies, strict=True)))
-        if arguments.plot:
-            RESULTS.mkdir(exist_ok=True)
-            plot(apart, cases[-1], RESULTS / "colocation.png")
 
 
 if __name__ == "__main__":

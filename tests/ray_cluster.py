@@ -56,15 +56,13 @@ def ray_cluster(hosts: Sequence[Host], options: Mapping[int, Sequence[str]], **e
     yield f"{head}:{PORT}"
 
 
-def start_ray(
-    host: Host, *options: str, hide: Sequence[Path] = (), env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """`ray start` there, until its raylet ends. `hide`: folders that are empty there."""
+def start_ray(host: Host, *options: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """`ray start` there, until its raylet ends."""
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
     ray += [f"--node-ip-address={host.address}", f"--temp-dir={host.folder / 'tmp'}"]
     ray += ["--object-store-memory=80000000", "--disable-usage-stats", "--include-log-monitor=false"]
     command = ["sh", "-c", UNTIL_STARTED, str(host.folder / "ray.log"), *ray, *options]
-    return host.start(command, hide=hide, env={**FRUGAL, **(env or {})}, text=True)
+    return host.start(command, env={**FRUGAL, **(env or {})}, text=True)
 
 
 def start_run(

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from conformance_checks import CHECKS
-from gateway_conformance import check_server, table
+from gateway_conformance import CHECKS, check_server, table
 from jsonschema import Draft202012Validator
 from text_tokenizers import byte_level, save
 

@@ -123,6 +123,7 @@ async def test_stream_has_ordered_events_without_marks() -> None:
     async with claude(text, text) as talk:
         events = await talk.events(tools=[ADD])
         kinds = [event.type for event in events]
+        assert events[0].message.content == []
         assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
         blocks = [event for event in events if event.type == "content_block_start"]
         assert [(each.index, each.content_block.type) for each in blocks] == [

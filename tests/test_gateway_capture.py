@@ -27,7 +27,7 @@ def called(arguments: object, *, id: str = "call_1", **fields: object) -> Messag
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
 
 
-def test_what_does_not_count_is_what_the_template_does_not_write_and_how_a_message_is_put() -> None:
+def test_answer_is_found_by_its_text_or_its_meaning() -> None:
     four, called_add = Play(), Play()
     four.ask([user("1+2")], f"4{END}")
     called_add.ask([user("1+2")], f"<add>{END}", message=called('{"a":1,"b":2}'))
@@ -53,7 +53,7 @@ def test_other_tools_are_another_chat() -> None:
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
 
 
-def test_the_templates_end_of_a_turn_follows_another_end_and_is_not_said_twice_after_its_own() -> None:
+def test_end_of_a_turn_is_written_once() -> None:
     class TwoEnds(CharRenderer):
         end_ids = frozenset({ord(END), ord("\ue002")})
 
@@ -72,7 +72,7 @@ def test_the_templates_end_of_a_turn_follows_another_end_and_is_not_said_twice_a
         assert new.startswith(begin)
 
 
-def test_a_prompt_of_ids_goes_on_from_the_ids_it_begins_with() -> None:
+def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
     capture = Play().capture
     first = capture.plan_ids([1, 2, 3])
     capture.record(first, completion([4, 5]), assistant(""), "cmpl-0")
@@ -91,7 +91,7 @@ def test_a_prompt_of_ids_goes_on_from_the_ids_it_begins_with() -> None:
     assert branch.loss_mask.tolist() == [False, False, False, True, True, False, True]
 
 
-def test_a_chat_that_the_template_refuses_or_that_is_no_unicode_is_a_value_error() -> None:
+def test_unrenderable_chat_is_a_value_error() -> None:
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
@@ -104,7 +104,7 @@ def test_a_chat_that_the_template_refuses_or_that_is_no_unicode_is_a_value_error
             plan(Play(CharRenderer("refuses")).capture, [message])
 
 
-def test_the_last_text_is_that_of_the_call_planned_last_and_nothing_sampled_is_a_failure() -> None:
+def test_last_text_belongs_to_the_call_planned_last() -> None:
     play = Play()
     with pytest.raises(RolloutFailure, match="without a completion"):
         play.capture.last_text(shows_special=True)
@@ -139,7 +139,7 @@ def credited(play: Play, branch: Trajectory) -> list[tuple[str, float, int]]:
     return [(decode(branch.token_ids[c.start : c.end].tolist()), c.reward, c.unit) for c in branch.credits]
 
 
-def test_branches_run_from_root_to_leaf_and_each_token_is_trained_in_the_first_that_holds_it() -> None:
+def test_token_is_trained_in_its_first_branch() -> None:
     play = forked_play()
     play.ask([user("a"), assistant("1"), user("d")], "")  # without a token of its own: it is no branch
     branches = play.capture.rollout(7, Outcome(metrics={"turns": 4.0}), 0.5)
@@ -152,7 +152,7 @@ def test_branches_run_from_root_to_leaf_and_each_token_is_trained_in_the_first_t
         assert branch.credits == ()
 
 
-def test_rewards_by_turn_make_each_completion_a_unit_and_rewards_by_branch_each_branch() -> None:
+def test_rewards_by_turn_or_branch_define_the_units() -> None:
     play = forked_play()
     play.ask([user("z")], "")  # what sampled nothing need not be named
     by_turn = Outcome(turn_rewards={f"chatcmpl-{number}": float(number) for number in range(4)})
@@ -165,7 +165,7 @@ def test_rewards_by_turn_make_each_completion_a_unit_and_rewards_by_branch_each_
         assert [credited(play, branch) for branch in branches] == expected
 
 
-def test_rewards_that_do_not_fit_fail_the_rollout_with_the_way_out() -> None:
+def test_rewards_that_do_not_fit_fail_the_rollout() -> None:
     for kind, rewards, why in (
         ("turn", {9: 1}, "turn_rewards names chatcmpl-9; this rollout has chatcmpl-0"),
         ("turn", {0: 1, 1: 1}, "turn_rewards does not name chatcmpl-3"),
@@ -183,7 +183,7 @@ def test_rewards_that_do_not_fit_fail_the_rollout_with_the_way_out() -> None:
     assert len(play.capture.rollout(0, same, 0.5)) == 3, "one reward named twice is one reward"
 
 
-def test_an_outcome_has_finite_numbers_of_a_size_that_can_be_averaged_and_one_kind_of_parts() -> None:
+def test_outcome_has_finite_numbers_and_one_kind_of_parts() -> None:
     for outcome in (
         Outcome(turn_rewards={"chatcmpl-0": math.nan}),
         Outcome(1e39),  # infinite in float32

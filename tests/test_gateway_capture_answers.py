@@ -157,7 +157,7 @@ def test_developer_is_the_system_where_the_template_knows_none(renderer_for: Ren
 OFF = "<think>\n\n</think>\n\n"
 
 
-def test_settings_of_the_run_and_of_a_call_reach_the_template(renderer_for: Renderers) -> None:
+def test_settings_of_run_and_call_reach_the_template(renderer_for: Renderers) -> None:
     chat = [user("Hi.")]
     plain = renderer_for("qwen3")
     no_thoughts = renderer_for("qwen3", enable_thinking=False)

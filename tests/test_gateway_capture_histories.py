@@ -197,7 +197,7 @@ def runs(mask: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("habit", ["plain", "strips", "shouts", "refuses"])
 @settings(deadline=None, max_examples=120)
 @given(story=STORY)
-def test_what_is_trained_is_what_was_sampled_after_what_was_sent(
+def test_each_sampled_token_is_trained_after_its_prompt(
     habit: Habit, story: list[tuple[list[Call], Any]]
 ) -> None:
     history = History(habit)
@@ -275,8 +275,6 @@ def values(rollout: Rollout) -> Iterator[Any]:
 @pytest.mark.parametrize("habit", ["plain", "strips"])
 @settings(deadline=None, max_examples=100)
 @given(tree=TREES.filter(bool), orders=st.tuples(ORDER, ORDER))
-def test_the_order_in_which_calls_arrive_and_end_changes_nothing(
-    habit: Habit, tree: Tree, orders: tuple[Random, Random]
-) -> None:
+def test_order_of_calls_changes_nothing(habit: Habit, tree: Tree, orders: tuple[Random, Random]) -> None:
     one, other = (list(values(play(tree, habit, order))) for order in orders)
     assert one == other

@@ -220,7 +220,7 @@ def test_logprobs_have_the_bytes_of_whole_characters() -> None:
     cuts=st.lists(st.integers(0, 4), max_size=12),
     shows_special=st.booleans(),
 )
-def test_client_sees_the_text_up_to_the_stop_of_the_engine(
+def test_client_and_engine_stop_at_the_same_text(
     parts: list[str], stop: list[str], cuts: list[int], shows_special: bool
 ) -> None:
     tokenizer = _saved["byte_level"]

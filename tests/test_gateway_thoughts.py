@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 import openai
@@ -12,13 +11,10 @@ from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_l
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.prefix_match import Chain
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, sealed, signature_of, unsealed
-from asyncrl.agents.endpoint.requests import ChatRequest
-from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Completion, Outcome, VersionSpan
+from asyncrl.messages.records import Outcome
 
 MARKS = ("<think>", "</think>")
 
@@ -139,41 +135,6 @@ async def test_unclosed_thought_is_no_answer_and_hides_calls() -> None:
             assert "<think>" not in message["reasoning_content"]
 
 
-HARMONY = "<|channel|>analysis<|message|>Two and two.<|end|>"
-FINAL = "<|start|>assistant<|channel|>final<|message|>Four."
-CALL = '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
-
-
-@pytest.mark.parametrize(
-    ("template", "text", "content", "num_calls"),
-    [
-        ("gptoss", HARMONY + FINAL, "Four.", 0),
-        ("gptoss", HARMONY + CALL, None, 1),
-        ("gptoss", HARMONY, "", 0),
-        ("gemma4", "<|channel>thought\nTwo and two.\n<channel|>Four.", "Four.", 0),
-        ("qwen3", "<think>\nTwo and two.\n</think>\n\nFour.", "Four.", 0),
-    ],
-)
-@pytest.mark.parametrize("length", [1, 5, 1000])
-def test_thought_has_the_marks_of_the_tool_format(
-    template: str, text: str, content: str | None, num_calls: int, length: int
-) -> None:
-    source = (resources.files("trl") / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
-    tool_format, tokenizer = find_tool_format("auto", source), ByteTokenizer()
-    thoughts, asked = ReasoningSplitter(tool_format.thinking), ChatRequest(messages=HI)
-    answer = Answer(0, tokenizer, tool_format, asked, prefill="", name="call_0", thoughts=thoughts)
-    ids, shown = tokenizer.encode(text), {"thought": "", "content": ""}
-    for at in range(0, len(ids), length):
-        answer.feed(ids[at : at + length])
-        shown["thought"] += answer.take_thought(len(shown["thought"]))
-        shown["content"] += answer.take(len(shown["content"]))
-    answer.finish(Completion(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 0),), "stop"))
-    assert shown["thought"] == answer.thought == "Two and two."
-    assert (answer.content, len(answer.tool_calls)) == (content, num_calls)
-    assert (content or "").startswith(shown["content"])
-    assert 0 < answer.num_thought_tokens <= len(ids)
-
-
 def thinking_by_seed(request: Any) -> str:
     return f"<think>{request.seed % 9973}</think>42"
 
@@ -198,7 +159,7 @@ async def test_order_of_equal_answers_changes_nothing() -> None:
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 @in_loop
-async def test_conversation_survives_a_late_answer_that_looks_like_its_own(
+async def test_conversation_survives_a_late_equal_answer(
     order: tuple[int, int],
 ) -> None:
     async with gateway_world(ScriptedEngine(thinking_by_seed)) as world:

@@ -260,7 +260,7 @@ def test_cut_call_is_not_shown_and_never_becomes_another(name: str) -> None:
 
 
 @pytest.mark.parametrize(("shown", "tool_format"), [each for each in families() if each[1].name != "none"])
-def test_forced_call_is_read_back_and_may_stop_at_its_end(shown: list[str], tool_format: ToolFormat) -> None:
+def test_forced_call_is_read_back_and_stops(shown: list[str], tool_format: ToolFormat) -> None:
     raw = raw_of(tool_format.name)
     for begun in (str(tool_format.prefill(None)), str(tool_format.prefill("f"))):
         assert not begun.endswith((" ", "\n")), "white space at the end would split a token"

@@ -91,7 +91,7 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
 
 
 @pytest.mark.slow
-def test_rows_are_processes_and_one_that_breaks_or_hangs_is_ended(tmp_path: Path) -> None:
+def test_rows_are_processes_and_a_hanging_one_is_ended(tmp_path: Path) -> None:
     """Tests marked gpu run, and are skipped where there is no device; a row without time is ended."""
     command = [sys.executable, str(SCRIPT), "--part", "1", "--tiny", "--out", str(tmp_path)]
     done = subprocess.run([*command, "--row", "tests"], capture_output=True, text=True)

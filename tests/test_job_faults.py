@@ -30,7 +30,6 @@ from job_runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from asyncrl.launch.processes import catches
 from asyncrl.observe.show import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,7 +45,7 @@ def test_run_survives_losses_until_restarts_are_used_up(
     """
     config = write_config(
         tmp_path,
-        eval={"task": {"python": "asyncrl.tasks.letters:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},
+        eval={"task": {"python": "asyncrl.tasks.toy:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},
         rollout={"num_engines": 2},
         buffer={"max_staleness": 2, "on_overdue": "drop"},
         observe={"heartbeat_s": 12},
@@ -73,7 +72,7 @@ def test_run_survives_losses_until_restarts_are_used_up(
     second.kill()
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, stderr
-    assert stdout.count("WARNING: the run goes on without evaluation: engine-eval") == 1
+    assert stdout.count("WARNING: the run continues without evaluation: engine-eval") == 1
     assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
     assert "restarting trainer, 1 of 1" in stdout
     assert f"engine-1: process {frozen.pid} does not answer" in stdout
@@ -102,7 +101,6 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     wait_for_steps(run_dir, 2, process)
     children = children_of(process)
     (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
-    assert all(catches(child.pid, signal.SIGUSR1) for child in children)
     trainer.suspend()
     # It may freeze in an export: then the train loop waits for the publisher.
     waits = r"train loop waits in (TrainerClient\.train|PushLoop\.wait_exported)"

@@ -19,7 +19,7 @@ from asyncrl.config import PlacementConfig, load_config, run_config_yaml
 from asyncrl.launch import machine
 from asyncrl.launch.device_selection import NO_DEVICE, NodeDevice
 from asyncrl.launch.devices import child_environ, chunk_devices, place
-from asyncrl.launch.machine import CudaDevice, described_machine, find_cuda_devices
+from asyncrl.launch.machine import CudaDevice, find_cuda_devices
 from asyncrl.launch.nodes import described_nodes
 from asyncrl.launch.plan import make_plan, plan_text
 
@@ -373,23 +373,28 @@ THREE = ("8xH200-141GB", 192, "2TB")
 
 
 @pytest.mark.parametrize(
-    ("given", "num_cuda", "each", "memory"),
+    ("given", "num_nodes", "num_cuda", "each", "memory"),
     [
-        (THREE, 8, 141 * 10**9, 2 * 10**12),
-        (("1xRTX4090-24GB", 16, "64GiB"), 1, 24 * 10**9, 64 * 2**30),
-        (("2x79.6GiB", 16, "512GB"), 2, int(79.6 * 2**30), 512 * 10**9),
-        (("1xA100-SXM4-80GB", 16, "900MB"), 1, 80 * 10**9, 900 * 10**6),
-        (("cpu", 4, "16GB"), 0, None, 16 * 10**9),
+        (THREE, 1, 8, 141 * 10**9, 2 * 10**12),
+        (("1xRTX4090-24GB", 16, "64GiB"), 1, 1, 24 * 10**9, 64 * 2**30),
+        (("2x79.6GiB", 16, "512GB"), 1, 2, int(79.6 * 2**30), 512 * 10**9),
+        (("1xA100-SXM4-80GB", 16, "900MB"), 1, 1, 80 * 10**9, 900 * 10**6),
+        (("cpu", 4, "16GB"), 1, 0, None, 16 * 10**9),
+        (("2x8xH200-141GB", 192, "2TB"), 2, 8, 141 * 10**9, 2 * 10**12),
+        (("2x8x80GB", 192, "2TB"), 2, 8, 80 * 10**9, 2 * 10**12),
+        (("3xcpu", 4, "16GB"), 3, 0, None, 16 * 10**9),
     ],
 )
-def test_machine_is_described_by_devices_cores_and_memory(
-    given: tuple[str, int, str], num_cuda: int, each: int | None, memory: int
+def test_nodes_are_described_by_devices_cores_and_memory(
+    given: tuple[str, int, str], num_nodes: int, num_cuda: int, each: int | None, memory: int
 ) -> None:
-    made = described_machine(*given)
+    made = described_nodes(*given)
     assert made is not None
-    assert [device.free_bytes for device in made.cuda] == [each] * num_cuda
-    assert (made.cores, made.memory, made.is_here) == (given[1], memory, False)
-    assert described_machine(None, None, None) is None
+    assert [node.name for node in made] == [f"node-{at}" for at in range(num_nodes)]
+    for node in made:
+        assert [device.free_bytes for device in node.machine.cuda] == [each] * num_cuda
+        assert (node.machine.cores, node.machine.memory, node.machine.is_here) == (given[1], memory, False)
+    assert described_nodes(None, None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -399,29 +404,9 @@ def test_machine_is_described_by_devices_cores_and_memory(
         (THREE[0], None, None),
         (THREE[0], 0, "2TB"),
         (THREE[0], 192, "plenty"),
-        *((devices, 192, "2TB") for devices in ("8", "0xH200-141GB", "8xH200", "8xH200-141", "8x0GB", "")),
+        *((devices, 192, "2TB") for devices in ("8", "0xH200-141GB", "8xH200", "2x8xH200-141", "8x0GB", "")),
     ],
 )
 def test_incomplete_description_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="--devices 8xH200-141GB --cores 192 --memory 2TB"):
-        described_machine(*given)
-
-
-@pytest.mark.parametrize(
-    ("devices", "cores", "memory", "each"),
-    [
-        (["2x8xH200-141GB"], [192], ["2TB"], [(8, 192), (8, 192)]),
-        (["2x8x80GB"], [192], ["2TB"], [(8, 192), (8, 192)]),
-        (["3xcpu"], [4], ["16GB"], [(0, 4)] * 3),
-        (["2xA100-80GB", "2x1x24GB", "cpu"], [64, 16, 8], ["1TB"], [(2, 64), (1, 16), (1, 16), (0, 8)]),
-    ],
-)
-def test_several_nodes_are_described(
-    devices: list[str], cores: list[int], memory: list[str], each: list[tuple[int, int]]
-) -> None:
-    made = described_nodes(devices, cores, memory)
-    assert made is not None
-    assert [(len(node.machine.cuda), node.machine.cores) for node in made] == each
-    assert [node.name for node in made] == [f"node-{at}" for at in range(len(each))]
-    with pytest.raises(ConfigError, match="--cores is given 2 times, and --devices 1 times"):
-        described_nodes(["2xcpu"], [1, 2], ["1TB"])
+        described_nodes(*given)

@@ -42,7 +42,7 @@ from 0.083, last step 0.413
 training 71%, waiting for generation 17%
 61 inflight, 1 failed
 health 12 steps are broken."""
-SUMMARY = """learning Learned: it did. Entropy fell.
+SUMMARY = """learning Learned: it did.
 health It is broken.
 speed Generation set the pace. Raise engines.
 steps 50 in 2 min 05 s, 2.50 s each
@@ -215,13 +215,9 @@ def test_the_summary_shows_the_verdict_in_80_columns() -> None:
         num_steps=50,
         wall_s=125.0,
         headline="Learned: it did.",
-        learning=("Entropy fell.",),
         health=("It is broken.",),
         speed=("Generation set the pace.", "Raise engines."),
-        reward_first=0.1,
-        reward_last=0.8,
-        reward_noise=0.01,
-        trend="flat",
+        reward=None,
         shares=shares,
         bottleneck="generation",
         trainer=(("trainer", "12,000 tokens a second"),),

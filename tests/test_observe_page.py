@@ -130,7 +130,7 @@ def test_a_resumed_timeline_continues_and_shows_the_gap(tmp_path: Path) -> None:
     second.close()
     assert path.read_text().startswith(before)
     problems: list[str] = []
-    shown = lanes_of(timeline_view(read_timeline(path, problems), [(9.0, "engine lost")], problems, 8))
+    shown = lanes_of(timeline_view(read_timeline(tmp_path, problems), [(9.0, "engine lost")], problems, 8))
     assert len(problems) == 1, "half a line"
     assert [text for kind, *_, text in shown["trainer"] if kind == "train"] == ["step 1", "step 2", "step 3"]
     assert [kind for kind, *_ in shown["start"]] == ["start"], "the first start is not a restart"
@@ -139,27 +139,18 @@ def test_a_resumed_timeline_continues_and_shows_the_gap(tmp_path: Path) -> None:
     assert gone_s == pytest.approx(100.0 - 3.1, abs=0.5), "from the last span of the first process"
 
 
-def test_a_long_timeline_keeps_its_newest_and_longest_spans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_timeline_keeps_its_newest_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "MAX_BYTES", 40_000)
     spans = TimelineWriter(tmp_path)
-    longest = 0
     spans.open()
     for step in range(1000):
         note_step(spans, step, float(step))
-        if step == 7:
-            spans.note(TimedSpan("checkpoints", "checkpoint", 0.0, 7.5, 7))
-        longest = max(longest, (tmp_path / TIMELINE_FILE).stat().st_size)
     spans.close()
-    assert longest <= 40_000 + 1000
-    view = timeline_view(read_timeline(tmp_path / TIMELINE_FILE, []), [], [], 8)
-    shown = lanes_of(view)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * 40_000 + 1000
+    shown = lanes_of(timeline_view(read_timeline(tmp_path, []), [], [], 8))
     steps = [text for kind, *_, text in shown["trainer"] if kind == "train"]
-    assert view["is_thinned"]
-    assert steps[-50:] == [f"step {step}" for step in range(951, 1001)]
-    assert [text for *_, text in shown["checkpoints"]] == ["version 7"]
-    assert view["slots"]["engine-0"][5][1] == pytest.approx(8.0, abs=0.01), "means stay means"
+    assert steps == [f"step {step}" for step in range(1001 - len(steps), 1001)]
+    assert len(steps) > 50
 
 
 def test_the_timeline_knows_every_kind_of_span() -> None:
@@ -184,7 +175,7 @@ def test_a_full_disk_stops_only_the_timeline(tmp_path: Path) -> None:
 def test_invalid_rows_are_skipped_and_reported(tmp_path: Path, line: str) -> None:
     (tmp_path / TIMELINE_FILE).write_text(f'{line}\n["trainer","train",1.0,1.0,0,""]\n')
     problems: list[str] = []
-    assert len(read_timeline(tmp_path / TIMELINE_FILE, problems)) == 1
+    assert len(read_timeline(tmp_path, problems)) == 1
     assert len(problems) == 1
 
 
@@ -221,7 +212,7 @@ def assert_trace(trace: Any) -> list[Any]:
 
 def test_the_trace_has_the_format_of_perfetto(tmp_path: Path) -> None:
     make_run(tmp_path)
-    rows = read_timeline(tmp_path / TIMELINE_FILE, [])
+    rows = read_timeline(tmp_path, [])
     rows += [Row("checkpoints", "checkpoint", rows[0].start_s + late_s, 2.0, 1, "") for late_s in (0, 1)]
     events = assert_trace(trace_of(rows, "made up"))
     assert {"busy": 8.0} in [event["args"] for event in events if event["name"] == "requests of engine-0"]
@@ -252,10 +243,10 @@ def test_the_page_shows_the_verdict_and_its_reasons(tmp_path: Path) -> None:
     assert (view["problems"], view["ended"], view["why"]) == ([], "", "4 of 9 steps done")
     verdict = view["verdict"]
     assert verdict["headline"].startswith("Too short to say whether it learns: reward 0.050 at the start")
-    assert (verdict["reward_last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
+    assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
     assert view["curves"]["reward/mean"]["mean"] == [0.0, 0.1, 0.2, 0.3]
     assert [tile["label"] for tile in view["tiles"]] == ["steps", "time", "staleness"]
-    assert math.fsum(share["fraction"] for share in view["shares"]) == pytest.approx(1.0)
+    assert math.fsum(verdict["shares"].values()) == pytest.approx(1.0)
     differing = [setting["key"] for setting in view["settings"] if setting["differs"]]
     assert differing == ["model.path", "task.python", "buffer.max_staleness", "trainer.num_steps"]
     assert view["timeline"]["slots"].keys() == {"engine-0", "engine-1"}
@@ -367,16 +358,6 @@ def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:
     assert cause_of("") == "no reason recorded"
 
 
-def test_newest_samples_and_some_older_ones_are_shown(tmp_path: Path) -> None:
-    make_run(tmp_path, 0)
-    append_lines(tmp_path / "samples.jsonl", [make_sample(step=step) for step in range(5000)])
-    steps = [sample["step"] for sample in view_run(tmp_path)["samples"]]
-    assert steps == sorted(set(steps))
-    assert len(steps) <= 120
-    assert steps[-60:] == [*range(4940, 5000)]
-    assert max(after - before for before, after in zip(steps, steps[1:], strict=False)) < 120
-
-
 def test_a_report_writes_only_the_page_and_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
@@ -408,7 +389,7 @@ def test_a_report_writes_only_the_page_and_the_trace(tmp_path: Path, monkeypatch
 @pytest.mark.timeout(900)
 def test_the_timeline_of_a_real_run_agrees_with_its_files(whole: Path) -> None:
     problems: list[str] = []
-    rows = read_timeline(whole / TIMELINE_FILE, problems)
+    rows = read_timeline(whole, problems)
     steps = read_lines(whole / "metrics.jsonl")
     assert problems == []
     ends_s = [0.0, *(step["time_s"] for step in steps)]

@@ -218,7 +218,7 @@ def test_the_console_shows_samples_with_hostile_text_escaped(
 ) -> None:
     out = Terminal(io.BytesIO(), encoding="ascii") if kind == "live" else io.StringIO()
     names = {"run_name": "t", "num_steps": 300, "max_staleness": 4}
-    console = Console(kind, **names, samples_every="auto", file=out)
+    console = Console(kind, **names, shows_samples=True, file=out)
     clock = SimpleNamespace(monotonic=lambda: float(now[0]))
     now = [1000]
     monkeypatch.setattr("asyncrl.observe.console.time", clock)
@@ -226,8 +226,8 @@ def test_the_console_shows_samples_with_hostile_text_escaped(
     for step in range(1, 301):
         now[0] += 2
         random = a_sample(step, text=HOSTILE + "\u20ac")
-        console.show_samples(step, [a_sample(step, "best"), random])
-        console.show_samples(step, [a_sample(step, "failed")])
+        console.show_samples([a_sample(step, "best"), random])
+        console.show_samples([a_sample(step, "failed")])
     console.close()
     out.seek(0)
     said = out.read()
@@ -240,18 +240,6 @@ def test_the_console_shows_samples_with_hostile_text_escaped(
     assert "\x1b[31m" not in said
     assert "\x1b]0" not in said
     assert ("\\u20ac" in said) == (kind == "live"), "a terminal that does not know the character"
-
-
-@pytest.mark.parametrize(("every", "steps"), [(None, []), (7, [7, 14])])
-def test_the_console_shows_a_sample_every_few_steps(every: int | None, steps: list[int]) -> None:
-    out = io.StringIO()
-    console = Console("plain", run_name="t", num_steps=20, max_staleness=4, samples_every=every, file=out)
-    for step in range(1, 21):
-        console.show_samples(step, [a_sample(step)])
-    if every is None:
-        console.show_samples(21, [a_sample(21, "failed")])
-    said = out.getvalue()
-    assert [step for step in range(1, 22) if f" of step {step}:" in said] == steps
 
 
 def test_inspect_lists_the_newest_or_selected_samples(tmp_path: Path) -> None:

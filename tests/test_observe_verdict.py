@@ -11,9 +11,7 @@ from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import Steps, TimeShares, recent, seconds_left
 from asyncrl.observe.verdict import Verdict, judge
 
-ZERO, TWO = "buffer.max_staleness=0", "buffer.max_staleness=2"
 WAIT = "buffer.on_overdue=wait"
-FILTER = "buffer.filter=equal_rewards"
 AGENT = "generator.python=my_agent:run"
 NUM = 200
 
@@ -64,7 +62,10 @@ def flat(step: int) -> float:
 # ---- did it learn?
 
 TINY = {"reward_mean": flat, "policy_entropy": lambda step: 2.31 - step / 1e5}
-LOST: Column = lambda step: (0.9 if 80 < step < 120 else 0.1) + noise(step)  # noqa: E731
+
+
+def lost(step: int) -> float:
+    return (0.9 if 80 < step < 120 else 0.1) + noise(step)
 
 
 @pytest.mark.parametrize(
@@ -72,22 +73,10 @@ LOST: Column = lambda step: (0.9 if 80 < step < 120 else 0.1) + noise(step)  # n
     [
         ({}, "Learned: reward rose from 0.1* to 0.8* ± 0.00* and is still rising."),
         ({"reward_mean": settled}, "Learned: reward rose from 0.1* to 0.8* ± 0.00* and is flat now."),
-        (
-            {"reward_mean": flat},
-            "Learned nothing: reward 0.3* at the start, 0.2* ± 0.00* at the end. Likeliest",
-        ),
-        (
-            TINY,
-            "reasons: trainer.learning_rate=0.0015 hardly moved the model (entropy 2.31, then 2.31); a",
-        ),
-        (
-            {"reward_mean": flat, "reward_equal_fraction": 0.95},
-            "in 95% of the groups all answers earned the same",
-        ),
-        (
-            {"reward_mean": LOST},
-            "Learned and lost it again: reward 0.1* at the start, 0.9* around step 110, 0.09",
-        ),
+        ({"reward_mean": flat}, "Learned nothing: reward 0.3* at the start, 0.2* at the end. Likeliest"),
+        (TINY, "trainer.learning_rate=0.0015 hardly moved the model (entropy 2.31, then 2.31); a"),
+        ({"reward_mean": flat, "reward_equal_fraction": 0.95}, "in 95% of the groups all answers earned"),
+        ({"reward_mean": lost}, "Learned and lost it again: reward 0.1* at the start, 0.9* around step 110"),
         ({"reward_mean": lambda step: 1 - rising(step)}, "Got worse: reward fell from 0.8* to 0.1*"),
         ({"reward_mean": math.nan}, "No step has a reward yet."),
     ],
@@ -97,48 +86,29 @@ def test_the_headline_says_whether_the_run_learned(columns: dict[str, Column], h
     at = -1
     for part in headline.split("*"):
         assert (at := found.headline.find(part, at + 1)) >= 0, found.headline
-    assert found.trend == {"and is still rising.": "rising"}.get(headline[-20:], found.trend)
+    assert "still rising" not in headline or (found.reward and found.reward.trend == "rising")
 
 
 def test_a_short_run_is_not_judged() -> None:
     found = judged(19)
     assert found.headline.startswith("Too short to say whether it learns: reward 0.1")
-    assert found.speed == ("Too short to judge speed: 20 steps and 10 s of training are needed.",)
-    assert (found.trend, found.bottleneck, found.health) == ("unknown", "unknown", ())
-    quick = judged(100, perf_step_s=0.05, perf_train_s=0.01)
-    assert quick.speed == found.speed
-    assert quick.bottleneck == "unknown"
+    assert found.speed == ("Too short to judge speed: 20 steps and 10 s are needed.",)
+    assert (found.bottleneck, found.health) == ("unknown", ())
+    assert judged(100, perf_step_s=0.05, perf_train_s=0.01).bottleneck == "unknown"
 
 
 def test_a_constant_reward_is_named_after_four_steps() -> None:
     found = judged(4, reward_mean=0.0, reward_std=0.0, policy_grad_norm=0.0, reward_equal_fraction=1.0)
-    assert found.headline == (
-        "Learned nothing: reward 0.000 at the start, 0.000 ± 0.000 at the end. Likeliest reasons: every "
-        "answer earned 0, so no answer was better than another; none of 128 answers stood out: prompts may "
-        "be too hard or too easy, or the reward is broken."
-    )
+    assert found.headline.startswith("Learned nothing: reward 0.000 at the start, 0.000 ± 0.000 at the end.")
+    assert "every answer earned 0, so no answer was better than another; " in found.headline
     (flag,) = found.health
     assert "inspect RUN_DIR --samples` and check the reward function" in flag
 
 
-@pytest.mark.parametrize("num", [4, 40])
-def test_a_destroyed_model_with_equal_answers_is_named(num: int) -> None:
-    found = judged(
-        num,
-        "trainer.learning_rate=1000",
-        reward_mean=lambda step: 0.2 if step == 1 else 0.1,
-        reward_equal_fraction=lambda step: float(step > 1),
-        policy_grad_norm=lambda step: float(step == 1),
-        policy_entropy=lambda step: 2.6 if step == 1 else 0.0,
-    )
-    words = "the model is probably destroyed by trainer.learning_rate=1000 (entropy stays at exactly 0)"
-    assert words in found.headline
-    assert found.health[0].lower().startswith(words)
-
-
-def test_a_destructive_learning_rate_is_named_with_the_gradient() -> None:
+def test_a_destructive_learning_rate_is_named() -> None:
     """The numbers of configs/quickstart.yaml at trainer.learning_rate=1000."""
-    rewards, entropies = (0.162, 0.152, 0.125, 0.162), (2.64, 3.135, 3.135, 3.135)
+    rewards = (0.162, 0.152, 0.125, 0.162)
+    entropies = (2.64, 3.135, 3.135, 3.135)
     found = judged(
         4,
         "trainer.learning_rate=1000",
@@ -147,37 +117,23 @@ def test_a_destructive_learning_rate_is_named_with_the_gradient() -> None:
         policy_grad_norm=lambda step: 1.39 if step == 1 else 0.0,
         policy_entropy=lambda step: entropies[step - 1],
     )
-    assert found.headline.startswith("Learned nothing: reward 0.157 at the start, 0.14")
-    destroyed = (
-        "the model is probably destroyed by trainer.learning_rate=1000 (entropy stays at exactly 3.13)"
-    )
+    destroyed = "the model is probably destroyed by trainer.learning_rate=1000"
+    destroyed += " (entropy stays at exactly 3.13)"
     no_gradient = "the gradient is 0 since step 2 although rewards differ"
     assert found.headline.endswith(f"Likeliest reasons: {destroyed}; {no_gradient}.")
     assert [flag.partition(":")[0].lower() for flag in found.health] == [destroyed.lower(), no_gradient]
 
 
-# ---- is it healthy?
-
-
 @pytest.mark.parametrize(
     ("columns", "flag"),
     [
-        (
-            {"sample_truncated_fraction": 0.98},
-            "98% of the answers were cut off at a limit (rollout.max_tokens=",
-        ),
+        ({"sample_truncated_fraction": 0.98}, "98% of the answers were cut off at a limit"),
         ({"sample_unfinished_fraction": 0.6}, "60% of the answers do not end: have the reward punish"),
         ({"sample_special_fraction": 0.06}, "6% of the answers contain special tokens"),
         ({"policy_logprob_gap_mean": 0.2}, "Engines and trainer disagree by 0.2 nats on fresh tokens"),
-        (
-            {"reward_mean": flat, "reward_equal_fraction": 0.9},
-            "In 90% of the groups all answers earned the same reward",
-        ),
+        ({"reward_mean": flat, "reward_equal_fraction": 0.9}, "In 90% of the groups all answers earned"),
         ({"policy_grad_norm": 0.0}, "The gradient is 0 since step 1 although rewards differ"),
-        (
-            {"trainer_skipped_steps": lambda step: float(step > 197)},
-            "3 updates skipped because loss or gradient was not finite (step 198 to 200): logs/trainer-0.log",
-        ),
+        ({"trainer_skipped_steps": lambda step: float(step > 197)}, "3 updates skipped because loss or"),
         (
             {"reward_mean": flat, "policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},
             "Entropy fell from 1.7 to 0.00",
@@ -194,15 +150,11 @@ def test_each_problem_is_one_sentence(columns: dict[str, Column], flag: str) -> 
     "columns",
     [
         {},
-        {
-            "sample_special_fraction": 0.04,
-            "sample_unfinished_fraction": 0.4,
-            "sample_truncated_fraction": 0.4,
-        },
+        {"sample_special_fraction": 0.04, "sample_unfinished_fraction": 0.4},
         {"policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},
         {"reward_equal_fraction": 0.9},
     ],
-    ids=["what is not measured", "below the limits", "a model that learned is sure of itself", "solved"],
+    ids=["no metrics", "below the limits", "learned", "solved"],
 )
 def test_a_healthy_run_has_no_flag(columns: dict[str, Column]) -> None:
     assert judged(**columns).health == ()
@@ -210,7 +162,7 @@ def test_a_healthy_run_has_no_flag(columns: dict[str, Column]) -> None:
 
 # ---- how fast was it?
 
-GENERATION, PUBLISHING = "train_s=0.3 wait_generation_s=0.65", "train_s=0.4 wait_publishing_s=0.6"
+GENERATION = "train_s=0.3 wait_generation_s=0.65"
 STRAGGLERS = "train_s=0.4 wait_generation_s=0.1 wait_stragglers_s=0.5"
 MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
 HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
@@ -219,72 +171,25 @@ HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
 @pytest.mark.parametrize(
     ("metrics", "settings", "bottleneck", "words"),
     [
-        (
-            "train_s=0.9 wait_generation_s=0.04",
-            [],
-            "training",
-            "set the pace: the trainer waited 4% of the time.",
-        ),
+        ("train_s=0.9 wait_generation_s=0.04", [], "training", "set the pace: the trainer waited 4% of the"),
         (GENERATION, [], "generation", "Generation set the pace: the trainer waited 65% of the time."),
-        (f"{GENERATION} engine/busy_slots=63", [], "generation", "Raise rollout.slots (now 64) or"),
-        (f"{GENERATION} engine/busy_slots=40", [], "generation", "(now 1): 40 of 64 slots were busy"),
-        (f"{GENERATION} engine/busy_slots=9", [], "generation", "Raise buffer.max_staleness (now 4) so that"),
         (GENERATION, [], "generation", "Raise rollout.num_engines (now 1)."),
-        (
-            f"{GENERATION} engine/busy_slots=60 engine/up=1.5",
-            ["rollout.num_engines={max: 4}"],
-            "generation",
-            "Raise engines=N of `asyncrl scale` (1.5 of at most 4 on average): 60 of 96 slots were busy",
-        ),
-        (
-            HELD,
-            [AGENT],
-            "generation",
-            "Raise generator.workers (now 1): the engines wait for the agent, 4 of 64 slots were busy on "
-            "average while 63 rollouts were in flight.",
-        ),
+        (f"{GENERATION} engine/busy_slots=63", [], "generation", "Raise rollout.slots (now 64) or"),
+        (f"{GENERATION} engine/busy_slots=9", [], "generation", "Raise buffer.max_staleness (now 4): 9 of"),
+        (HELD, [AGENT], "generation", "Raise generator.workers (now 1): 4 of 64 slots were busy on average"),
         (HELD, ["generator.remote=true"], "generation", "Start more workers (`asyncrl work`): 4 of 64 slots"),
-        (HELD, [], "generation", "4 of 64 slots were busy on average: set task.reward_pool=thread"),
-        (f"{HELD} engine/up=1", [AGENT, ZERO], "generation", "Raise generator.workers (now 1): the"),
-        (HELD, ["task.reward_pool=thread"], "generation", "raise task.reward_workers (now 4)."),
-        (GENERATION, [ZERO], "generation", " buffer.max_staleness=0 has trainer and engines wait"),
-        (GENERATION, ["buffer.look_ahead=1"], "generation", " buffer.look_ahead=1"),
-        (f"{PUBLISHING} weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
-        (PUBLISHING, ["weight_sync.interrupt=wait"], "publishing", " weight_sync.interrupt=wait drains"),
-        (STRAGGLERS, [TWO, WAIT], "stragglers", "or raise buffer.max_staleness (now 2) to 4"),
-        (STRAGGLERS, [TWO, WAIT], "stragglers", "on_overdue=wait cost 10.0 s (50.0%)"),
-        (
-            "train_s=0.4 handover_s=0.5",
-            [ZERO],
-            "handovers",
-            "Handovers of the devices set the pace: 50% of the time.",
-        ),
-        (
-            "train_s=0.82 wait_generation_s=0.18",
-            [],
-            "balanced",
-            "More speed needs both a faster trainer and more generation.",
-        ),
-        (
-            "train_s=0.3 wait_generation_s=0.1",
-            [],
-            "other",
-            "Work between steps set the pace: 60% of the time.",
-        ),
-        ("train_s=0.9", [], "training", "Only a faster trainer would help (trainer.threads"),
-        ("train_s=0.57", [], "training", "; the controller took 0.43 s a step for batches, journal and"),
-        ("train_s=0.5 wait_generation_s=0.15", [], "balanced", "the controller took 0.35 s a step"),
-        ("train_s=0.3 wait_generation_s=0.1", [], "other", "raise trainer.num_groups (now 4)"),
-        (MASKED, [], "training", "10.0% of the tokens were masked, 3 groups generated again. A larger"),
-        (
-            MASKED,
-            ["buffer.on_overdue=drop"],
-            "training",
-            "Too old (on_overdue=drop): 3 groups generated again.",
-        ),
+        (HELD, [], "generation", "or set task.reward_pool=thread: 4 of 64 slots were busy on average"),
+        (GENERATION, ["buffer.max_staleness=0"], "generation", "buffer.max_staleness=0 trainer and engines"),
+        ("train_s=0.4 wait_publishing_s=0.6 weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
+        (STRAGGLERS, [WAIT], "stragglers", "buffer.on_overdue=mask, which never waits for a straggler"),
+        (STRAGGLERS, [WAIT], "stragglers", "on_overdue=wait waited 10.0 s and dropped nothing."),
+        ("train_s=0.4 handover_s=0.5", [], "handovers", "Handovers of the devices set the pace: 50% of"),
+        ("train_s=0.82 wait_generation_s=0.18", [], "balanced", "both a faster trainer and more generation"),
+        ("train_s=0.3 wait_generation_s=0.1", [], "other", "Work between steps set the pace: 60% of the"),
+        ("train_s=0.9", [], "training", "Only a faster trainer would help (placement.trainer"),
+        (MASKED, [], "training", "10.0% of the tokens were masked, 3 groups generated again"),
         ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_requeues=3)"),
-        ("train_s=1 rollout/filtered=20", [FILTER], "training", "replaced 20 groups (20.0% of all"),
-        ("train_s=1 rollout/filtered=100", [FILTER], "training", "Prompts of another difficulty"),
+        ("train_s=1 rollout/filtered=20", [], "training", "buffer.filter replaced 20 groups (0 tokens)"),
     ],
 )
 def test_the_speed_names_bottleneck_setting_and_losses(
@@ -297,10 +202,12 @@ def test_the_speed_names_bottleneck_setting_and_losses(
 
 def test_rewards_are_means_of_first_and_recent_steps() -> None:
     verdict = judge(Steps(steps("train_s=1", num=50)), config())
-    assert (verdict.reward_first, verdict.reward_last) == (pytest.approx(3 / 50), pytest.approx(48 / 50))
+    assert verdict.reward is not None
+    assert (verdict.reward.first, verdict.reward.last) == (pytest.approx(3 / 50), pytest.approx(48 / 50))
     assert (verdict.num_steps, verdict.wall_s) == (50, 60.0)
-    one = judge(Steps(steps("train_s=1", num=1)), config())
-    assert (one.reward_first, one.reward_last, one.reward_noise) == (1.0, 1.0, 0.0)
+    one = judge(Steps(steps("train_s=1", num=1)), config()).reward
+    assert one is not None
+    assert (one.first, one.last, one.noise) == (1.0, 1.0, 0.0)
     assert [len(range(num)[recent(num)]) for num in (1, 4, 10, 50, 360, 9000)] == [1, 2, 5, 5, 36, 50]
 
 
@@ -320,36 +227,19 @@ def test_a_repeated_step_replaces_itself_and_later_steps() -> None:
     assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
 
 
-SPEED = "12,000 tokens a second and device while training"
-TRAINED = "train_s=0.5 forward_s=0.1 backward_s=0.25 optimizer_s=0.05 pack_s=0.001 device_tokens_per_s=12000"
-
-
-@pytest.mark.parametrize(
-    ("metrics", "rows"),
-    [
-        ("train_s=0.5", {}),
-        (
-            f"{TRAINED} host_memory_bytes=3221225472",
-            {
-                "training": "forward 20%, backward 50%, optimizer 10%, the rest 20%",
-                "trainer": f"{SPEED}, peak host memory 3.0 GiB",
-            },
-        ),
-        (
-            f"{TRAINED} mfu=0.314 device_memory_bytes=107374182400",
-            {"trainer": f"{SPEED}, MFU 31.4%, peak device memory 100.0 GiB"},
-        ),
-    ],
-)
-def test_the_verdict_shows_how_the_trainer_used_its_device(metrics: str, rows: dict[str, str]) -> None:
-    found = dict(judge(Steps(steps(metrics)), config()).trainer)
-    assert {name: found.get(name) for name in rows} == rows
-    assert rows or not found
+def test_the_verdict_shows_how_the_trainer_used_its_device() -> None:
+    speed = "device_tokens_per_s=12000 mfu=0.314 host_memory_bytes=3221225472"
+    line = f"train_s=0.5 forward_s=0.1 backward_s=0.25 optimizer_s=0.05 pack_s=0.001 {speed}"
+    assert dict(judge(Steps(steps(line)), config()).trainer) == {
+        "training": "forward 20%, backward 50%, optimizer 10%, the rest 20%",
+        "trainer": "12,000 tokens a second and device while training, MFU 31.4%, peak host memory 3.0 GiB",
+    }
+    assert judge(Steps(steps("train_s=0.5")), config()).trainer == ()
 
 
 def test_rates_are_weighted_by_time() -> None:
-    short = {"step": 0, "perf/train_s": 1.0, "perf/mfu": 0.4, "perf/host_memory_bytes": 7.0}
-    long = {"step": 1, "perf/train_s": 3.0, "perf/mfu": 0.2, "perf/host_memory_bytes": 5.0}
+    short = {"step": 0, "perf/train_s": 1.0, "perf/mfu": 0.4}
+    long = {"step": 1, "perf/train_s": 3.0, "perf/mfu": 0.2}
     run = Steps([short, long, {"step": 2, "perf/train_s": 9.0}])
-    assert (run.rate("perf/mfu"), run.largest("perf/host_memory_bytes")) == (pytest.approx(0.25), 7.0)
+    assert run.rate("perf/mfu") == pytest.approx(0.25)
     assert run.rate("perf/device_tokens_per_s") is None

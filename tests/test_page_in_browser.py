@@ -104,27 +104,6 @@ def test_hostile_text_stays_text(browser: Chrome, tmp_path: Path) -> None:
     is_well(browser)
 
 
-def test_links_lead_to_a_step_and_to_a_sample(browser: Chrome, tmp_path: Path) -> None:
-    show(browser, tmp_path, page_of(make_run(tmp_path / "run", 30)))
-    address = (tmp_path / "page.html").as_uri()
-    key = ask(browser, "asyncrlPage.sample()")
-    browser.get("about:blank")
-    browser.get(f"{address}#step=12")
-    assert ask(browser, "asyncrlPage.step()") == 12
-    tools = browser.find_element(By.ID, "step-tools")
-    assert tools.text.startswith("Step 12")
-    browser.execute_script("arguments[0].click()", tools.find_elements(By.TAG_NAME, "button")[1])
-    shown = ask(browser, "asyncrlPage.timeline()")
-    assert shown["to"] - shown["from"] < 10
-    browser.get("about:blank")
-    browser.get(f"{address}#sample={key}")
-    assert ask(browser, "asyncrlPage.sample()") == key
-    over = browser.find_element(By.CSS_SELECTOR, "#reward .u-over")
-    ActionChains(browser).move_to_element(over).click().perform()
-    assert ask(browser, "location.hash") == f"#step={ask(browser, 'asyncrlPage.step()')}"
-    is_well(browser)
-
-
 def test_charts_and_the_timeline_zoom(browser: Chrome, tmp_path: Path) -> None:
     show(browser, tmp_path, page_of(make_run(tmp_path / "run", 120)))
     over = browser.find_element(By.CSS_SELECTOR, "#reward .u-over")
@@ -158,21 +137,6 @@ def test_the_keyboard_reaches_all_parts_in_order(browser: Chrome, tmp_path: Path
     wanted = ["nav", "axis", "reward", "sample-tools", "sample-list", "staleness", "timeline"]
     wanted += ["metric-filter", "config"]
     assert [name for name in dict.fromkeys(reached) if name in wanted] == wanted
-
-
-def test_a_metric_and_a_setting_are_found(browser: Chrome, tmp_path: Path) -> None:
-    show(browser, tmp_path, page_of(make_run(tmp_path / "run", 6)))
-    browser.find_element(By.ID, "metric-filter").send_keys("host_mem")
-    assert "1 of 9 metrics" in browser.find_element(By.ID, "metric-tools").text
-    (cell,) = browser.find_elements(By.CSS_SELECTOR, "#metric-grid .chart")
-    WebDriverWait(browser, AT_MOST_S).until(lambda _: "MiB" in cell.text)
-    rows = "#config tbody tr"
-    assert len(browser.find_elements(By.CSS_SELECTOR, rows)) == 4
-    browser.find_element(By.CSS_SELECTOR, "#config input[type=checkbox]").click()
-    assert len(browser.find_elements(By.CSS_SELECTOR, rows)) > 100
-    browser.find_element(By.CSS_SELECTOR, "#config input[type=search]").send_keys("max_stale")
-    assert len(browser.find_elements(By.CSS_SELECTOR, rows)) == 1
-    is_well(browser)
 
 
 def test_changes_arrive_in_an_open_page(browser: Chrome, tmp_path: Path) -> None:

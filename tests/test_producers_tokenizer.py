@@ -25,7 +25,7 @@ CHAT = [{"role": "user", "content": "2+2=?"}]
     version("transformers").startswith("5.17."),
     reason="transformers 5.17's tokenizers import torch themselves",
 )
-def test_it_needs_no_torch(tiny_model_dir: Path) -> None:
+def test_tokenizer_needs_no_torch(tiny_model_dir: Path) -> None:
     code = (
         "import sys; from asyncrl.rollouts.tokenizer import HFChatTokenizer; "
         f"t = HFChatTokenizer({str(tiny_model_dir)!r}); t.decode(t.encode_chat({CHAT!r})); "
@@ -35,7 +35,7 @@ def test_it_needs_no_torch(tiny_model_dir: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_without_a_template_or_a_tokenizer_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_folder_without_template_or_tokenizer_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model_dir, bare)
     (bare / "chat_template.jinja").unlink()
@@ -121,12 +121,12 @@ def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_p
         rendered("{{ raise_exception('no calls, please') }}")
 
 
-def test_a_lone_surrogate_is_refused(bos_tokenizer: HFChatTokenizer) -> None:
+def test_lone_surrogate_is_refused(bos_tokenizer: HFChatTokenizer) -> None:
     with pytest.raises(ValueError, match="lone surrogate"):
         bos_tokenizer.encode("ab\ud800")
 
 
-def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_end_ids_equal_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from asyncrl_servers.embedded.decoder import _eos_ids

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from journal_cases import make_group, open_journal, rollouts_of
-from resume_checker import Promise, changes, read_evidence, violations
+from resume_checker import Promise, read_evidence, violations
 
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket
@@ -159,25 +159,3 @@ def test_a_fault_in_the_record_is_found(run_dir: Path, plant: Callable[[Lines], 
     plant(lines)
     write_lines(run_dir, lines)
     assert any(words in violation for violation in found_in(run_dir)), found_in(run_dir)
-
-
-def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
-    before = read_evidence(run_dir)
-    first, *others = before.groups
-
-    def found(**altered: Any) -> list[str]:
-        return list(changes(before, replace(before, **altered)))
-
-    assert found() == list(changes(replace(before, groups=before.groups[:-1]), before)) == []
-    (gone,) = found(groups=before.groups[:-1])
-    assert gone == f"group 11 (prompt {prompt_of(10).prompt_id}, running) is gone"
-    became = {
-        "group 0 was taken with prompt": {"state": "running", "version": None},
-        "group 0 has moved from batch 0 to 1": {"version": 1},
-        "rollouts of group 0 have changed": {"branches": {0: (0.5, 12, 0, "")}},
-    }
-    for words, values in became.items():
-        (text,) = found(groups=(replace(first, **values), *others))
-        assert text.startswith(words)
-    assert found(batches={}) == ["a batch has changed"]
-    assert found(record=before.record[1:]) == ["lines of the trained record have changed"]

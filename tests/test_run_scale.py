@@ -158,53 +158,6 @@ def test_scaling_keeps_versions_and_requests(live: Any, is_streamed: bool) -> No
     live(story)
 
 
-@pytest.mark.parametrize("is_rolling", [False, True])
-def test_scaling_and_pushes_exclude_each_other(live: Any, is_rolling: bool) -> None:
-    async def story(house: House) -> None:
-        asked = house.ask(make_request(max_tokens=3000))
-        house.trainer.step()
-        await asyncio.sleep(1.0)
-        house.scale.set_nowait(1)
-        await asyncio.sleep(1.0)
-        assert house.states == ["up", "leaving", "parked"]
-        assert not house.fakes[1].has_ended.is_set(), "it takes part in the push that is under way"
-        await asyncio.sleep(2.0)
-        assert (house.states[1], house.announced) == ("parked", [0, 1])
-        house.trainer.step()
-        house.scale.set_nowait(2)
-        await asyncio.sleep(START_S + 1.0)
-        house.trainer.step()
-        await asyncio.sleep(8.0)
-        assert (house.states[1], house.fakes[1].policy_version, house.announced[-1]) == ("up", 3, 3)
-        assert len((await asked).token_ids) == 3000
-        assert house.told == []
-
-    live(story, start=2, prepare_s=3.0, is_rolling=is_rolling)
-
-
-def test_unwanted_start_is_given_up(
-    live: Any,
-) -> None:
-    async def story(house: House) -> None:
-        house.scale.set_nowait(3)
-        await asyncio.sleep(START_S / 2)
-        house.scale.set_nowait(1)
-        await asyncio.sleep(0.1)
-        assert house.states == ["up", "parked", "parked"]
-        assert [process.num_cancelled for process in house.processes] == [0, 1, 1]
-        house.scale.set_nowait(2)
-        await asyncio.sleep(START_S + 0.1)
-        house.fakes[1].die()
-        await asyncio.sleep(1.0)
-        house.scale.set_nowait(1)
-        await asyncio.sleep(0.1)
-        assert house.happened()[-3:] == ["unparked 1", "lost 1", "parked 1"]
-        await asyncio.sleep(10 * START_S)
-        assert (house.states, house.pool.load["engine-1"]) == (["up", "parked", "parked"], 0)
-
-    live(story)
-
-
 @pytest.mark.parametrize("max_restarts", [0, 2])
 def test_new_engine_that_fails_to_start_ends_no_run(live: Any, max_restarts: int) -> None:
     async def story(house: House) -> None:

@@ -19,7 +19,6 @@ from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
-from asyncrl.job import fleet
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.job.fleet import Fleet
@@ -64,7 +63,7 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     assert spec(takes_turns=True).args == {"enable_sleep_mode": True}
     own = spec("rollout.vllm={enable-sleep-mode: false}", takes_turns=True)
     assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"
-    split = ["rollout.tensor_parallel=2", "eval.task.python=asyncrl.tasks.letters:Letters", "eval.slots=7"]
+    split = ["rollout.tensor_parallel=2", "eval.task.python=asyncrl.tasks.toy:Letters", "eval.slots=7"]
     assert (spec(*split).slots, spec(*split).tensor_parallel) == (64, 2)
     held_out = spec(*split, name="engine-eval")
     assert (held_out.slots, held_out.tensor_parallel) == (7, 1)
@@ -163,9 +162,8 @@ def test_nodes_hold_parts_and_ranks_know_their_store(
     assert holding.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
     assert holding.needs == dict.fromkeys((0, 1), NodeRequirements(read))
-    store = asyncio.run(made.rank_store())
-    assert store == "10.0.0.0:4000"
-    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", store)]
+    assert made.rank_store == "10.0.0.0:4000"
+    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging")]
     specs = [json.loads(rank.spec.spec) for rank in ranks]
     assert [rank.node for rank in ranks] == [0, 0, 1, 1]
     assert [spec["local_rank"] for spec in specs] == [0, 1, 0, 1]
@@ -256,24 +254,25 @@ async def test_killed_start_is_repeated(
     codes: list[int | None],
     max_restarts: int,
     num_warned: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: Any = Mortal(*codes)
     other: Any = Mortal(*[None] * len(codes))
-    warned, forgotten = list[str](), list[Any]()
-    monkeypatch.setattr(fleet, "forget_rendezvous", lambda *_: forgotten.append(_))
+    warned, forgotten = list[str](), list[None]()
     log = SimpleNamespace(warn=warned.append, activity=lambda _: None)
-    parts: Any = {
-        **dict.fromkeys(Fleet.__dataclass_fields__),
+    fleet = Fleet.__new__(Fleet)
+    fleet.__dict__ |= {
         "life": SimpleNamespace(log=log, closes=lambda *_: None),
         "placement": SimpleNamespace(moves=False, memory_fraction=None),
         "supervision": SimpleNamespace(config=SupervisionConfig(max_restarts=max_restarts)),
-        "ranks": (killed,),
-        "engine_servers": (other,),
-        "clients": (),
+        "ranks": [killed],
+        "engine_servers": [other],
+        "clients": [],
+        "eval_client": None,
+        "eval_server": None,
+        "teacher_server": None,
+        "_forget_rendezvous": lambda: forgotten.append(None),
     }
-    starting = Fleet(**parts).start(1, AsyncMock()(), is_new=True)
+    starting = fleet.start(1, AsyncMock()(), is_new=True)
     if codes[-1] is None:
         await starting
     else:

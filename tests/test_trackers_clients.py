@@ -74,7 +74,7 @@ KEY = "0123456789" * 4
     ("name", "setting", "environ", "says"),
     [
         ("wandb", "mode=online", {"WANDB_BASE_URL": NOWHERE, "WANDB_API_KEY": KEY}, "wandb is offline"),
-        ("mlflow", f"uri={NOWHERE}", {}, "not done in time"),
+        ("mlflow", f"uri={NOWHERE}", {}, "not done within"),
         ("trackio", "project=lm", {"TRACKIO_SERVER_URL": f"{NOWHERE}/?write_token=abc"}, ""),
     ],
 )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ from job_runs import write_config
 from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.message import ErrorBody, find_fatal
 from asyncrl.config import load_config
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.random_init import main, make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
 
@@ -144,26 +141,13 @@ def test_tool_role_is_one_more_token(tmp_path: Path) -> None:
     assert tokenizer.decode(chats.encode(text), skip_special_tokens=True) == "be kind1+23"
 
 
-def test_spec_that_makes_no_model_says_what_to_correct(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fatal(**values: object) -> ErrorBody:
-        spec = tmp_path / "spec.json"
-        scratch = {"architecture": TINY_ARCHITECTURE, "characters": TINY_CHARACTERS}
-        out = str(tmp_path / "model")
-        spec.write_text(json.dumps({"out": out, "seed": 0, "scratch": scratch, **values}))
-        monkeypatch.setattr(sys, "argv", ["scratch", "--spec", str(spec)])
-        with pytest.raises(SystemExit):
-            main()
-        error = find_fatal(capsys.readouterr().err)
-        assert error is not None
-        assert error.way_out
-        return error
-
-    for architecture, words in (
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
         ({**TINY_ARCHITECTURE, "hiden_size": 3}, "a qwen3 config does not know hiden_size"),
         ({"hidden_size": 8}, "no model_type"),
-    ):
-        assert words in fatal(scratch={"architecture": architecture, "characters": "ab"}).error
-    (tmp_path / "model").mkdir()
-    assert "exists already" in fatal().error
+    ],
+)
+def test_wrong_architecture_is_named(architecture: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        scratch_config(architecture, TOKENIZER)

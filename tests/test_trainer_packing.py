@@ -206,19 +206,6 @@ def tree_cost(sequences: list[TokenRange], arrays: BatchArrays, costs: Costs) ->
     return len(nodes), sum(1 + costs.key * len(node) for node in nodes) + loss
 
 
-@settings(max_examples=80, deadline=None)
-@given(trees(), st.integers(1, 150), st.integers(1, 5))
-def test_every_sequence_is_dealt_once(groups: Rows, max_tokens: int, num_ranks: int) -> None:
-    steps, arrays = dealt(groups, max_tokens, num_ranks)
-    header, _ = batch_of(groups)
-    found = [one.trajectory for step in steps for share in step for one in share]
-    assert sorted(found) == [one.trajectory for one in token_ranges(header, arrays.loss_mask)]
-    assert all(len(step) == num_ranks for step in steps)
-    assert all(any(step) for step in steps)
-    for share in (share for step in steps for share in step if len(share) > 1):
-        assert tree_cost(share, arrays, COSTS)[0] <= max_tokens
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=30), st.integers(2, 8))
 def test_no_rank_is_a_sequence_above_the_mean(lengths: list[int], num_ranks: int) -> None:

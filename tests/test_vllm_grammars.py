@@ -35,7 +35,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def test_a_grammar_is_followed_with_the_logprobs_of_what_it_allows(house: House) -> None:
+def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
     """Also from the middle on, behind what was sampled before an interruption."""
     end = house.tokenizer.eos_token_id
 
@@ -67,7 +67,7 @@ def test_a_grammar_is_followed_with_the_logprobs_of_what_it_allows(house: House)
     house.run(story, facts={"end_ids": (end,)})
 
 
-def test_a_grammar_that_is_none_is_refused_and_the_server_goes_on(house: House) -> None:
+def test_bad_grammar_is_refused_and_the_server_continues(house: House) -> None:
     async def story(server: VllmServer) -> None:
         for wrong in ("start: %json {", 'start: %json {"$ref": "http://example.com/x"}'):
             with pytest.raises(RequestRefused, match="(?i)grammar"):
@@ -85,9 +85,7 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>
 """Short: each character is a token."""
 
 
-def test_a_gateway_over_it_is_conformant_and_an_answer_has_its_form_and_its_sampling(
-    house: House, tmp_path: Path
-) -> None:
+def test_gateway_over_vllm_is_conformant(house: House, tmp_path: Path) -> None:
     (tmp_path / "tools.jinja").write_text(TEMPLATE)
     tokenizer = HFChatTokenizer(house.model_path, chat_template=tmp_path / "tools.jinja")
 

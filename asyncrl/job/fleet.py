@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.checkpointer import recover_trainer
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.servers import TEACHER_KEY, Servers
-from asyncrl.job.supervise import TeacherSupervisor, refuse_other_tokens
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.servers import Servers
+from asyncrl.job.supervise import TeacherSupervisor
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
@@ -29,42 +28,103 @@ from asyncrl.launch.server import Server, cancel_all, start_all
 from asyncrl.launch.supervise import Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.node_files import NodeFiles
-from asyncrl.trainer.model_folder import find_model
 from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 TEACHER_TIMEOUT_S = 120.0
 """Seconds without an answer after which the teacher counts as lost."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Fleet:
     """Trainer ranks, engines, eval engine and teacher, with their clients.
 
-    `on_lost` reports a lost engine or teacher to its supervisor in `supervisors`; None: the call fails and
-    ends the run. The eval engine has no supervisor: the run survives its loss.
+    `on_lost` reports a lost engine to its supervisor in `supervisors`; None: the failed call ends the run.
+    The eval engine has no supervisor: the run survives its loss. Restarted trainer ranks first await
+    `wait_for_devices`.
     """
 
-    life: Lifecycle
-    placement: Placement
-    staging_dir: Path
-    supervision: Supervision
-    ranks: tuple[Server, ...]
-    engine_servers: tuple[Server, ...]
-    eval_server: Server | None
-    teacher_server: Server | None
-    trainer: SupervisedTrainer
-    clients: tuple[EngineClient, ...]
-    eval_client: EngineClient | None
-    engines: EnginePool
-    teacher: Teacher | None
-    node_files: NodeFiles | None
-    broadcast_group: BroadcastGroup | None
-    on_lost: Callable[[EngineLost], None] | None
-    supervisors: dict[str, Supervisor] = field(default_factory=dict)
+    def __init__(
+        self,
+        life: Lifecycle,
+        servers: Servers,
+        tokenizer: HFChatTokenizer,
+        staging_dir: Path,
+        journal: Journal,
+        checkpoints: Checkpoints,
+        wait_for_devices: Callable[[], Awaitable[None]],
+    ) -> None:
+        config = life.config
+        supervision = config.supervision
+        self.life = life
+        self.placement = servers.placement
+        self.staging_dir = staging_dir
+        self.supervisors = dict[str, Supervisor]()
+        self.supervision = Supervision(
+            supervision, config.observe.heartbeat_s, life.log.warn, journal.event_nowait
+        )
+        self.ranks = servers.trainers(staging_dir)
+        self.trainer = SupervisedTrainer(
+            self.ranks,
+            self.supervision,
+            timeout_s=config.trainer.timeout_s,
+            before_start=self._before_trainer_starts,
+            bring_back=partial(
+                recover_trainer,
+                journal=journal,
+                checkpoints=checkpoints,
+                num_batches=config.trainer.num_steps,
+            ),
+        )
+        self._wait_for_devices = wait_for_devices
+        self._group = None
+        if config.weight_sync.facts.is_collective:
+            self._group = BroadcastGroup(
+                self.trainer.broadcast,
+                staging_dir,
+                timeout_s=config.weight_sync.timeout_s,
+                wait_up=self.trainer.wait_up,
+                store=lambda: servers.weights_store,
+            )
+        self.engine_servers = servers.engines()
+        self.clients = [servers.client(server, tokenizer, self._group) for server in self.engine_servers]
+        # with scaling, aborted calls of a leaving engine must not end the run
+        self.on_lost = self._lost if supervision.max_restarts or config.rollout.is_scaled else None
+        self.engines = EnginePool(self.clients, slots=config.rollout.slots, on_lost=self.on_lost)
+        self.node_files = _node_files(life, servers.placement, self.ranks[0])
+        self.eval_server: Server | None = None
+        self.eval_client: EngineClient | None = None
+        if servers.placement.evaluation is not None:
+            self.eval_server = servers.eval_engine()
+            self.eval_client = servers.client(self.eval_server, tokenizer)
+        self.teacher_server: Server | None = None
+        self.teacher: Teacher | None = None
+        if servers.teacher_path is not None:
+            server = servers.teacher()
+            self.teacher_server = server
+            self.teacher = Teacher(
+                server.caller,
+                temperature=config.rollout.temperature,
+                places=2 * TEACHER_SLOTS,  # the next requests arrive while it reads these
+                timeout_s=TEACHER_TIMEOUT_S,
+                on_lost=self._lost if supervision.max_restarts else None,
+            )
+            self.supervisors[server.name] = TeacherSupervisor(server, self.teacher, self.supervision)
+
+    def _lost(self, error: EngineLost) -> None:
+        self.supervisors[error.room].lost_nowait(error)
+
+    async def _before_trainer_starts(self) -> None:
+        await self._wait_for_devices()
+        self._forget_rendezvous()
+
+    def _forget_rendezvous(self) -> None:
+        """Remove the rendezvous file of trainer processes that have ended."""
+        (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
+        if self._group is not None:
+            self._group.sender_gone_nowait()
 
     @property
-    def servers(self) -> tuple[Server, ...]:
-        return (*self.ranks, *self.engine_servers)
+    def servers(self) -> list[Server]:
+        return [*self.ranks, *self.engine_servers]
 
     @property
     def side_servers(self) -> list[Server]:
@@ -80,7 +140,7 @@ class Fleet:
         for server in (*self.servers, *self.side_servers):
             self.life.closes(server.name, partial(_close, server, warn))
         engines = self.engine_servers[:num_engines]
-        started = (*self.ranks, *engines, *self.side_servers)
+        started = [*self.ranks, *engines, *self.side_servers]
         hashing = asyncio.ensure_future(hash_model)
         restarts = Restarts(self.supervision.config)
         try:
@@ -102,7 +162,7 @@ class Fleet:
         finally:
             await cancel_all([hashing])
 
-    async def _start_in_order(self, engines: tuple[Server, ...]) -> None:
+    async def _start_in_order(self, engines: Sequence[Server]) -> None:
         """Start all processes and wait until they answer. Raises the first RoomError.
 
         On shared devices the engines start first and sleep, then the trainer, which may have to catch up
@@ -124,111 +184,14 @@ class Fleet:
                 raise RoomError("placement", what, way_out="read the logs of the engines.") from error
         await start_all(self.ranks)
 
-    async def _reset(self, started: tuple[Server, ...]) -> None:
+    async def _reset(self, started: Sequence[Server]) -> None:
         for server in started:
             if left := await server.end():
                 self.life.log.warn(left)
         for client in (*self.clients, *([] if self.eval_client is None else [self.eval_client])):
             client.reset_nowait()
         await asyncio.sleep(self.supervision.config.backoff_s)
-        forget_rendezvous(self.staging_dir, self.broadcast_group)
-
-
-async def make_fleet(
-    life: Lifecycle,
-    servers: Servers,
-    tokenizer: HFChatTokenizer,
-    staging_dir: Path,
-    journal: Journal,
-    checkpoints: Checkpoints,
-    wait_for_devices: Callable[[], Awaitable[None]],
-) -> Fleet:
-    """Create all processes of a run without starting them. Restarted trainer ranks first await
-    `wait_for_devices`. Raises ConfigError.
-    """
-    config = life.config
-    warn = life.log.warn
-    supervisors = dict[str, Supervisor]()
-
-    def lost(error: EngineLost) -> None:
-        supervisors[error.room].lost_nowait(error)
-
-    async def before_trainer_starts() -> None:
-        await wait_for_devices()
-        forget_rendezvous(staging_dir, group)
-
-    await servers.hold(staging_dir)
-    weights_store = await servers.weights_store()
-    ranks = servers.trainers(staging_dir, await servers.rank_store(), weights_store)
-    supervision = Supervision(config.supervision, config.observe.heartbeat_s, warn, journal.event_nowait)
-    trainer = SupervisedTrainer(
-        ranks,
-        supervision,
-        timeout_s=config.trainer.timeout_s,
-        before_start=before_trainer_starts,
-        bring_back=partial(
-            recover_trainer,
-            journal=journal,
-            checkpoints=checkpoints,
-            num_batches=config.trainer.num_steps,
-        ),
-    )
-    group = None
-    if config.weight_sync.facts.is_collective:
-        group = BroadcastGroup(
-            trainer.broadcast,
-            staging_dir,
-            timeout_s=config.weight_sync.timeout_s,
-            wait_up=trainer.wait_up,
-            store=lambda: weights_store,
-        )
-    engine_servers = servers.engines()
-    clients = tuple(servers.client(server, tokenizer, group) for server in engine_servers)
-    # with scaling, aborted calls of a leaving engine must not end the run
-    on_lost = lost if config.supervision.max_restarts or config.rollout.is_scaled else None
-    eval_server = None if servers.placement.evaluation is None else servers.eval_engine()
-    teacher_server = None
-    teacher = None
-    if config.teacher is not None:
-        folder = await asyncio.to_thread(
-            find_model, config.teacher.path, config.teacher.revision, TEACHER_KEY
-        )
-        await asyncio.to_thread(refuse_other_tokens, config.teacher.path, folder, tokenizer)
-        teacher_server = servers.teacher(folder)
-        teacher = Teacher(
-            teacher_server.caller,
-            temperature=config.rollout.temperature,
-            places=2 * TEACHER_SLOTS,  # the next requests arrive while it reads these
-            timeout_s=TEACHER_TIMEOUT_S,
-            on_lost=lost if config.supervision.max_restarts else None,
-        )
-        supervisors[teacher_server.name] = TeacherSupervisor(teacher_server, teacher, supervision)
-    return Fleet(
-        life=life,
-        placement=servers.placement,
-        staging_dir=staging_dir,
-        supervision=supervision,
-        ranks=tuple(ranks),
-        engine_servers=tuple(engine_servers),
-        eval_server=eval_server,
-        teacher_server=teacher_server,
-        trainer=trainer,
-        clients=clients,
-        eval_client=None if eval_server is None else servers.client(eval_server, tokenizer),
-        engines=EnginePool(clients, slots=config.rollout.slots, on_lost=on_lost),
-        teacher=teacher,
-        node_files=_node_files(life, servers.placement, ranks[0]),
-        broadcast_group=group,
-        on_lost=on_lost,
-        supervisors=supervisors,
-    )
-
-
-def forget_rendezvous(staging_dir: Path, group: BroadcastGroup | None) -> None:
-    """Remove the rendezvous file of trainer processes that have ended."""
-    (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
-    if group is not None:
-        group.sender_gone_nowait()
+        self._forget_rendezvous()
 
 
 def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import signal
 import stat
-import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -159,15 +158,12 @@ class Lifecycle:
         assert main is not None
         self._listen(main)
         try:
-            code = await self._live(live)
-            self._on_end(*_end_of(code))
-            return code
+            return self._finish(await self._live(live))
         except asyncio.CancelledError:
             if self.signal is None:
                 raise
             main.uncancel()
-            self._on_end(*_end_of(128 + self.signal))
-            return 128 + self.signal
+            return self._finish(128 + self.signal)
         except BaseExceptionGroup as errors:
             raise self._fail(first_cause(errors)) from errors
         except Exception as error:  # outermost frame: foreign exceptions become AsyncrlError
@@ -197,6 +193,13 @@ class Lifecycle:
         elif threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _finish(self, code: int) -> int:
+        if code > 128:
+            self._on_end("interrupted", f"interrupted by {signal.Signals(code - 128).name}", True)
+        else:
+            self._on_end("done", "", True)
+        return code
 
     async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
         async with self.stack:
@@ -267,12 +270,6 @@ class Lifecycle:
             main.cancel()
 
 
-def _end_of(code: int) -> tuple[str, str, bool]:
-    if code > 128:
-        return "interrupted", f"interrupted by {signal.Signals(code - 128).name}", True
-    return "done", "", True
-
-
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
     """Close a resource within a time limit, shielded from cancellation; log a timeout or failure.
 
@@ -302,12 +299,8 @@ def make_run_dir(folder: Path, mode: int) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if (folder / "run.lock").exists() or not any(folder.iterdir()):
-            has = stat.S_IMODE(folder.stat().st_mode)
-            try:
-                folder.chmod(has & ~0o777 | mode)
-            except PermissionError:  # such as a mounted volume of another user
-                stays = f"is another user's and stays at mode {has:04o}, for {mode:04o}"
-                print(f"WARNING: {folder} {stays} (observe.readable_by).", file=sys.stderr)
+            with contextlib.suppress(PermissionError):  # such as a mounted volume of another user
+                folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | mode)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         what = f"cannot write to {folder}: {error.strerror}"
@@ -351,26 +344,19 @@ def run_again(folder: Path, *more: str) -> str:
     return shlex.join(["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more])
 
 
-COLLECT_AFTER = (1_000, 20_000, 10)
-"""gc.set_threshold: check new objects once, thousands at a time, older ones after about 20 million net
-allocations.
-"""
-
-
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Make the cycle collector skip existing objects and rarely check new ones inside the block: it blocks
-    the event loop for a microsecond per object, with about 50 per rollout, and finished rollouts contain
-    no cycles.
+    """Make the cycle collector skip existing objects and rarely check new ones: it blocks the event loop for
+    a microsecond per object, with about 50 per rollout, and finished rollouts contain no cycles.
     """
-    before = gc.get_threshold()
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
+    gc.set_threshold(1_000, 20_000, 10)  # older objects after about 20 million net allocations
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

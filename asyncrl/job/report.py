@@ -76,7 +76,7 @@ class Reporter:
             run_name=name,
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
-            samples_every="auto" if config.observe.samples_per_step else None,
+            shows_samples=config.observe.samples_per_step > 0,
             health=lambda steps: judge(steps, config).health,
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
@@ -204,7 +204,7 @@ class Reporter:
             return
         if samples:
             self._trackers.tell("samples", samples[0]["step"], samples)
-            self._console.show_samples(samples[0]["step"], samples)
+            self._console.show_samples(samples)
 
     def _note_slots(self, run: Components) -> None:
         now_s = time.monotonic()

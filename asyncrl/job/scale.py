@@ -55,12 +55,12 @@ class EngineScale:
         self.range = config.rollout.engine_range
         self.is_fixed = not config.rollout.is_scaled
         self.pool = pool
+        self.wanted = num_first
         self._on_change = on_change
         self._run_dir = run_dir
         self._log = log
         self._number = {server.name: number for number, server in enumerate(pool.servers)}
         self._changed = asyncio.Event()
-        self.wanted = num_first
         self._working = {name for name in self._number if self.wants(name)}
         self.parked = self._number.keys() - self._working
         """Engines without a process."""
@@ -96,7 +96,7 @@ class EngineScale:
         self.wanted = num
         self.changed_nowait()
 
-    def gives_up_nowait(self, name: str, error: AsyncrlError) -> None:
+    def give_up_nowait(self, name: str, error: AsyncrlError) -> None:
         """Want only the engines before `name`, which does not start."""
         num = self._number[name]
         if num < self.wanted:
@@ -105,42 +105,33 @@ class EngineScale:
             self.set_nowait(num)
 
     async def wait_wanted(self, name: str) -> None:
-        """Wait until this engine should work."""
         while not self.wants(name):
             await self._changed.wait()
         self.parked.discard(name)
 
     async def wait_leave(self, name: str) -> None:
-        """Wait until this engine should leave, and give it no new work."""
+        """Wait until this engine may leave, and give it no new work."""
         while self.wants(name) or not self._may_leave(name):
             await self._changed.wait()
         self.pool.down_nowait(name)
-        self._works(name, False)
-
-    def up_nowait(self, name: str) -> None:
-        """Count an engine that has come up."""
-        self._works(name, True)
-
-    def parked_nowait(self, name: str) -> None:
-        """Count an engine whose process has ended."""
-        self.parked.add(name)
-        self._works(name, False)
-
-    def changed_nowait(self) -> None:
-        """Wake all waiters; also called when an engine is lost."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.works_nowait(name, False)
 
     def _may_leave(self, name: str) -> bool:
-        up = [one for one in self._number if one not in self.pool.down]
+        up = [other for other in self._number if other not in self.pool.down]
         return name not in up or (name == up[-1] and len(up) > self.wanted)
 
-    def _works(self, name: str, is_working: bool) -> None:
+    def works_nowait(self, name: str, is_working: bool) -> None:
+        """Record that an engine has come up or leaves."""
         working = self._working | {name} if is_working else self._working - {name}
         if working != self._working:
             self._working = working
             self._on_change(len(working))
         self.changed_nowait()
+
+    def changed_nowait(self) -> None:
+        """Wake all waiters; also called when an engine is lost."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class ScaledEngine(EngineSupervisor):
@@ -148,8 +139,8 @@ class ScaledEngine(EngineSupervisor):
 
     Life: parked -> wanted: started as after a loss -> supervised like any engine -> not wanted: it gets no
         new requests, its running ones move to other engines with their tokens, the current push ends, then
-        its process ends -> parked. A start that is no longer wanted is given up.
-    Waits: for its requests at most DRAIN_TIMEOUT_S, and for a push, which has its own limits.
+        its process ends -> parked. A start that is no longer wanted is cancelled.
+    Waits: for its requests and for a push, which have their own limits.
     Invariant: parking counts as no restart, and an engine that never comes up after parking ends no run.
     """
 
@@ -172,11 +163,11 @@ class ScaledEngine(EngineSupervisor):
         while True:
             await self._scale.wait_wanted(self.name)
             try:
-                await until_left(super().run(), self._scale.wait_leave(self.name), self.name)
-            except (RoomError, ConfigError) as error:  # ConfigError: its port may be taken by now
+                await _until_left(super().run(), self._scale.wait_leave(self.name), self.name)
+            except (RoomError, ConfigError) as error:
                 if not self._is_new or isinstance(error, NO_LOSS):
                     raise
-                self._scale.gives_up_nowait(self.name, error)
+                self._scale.give_up_nowait(self.name, error)
             await self._park()
 
     async def _park(self) -> None:
@@ -186,7 +177,8 @@ class ScaledEngine(EngineSupervisor):
         await self._end()
         self._restarts.rests_nowait()
         self._is_new = True
-        self._scale.parked_nowait(self.name)
+        self._scale.parked.add(self.name)
+        self._scale.works_nowait(self.name, False)
         self._on_event("engine parked", {"name": self.name, "wanted": self._scale.wanted})
 
     async def _hand_over(self) -> None:
@@ -200,14 +192,14 @@ class ScaledEngine(EngineSupervisor):
 
     async def _works_again(self) -> None:
         self._pool.up_nowait(self.name)
-        self._scale.up_nowait(self.name)
+        self._scale.works_nowait(self.name, True)
         if self._is_new:
             self._is_new = False
             self._on_event("engine unparked", {"name": self.name, "wanted": self._scale.wanted})
         await self._pool.balance()
 
 
-async def until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
+async def _until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
     """Run `work` until it or `left` ends. Raises what `work` raises."""
     working = asyncio.create_task(work, name=f"watch {name}")
     leaving = asyncio.create_task(left, name=f"watch {name}")
@@ -220,12 +212,10 @@ async def until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, 
 
 
 def first_wanted(config: RunConfig, run_dir: Path | None) -> int:
-    """Return the number of engines at the start: as asked before, else from the config. EngineScale warns of
-    an invalid wanted.json.
-    """
+    """Return the number of engines at the start: as asked before, else from the config."""
     asked = None
     if config.rollout.is_scaled and run_dir is not None:
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError):  # follow() warns of an invalid wanted.json
             asked = read_wanted(run_dir, config.rollout.engine_range)
     return asked or config.rollout.engine_range.min
 
@@ -234,23 +224,20 @@ def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
     """Return the number in RUN_DIR/wanted.json, None without the file. Raises ConfigError."""
     path = run_dir / WANTED_FILE
     try:
-        asked = json.loads(path.read_text(encoding="utf-8"))[KEY]
+        return _in_range(json.loads(path.read_text(encoding="utf-8"))[KEY], limits)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = f"{path} has no number of engines: {type(error).__name__} {error}"
         raise ConfigError(what, way_out=f"write it with `asyncrl scale {run_dir} engines=N`.") from error
-    return check_wanted(asked, limits)
 
 
-def check_wanted(asked: object, limits: EngineRange) -> int:
-    """Return the number. Raises ConfigError if it is out of range."""
+def _in_range(asked: object, limits: EngineRange) -> int:
     if type(asked) is int and limits.min <= asked <= limits.max:
         return asked
     raise ConfigError(
         f"engines={asked!r} is outside rollout.num_engines={{min: {limits.min}, max: {limits.max}}}",
-        rule="memory is planned for engines in this range",
-        way_out="ask for a number in the range, or restart the run with another range.",
+        way_out="ask for a number in this range, for which memory is planned, or restart with another range.",
     )
 
 
@@ -266,16 +253,13 @@ def scale_run(run_dir: Path, asked: str) -> str:
     name, _, text = asked.partition("=")
     if name != KEY or not text.isdecimal():
         raise ConfigError(f"{asked!r} is not a number of engines", way_out=f"write {KEY}=4.")
-    config = read_config(run_dir)
-    if not config.rollout.is_scaled:
-        wide = f"rollout.num_engines={{min: 1, max: {max(int(text), config.rollout.max_engines)}}}"
+    rollout = read_config(run_dir).rollout
+    if not rollout.is_scaled:
+        wide = f"rollout.num_engines={{min: 1, max: {max(int(text), rollout.max_engines)}}}"
         again = run_again(run_dir, wide, "--allow-change", "rollout.num_engines")
-        raise ConfigError(
-            f"the run in {run_dir} has a fixed rollout.num_engines={config.rollout.num_engines}",
-            rule="only a run with a range can be scaled: memory is planned for all its engines",
-            way_out=f"stop it with Ctrl-C, and resume it with `{again}`.",
-        )
-    num = check_wanted(int(text), config.rollout.engine_range)
+        what = f"the run in {run_dir} has a fixed rollout.num_engines={rollout.num_engines}"
+        raise ConfigError(what, way_out=f"stop it with Ctrl-C, and resume it with a range: `{again}`.")
+    num = _in_range(int(text), rollout.engine_range)
     status = read_status(run_dir, [])
     state, why = judge_state(status, run_dir)
     if not status or state not in ("starting", "running", "unknown"):

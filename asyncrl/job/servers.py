@@ -26,7 +26,7 @@ from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model_folder import find_model, load_limit_s
+from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 MEET_FRACTION = 0.8
@@ -38,38 +38,33 @@ class Servers:
     """Creates servers on the nodes of a placement; starts none. They share the secret of the run."""
 
     def __init__(
-        self, config: RunConfig, placement: Placement, model_path: Path, run_dir: Path, launcher: Launcher
+        self,
+        config: RunConfig,
+        placement: Placement,
+        model_path: Path,
+        run_dir: Path,
+        launcher: Launcher,
+        teacher_path: Path | None = None,
     ) -> None:
         self.config = config
         self.placement = placement
         self.model_path = model_path
+        self.teacher_path = teacher_path
         self.run_dir = run_dir
         self.launcher = launcher
         self.secret = secrets.token_hex(32)
         self.kind = engine_kind(config)
+        self.rank_store = ""
+        """Address where ranks meet if they do not share the staging folder."""
+        self.weights_store = ""
+        """Address where trainer and engines meet for a broadcast, if not the staging folder."""
 
-    async def rank_store(self) -> str:
-        """Return the address where ranks meet if they do not share the staging folder."""
-        nodes = {device.node for device in self.placement.trainer}
-        return await self._store() if nodes != {0} else ""
-
-    async def weights_store(self) -> str:
-        """Return the address where trainer and engines meet for a broadcast, if not the staging folder."""
-        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective
-        return await self._store() if is_far else ""
-
-    async def _store(self) -> str:
-        first = self.placement.trainer[0].node
-        return f"{self.launcher.nodes[first].address}:{await self.launcher.free_port(first)}"
-
-    def trainers(self, staging_dir: Path, store: str = "", weights_store: str = "") -> list[Server]:
-        """Return the ranks of the trainer; the first takes requests. Ranks meet at `store`, engines at
-        `weights_store`.
-        """
+    def trainers(self, staging_dir: Path) -> list[Server]:
+        """Return the ranks of the trainer; the first takes requests."""
         servers = list[Server]()
         for rank in range(self.config.trainer.world_size):
             name = f"trainer-{rank}"
-            spec = self.trainer_spec(rank, staging_dir, store, weights_store).model_dump_json()
+            spec = self.trainer_spec(rank, staging_dir).model_dump_json()
             devices = [self.placement.trainer[other] for other in self._ranks_on_node_of(rank)]
             child = self._process(name, "asyncrl.trainer.rank_process", spec, devices)
             servers.append(Server(child, Caller(name, "", self.secret), TrainerHealth, self._start_s()))
@@ -79,9 +74,7 @@ class Servers:
         ranks = self.placement.trainer
         return [other for other, device in enumerate(ranks) if device.node == ranks[rank].node]
 
-    def trainer_spec(
-        self, rank: int, staging_dir: Path, store: str = "", weights_store: str = ""
-    ) -> TrainerSpec:
+    def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
         """Return a rank's spec. It sees the devices of all ranks on its node only."""
         config = self.config
         placement = self.placement
@@ -89,6 +82,7 @@ class Servers:
         fraction = placement.memory_fraction
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, placement))
+        is_far = bool(self.rank_store or self.weights_store)
         return TrainerSpec(
             model_path=str(self.model_path),
             dtype=config.model.dtype,
@@ -98,10 +92,10 @@ class Servers:
             threads=threads_on(config, placement, node)[1],
             rank=rank,
             local_rank=self._ranks_on_node_of(rank).index(rank),
-            address=self.launcher.nodes[node].address if store or weights_store else LOOPBACK,
-            store=store,
+            address=self.launcher.nodes[node].address if is_far else LOOPBACK,
+            store=self.rank_store,
             meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
-            weights_store=weights_store,
+            weights_store=self.weights_store,
             trainer=config.trainer,
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
@@ -146,10 +140,11 @@ class Servers:
         place = EnginePlace(device.name, cores=self._cores(device))
         return self._engine(EVAL_ENGINE, place, [device])
 
-    def teacher(self, folder: Path) -> Server:
+    def teacher(self) -> Server:
         config = self.config
         device = self.placement.teacher
-        assert config.teacher is not None, "the config has a teacher"
+        folder = self.teacher_path
+        assert folder is not None, "the config has a teacher"
         assert device is not None, "the placement has a teacher"
         spec = {
             "name": TEACHER,
@@ -209,17 +204,26 @@ class Servers:
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     async def hold(self, staging_dir: Path | None = None) -> None:
-        """Reserve the servers' resources on nodes that can read their files. `staging_dir`: None with
-        engines only. Raises ConfigError or RoomError.
+        """Reserve the servers' resources on nodes that can read their files, and find addresses to meet.
+        `staging_dir`: None with engines only. Raises ConfigError or RoomError.
         """
+        placement = self.placement
         has_engines = self.config.rollout.urls is None
-        parts = self.placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
+        parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
         needs = {
             node: await asyncio.to_thread(self._needs, node, staging_dir)
             for node, devices in parts.items()
             if devices
         }
         await self.launcher.hold(parts, needs)
+        if staging_dir is None:
+            return
+        first = placement.trainer[0].node
+        address = self.launcher.nodes[first].address if self.launcher.nodes else LOOPBACK
+        if {device.node for device in placement.trainer} != {0}:
+            self.rank_store = f"{address}:{await self.launcher.free_port(first)}"
+        if placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective:
+            self.weights_store = f"{address}:{await self.launcher.free_port(first)}"
 
     def _needs(self, node: int, staging_dir: Path | None) -> NodeRequirements:
         """Return files (one of the model's) and packages that the node's processes need. Blocks."""
@@ -235,9 +239,8 @@ class Servers:
         if is_training and node in {device.node for device in placement.trainer}:
             template = config.model.chat_template
             paths += [Path(template)] if template else []
-        if is_training and config.teacher and placement.teacher and placement.teacher.node == node:
-            teacher = find_model(config.teacher.path, config.teacher.revision, TEACHER_KEY)
-            paths.append(teacher / "config.json")
+        if self.teacher_path and node and placement.teacher and placement.teacher.node == node:
+            paths.append(self.teacher_path / "config.json")
         files = {str(path.absolute()): path.read_text(encoding="utf-8") for path in paths}
         if staging_dir is not None and config.weight_sync.disk_dir is not None:
             files[str((staging_dir / LOCK).absolute())] = ""

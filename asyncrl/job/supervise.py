@@ -21,7 +21,7 @@ from asyncrl.launch.server import Server
 from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Supervision, Supervisor, summary_of
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_vocabulary
-from asyncrl.trainer.model_folder import find_on_disk
+from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 
 class EngineSupervisor(Supervisor):
@@ -147,11 +147,20 @@ def check_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> list[
     folder = find_on_disk(path, TEACHER_KEY, config.teacher.revision)
     if folder is None or tokenizer is None:
         return [f"teacher: {path} is compared with the model when the run starts"]
-    refuse_other_tokens(path, folder, tokenizer)
+    _refuse_other_tokens(path, folder, tokenizer)
     return [f"teacher: {path} has the model's vocabulary"]
 
 
-def refuse_other_tokens(path: str, folder: Path, tokenizer: HFChatTokenizer) -> None:
+def find_teacher(config: RunConfig, tokenizer: HFChatTokenizer) -> Path | None:
+    """Return the folder of the teacher's model, fetched if needed. Raises ConfigError. Blocks."""
+    if config.teacher is None:
+        return None
+    folder = find_model(config.teacher.path, config.teacher.revision, TEACHER_KEY)
+    _refuse_other_tokens(config.teacher.path, folder, tokenizer)
+    return folder
+
+
+def _refuse_other_tokens(path: str, folder: Path, tokenizer: HFChatTokenizer) -> None:
     """Raise ConfigError unless each token id means the same to teacher and model."""
     theirs = read_vocabulary(folder)
     ours = tokenizer.vocabulary

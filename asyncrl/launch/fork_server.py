@@ -14,17 +14,15 @@ import ctypes
 import gc
 import importlib.util
 import io
-import logging
 import os
 import pickle
 import resource
 import select
 import signal
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,6 @@ which spins while it waits.
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
 """Keys of the run. Every process of this user can read an environment in /proc."""
 PRELOADED = (
-    "asyncrl.trainer.model.random_init",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated",
@@ -140,7 +137,7 @@ class ForkServer:
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
     ) -> tuple[int, int]:
         """Start a child; return its pid and the descriptor that carries its exit code. Blocks."""
-        child = Child(module, tuple(arguments), dict(env), (0, 1, 2, *files[3:]))
+        child = Child(module, arguments, env, (0, 1, 2, *files[3:]))
         status, data = self._server.connect_to_new_process(list(files))
         with os.fdopen(data, "wb") as pipe:
             pickle.dump({}, pipe)  # no preparation: the user's own script is never imported again
@@ -155,11 +152,6 @@ class ForkServer:
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)
             self._server._stop()
-
-
-def preloads(module: str) -> bool:
-    """Return True if PRELOADED covers `python -m module`."""
-    return not {module, f"{module}.__main__"}.isdisjoint(PRELOADED)
 
 
 current: ForkServer | None = None
@@ -180,62 +172,60 @@ def serving() -> Iterator[None]:
         current = None
 
 
-@dataclass(frozen=True)
-class Child:
-    """Main of a forked process, in place of a multiprocessing.Process."""
+class Child(ForkServerProcess):
+    """Runs main() of a module in a fork, as `python -m` would. The base class turns its end into an exit
+    code.
+    """
 
-    module: str
-    arguments: tuple[str, ...]
-    env: dict[str, str]
-    numbers: tuple[int, ...]
+    def __init__(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], numbers: Sequence[int]
+    ) -> None:
+        """Initialize. `numbers`: descriptors of the inherited files in the child."""
+        super().__init__()
+        self._values = (module, arguments, env, numbers)
+
+    def __reduce__(self) -> tuple[type[Child], tuple[object, ...]]:
+        return Child, self._values
 
     def _bootstrap(self, parent_sentinel: int) -> int:
-        """Run the module's main() as `python -m` would; return the exit code."""
-        code = 1
-        try:
-            self._take_over(parent_sentinel)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed()  # random reseeds itself; torch always starts at one seed
-            (sys.modules.get(f"{self.module}.__main__") or sys.modules[self.module]).main()
-            code = 0
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        with contextlib.suppress(OSError, ValueError):
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        return code
+        for fd in (parent_sentinel, sys.stdin.fileno()):
+            os.close(fd)
+        return super()._bootstrap(parent_sentinel)  # type: ignore[misc,no-any-return]
 
-    def _take_over(self, parent_sentinel: int) -> None:
-        """Become what `python -m` starts: session, streams, environment, arguments."""
+    def run(self) -> None:
+        module, arguments, env, numbers = self._values
         os.setsid()
         gc.freeze()  # collections do not touch the memory that the children share
         gc.enable()
-        server: Any = forkserver._forkserver
-        tracker: Any = resource_tracker._resource_tracker
-        for fd in (parent_sentinel, server._forkserver_alive_fd, tracker._fd, sys.stdin.fileno()):
-            os.close(fd)
-        tracker._fd = None
-        files = server.get_inherited_fds()
-        for fd, number in zip(files, self.numbers, strict=True):
-            os.dup2(fd, number)
-        for fd in set(files) - set(self.numbers):
-            os.close(fd)
-        sys.stdin = os.fdopen(0, closefd=False)
-        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        _take_files(numbers)
         os.environ.clear()
-        os.environ.update(self.env)
-        paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ.update(env)
+        paths = env.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
-        sys.argv = [self.module, *self.arguments]
+        sys.argv = [module, *arguments]
         _set_title([sys.executable, "-m", *sys.argv])
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # random reseeds itself; torch always starts at one seed
+        (sys.modules.get(f"{module}.__main__") or sys.modules[module]).main()
+
+
+def _take_files(numbers: Sequence[int]) -> None:
+    """Give the inherited files these numbers, and close all others."""
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    for fd in (server._forkserver_alive_fd, tracker._fd, sys.stdin.fileno()):
+        os.close(fd)
+    tracker._fd = None
+    files = server.get_inherited_fds()
+    for fd, number in zip(files, numbers, strict=True):
+        os.dup2(fd, number)
+    for fd in set(files) - set(numbers):
+        os.close(fd)
+    sys.stdin = os.fdopen(0, closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
 def _set_title(command: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeAlias
 
 from asyncrl.base.errors import AsyncrlError, RoomError
 from asyncrl.base.spans import note_span
-from asyncrl.base.waits import uncut, waiting
+from asyncrl.base.waits import uncut, waiting, within
 from asyncrl.messages.engine_api import TransferStats
 
 Side = Literal["engines", "trainer"]
@@ -176,17 +176,14 @@ class Lease:
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
 
     async def _one(self, name: str, verb: str, work: Awaitable[TransferStats]) -> int:
-        limit = asyncio.timeout(self._timeout_s)
-        try:
-            with waiting(f"{verb} of {name}", on=name, who="handover"):
-                async with limit:
-                    return (await work).num_bytes
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            what = f"{verb} was not done within weight_sync.timeout_s={self._timeout_s} s"
-            way_out = f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}."
-            raise RoomError(name, what, way_out=way_out) from None
+        late = RoomError(
+            name,
+            f"{verb} was not done within weight_sync.timeout_s={self._timeout_s} s",
+            way_out=f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}.",
+        )
+        with waiting(f"{verb} of {name}", on=name, who="handover"):
+            async with within(self._timeout_s, lambda: late):
+                return (await work).num_bytes
 
     async def _undo(self, begun: Sequence[Phase], why: str, error: BaseException) -> BaseException:
         """Undo everything begun; return the error to raise. A cancellation neither cuts it short nor gets

@@ -13,7 +13,6 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.base.host import available_memory, num_cores
 
 DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
@@ -22,7 +21,6 @@ QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Flags in /proc/cpuinfo of a CPU that multiplies in bfloat16; the last one is ARM's."""
 CPUINFO = Path("/proc/cpuinfo")
-UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +51,6 @@ class Machine:
 def this_machine() -> Machine:
     """Return this machine's state now."""
     return Machine(find_cuda_devices(), num_cores(), available_memory(), cpu_has_bfloat16())
-
-
-def described_machine(devices: str | None, cores: int | None, memory: str | None) -> Machine | None:
-    """Return the machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`, None if nothing
-    is given. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
-    """
-    if devices is None and cores is None and memory is None:
-        return None
-    match = re.fullmatch(r"([1-9]\d{0,3})x(?:.*-)?([^-]+)", devices or "")
-    size, available = _bytes_of(match[2] if match else ""), _bytes_of(memory or "")
-    if not (match and size) and devices != "cpu" or not cores or cores < 1 or available is None:
-        given = {"--devices": devices, "--cores": cores, "--memory": memory}
-        text = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
-        raise ConfigError(
-            f"{text} describes no machine",
-            rule="devices are their number, x, a name if you like, and the memory of one; cpu is none",
-            way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB (2x8x80GB: two nodes).",
-        )
-    num = int(match[1]) if match else 0
-    cuda = tuple(CudaDevice(str(number), size, size) for number in range(num))
-    return Machine(cuda, cores, available, has_bfloat16=False, is_here=False)
-
-
-def _bytes_of(text: str) -> int | None:
-    """Return the bytes of 80GB, 79.6GiB or 2TB; None if the text is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?)B", text)
-    size = 0 if match is None else int(float(match[1]) * UNITS[match[2]])
-    return size or None
 
 
 def cpu_has_bfloat16() -> bool:

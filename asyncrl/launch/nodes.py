@@ -16,7 +16,7 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.base.errors import ConfigError
-from asyncrl.launch.machine import Machine, described_machine, this_machine
+from asyncrl.launch.machine import CudaDevice, Machine, this_machine
 from asyncrl.launch.processes import LOOPBACK, Process, ProcessSpec
 from asyncrl.messages.engine_api import FileRequest
 
@@ -35,32 +35,36 @@ def single_node(machine: Machine | None = None) -> tuple[Node, ...]:
     return (Node("this machine", LOOPBACK, machine or this_machine()),)
 
 
-def described_nodes(
-    devices: Sequence[str], cores: Sequence[int], memory: Sequence[str]
-) -> tuple[Node, ...] | None:
-    """Return the nodes of `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`, named node-0,
-    node-1, ...; None without options. Each further --devices adds nodes, with its own --cores and --memory or
-    the same. Raises ConfigError.
+def described_nodes(devices: str | None, cores: int | None, memory: str | None) -> tuple[Node, ...] | None:
+    """Return the nodes of `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`; None without
+    options. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
     """
-    num = max(len(devices), 1)
-    machines = list[Machine]()
-    for name, given in {"--cores": cores, "--memory": memory}.items():
-        if len(given) not in (0, 1, num):
-            raise ConfigError(
-                f"{name} is given {len(given)} times, and --devices {len(devices)} times",
-                way_out=f"write {name} once for all nodes, or once for each --devices.",
-            )
-    for index in range(num):
-        text = devices[index] if devices else None
-        several = re.fullmatch(r"([1-9]\d{0,3})x(cpu|\d+x.+)", text or "")
-        machine = described_machine(
-            several[2] if several else text,
-            cores[index % len(cores)] if cores else None,
-            memory[index % len(memory)] if memory else None,
+    if devices is None and cores is None and memory is None:
+        return None
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(?:cpu|([1-9]\d*)x(?:.*-)?([^-]+))", devices or "")
+    num_nodes, num_cuda, size = match.groups() if match else (None, None, None)
+    available = _bytes_of(memory or "")
+    device_bytes = _bytes_of(size or "")
+    if not match or (size and not device_bytes) or not cores or cores < 1 or not available:
+        given = {"--devices": devices, "--cores": cores, "--memory": memory}
+        text = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise ConfigError(
+            f"{text} describes no machine",
+            rule="devices are their number, x, a name if you like, and the memory of one; cpu is none",
+            way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB (2x8x80GB: two nodes).",
         )
-        if machine is not None:
-            machines += [machine] * (int(several[1]) if several else 1)
-    return tuple(Node(f"node-{at}", f"node-{at}", machine) for at, machine in enumerate(machines)) or None
+    cuda = tuple(CudaDevice(str(at), device_bytes, device_bytes) for at in range(int(num_cuda or 0)))
+    machine = Machine(cuda, cores, available, has_bfloat16=False, is_here=False)
+    return tuple(Node(f"node-{at}", f"node-{at}", machine) for at in range(int(num_nodes or 1)))
+
+
+def _bytes_of(text: str) -> int:
+    """Return the bytes of 80GB, 79.6GiB or 2TB; 0 if the text is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(i?)B", text)
+    if match is None:
+        return 0
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** (2 + "MGT".index(match[2])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class Process:
         """Send SIGKILL without waiting."""
 
     def dump_stacks_nowait(self) -> None:
-        """Make it log its stacks, unless SIGUSR1 would end it."""
+        """Make it log its stacks."""
 
 
 class ForeignProcess(Process):
@@ -260,7 +260,7 @@ class ChildProcess(Process):
             _signal_group(self._process.pid, signal.SIGCONT)
 
     def dump_stacks_nowait(self) -> None:
-        if self._process is not None and self.returncode is None and catches(self._process.pid, STACKS):
+        if self._process is not None and self._process.returncode is None:
             os.kill(self._process.pid, STACKS)
 
 
@@ -277,15 +277,6 @@ def import_folder(folder: Path) -> Path:
             link.unlink(missing_ok=True)  # of an installation that has moved
             link.symlink_to(target)
     return folder
-
-
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Return True if the process handles the signal; a process that has just started would die of it."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
 
 
 def bind_socket(host: str = LOOPBACK) -> socket.socket:

@@ -26,17 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.run_numbers import (
-    SHARES,
-    Steps,
-    TimeShares,
-    boxed,
-    duration,
-    recent,
-    seconds_left,
-    several,
-    sparkline,
-)
+from asyncrl.observe import run_numbers as numbers
+from asyncrl.observe.run_numbers import Steps, TimeShares, recent
 from asyncrl.observe.samples import ShownRollout, sample_text
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -67,7 +58,7 @@ class Console:
         run_name: str,
         num_steps: int,
         max_staleness: int,
-        samples_every: Literal["auto"] | int | None = None,
+        shows_samples: bool = False,
         health: Callable[[Steps], Sequence[str]] = lambda steps: (),
         file: TextIO | None = None,
     ) -> None:
@@ -81,7 +72,7 @@ class Console:
         self._run_name = run_name
         self._num_steps = num_steps
         self._max_staleness = max_staleness
-        self._samples_every = samples_every
+        self._shows_samples = shows_samples
         self._has_failed = False
         self._sample_at_s = -math.inf
         self._steps = Steps()
@@ -92,8 +83,6 @@ class Console:
         """Number of steps, and the sentences about them."""
         self._line_at_s = -math.inf
         self._num_unshown = 0
-        self._by_task: dict[str, list[float]] = {}
-        """Rewards of each task since the last line."""
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -110,13 +99,9 @@ class Console:
         """Show the metrics of one optimizer step."""
         self._steps.add(metrics)
         self._num_unshown += 1
-        for name in metrics:
-            if name.startswith(BY_TASK):
-                self._by_task.setdefault(name, []).append(metrics[name])
         now_s = time.monotonic()
-        if now_s - self._line_at_s >= self._every(LINE_EVERY_S, LATER_LINE_EVERY_S, now_s) or (
-            metrics["step"] >= self._num_steps
-        ):
+        is_due = now_s - self._line_at_s >= self._every(LINE_EVERY_S, LATER_LINE_EVERY_S, now_s)
+        if is_due or metrics["step"] >= self._num_steps:
             self._show_line(now_s)
 
     def _every(self, first_s: float, later_s: float, now_s: float) -> float:
@@ -125,32 +110,28 @@ class Console:
     def _show_line(self, now_s: float) -> None:
         """Print a plain line about the steps since the last line."""
         if self.kind == "plain" and self._num_unshown:
-            by_task = tasks_text({name: fmean(rewards) for name, rewards in self._by_task.items()})
-            numbers = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
-            self.say(plain_line(self._steps, self._num_unshown, **numbers, by_task=by_task))
-            self._by_task.clear()
+            limits = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
+            self.say(plain_line(self._steps, self._num_unshown, **limits))
         self._line_at_s = now_s
         self._num_unshown = 0
 
-    def show_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+    def show_samples(self, samples: Sequence[ShownRollout]) -> None:
         """Show the last sample of a step, a random one, if it is due; and the first failed one."""
-        if self._samples_every is None or not samples:
+        if not self._shows_samples or not samples:
             return
         sample = samples[-1]
         if sample["kind"] == "failed":
             is_due = not self._has_failed
             self._has_failed = True
         else:
-            is_due = self._is_sample_due(step)
+            is_due = self._is_sample_due()
         if is_due:
             text = sample_text(sample, most=MAX_SAMPLE_CHARS)
             encoding = self._rich.encoding  # of a terminal that may not know the model's characters
             text = text.encode(encoding, "backslashreplace").decode(encoding)
             self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
 
-    def _is_sample_due(self, step: int) -> bool:
-        if isinstance(self._samples_every, int):
-            return step % self._samples_every == 0
+    def _is_sample_due(self) -> bool:
         now_s = time.monotonic()
         if now_s - self._sample_at_s < self._every(SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S, now_s):
             return False
@@ -186,15 +167,14 @@ class Console:
             counts = {name: last[f"rollout/{name}"] for name in names if f"rollout/{name}" in last}
             rows += [
                 ("reward", reward_text(steps)),
-                ("by task", tasks_text(last)),
-                ("answers", _answers_text(steps)),
+                ("by task", tasks_text(steps, RECENT)),
                 ("health", Text("\n".join(self._health_now()), "red")),
                 ("speed", self._speed()),
                 ("time", shares_text(TimeShares.of(lambda metric: steps.total(metric, RECENT)))),
                 ("staleness", staleness_text(last, self._max_staleness)),
                 ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
-        return boxed([row for row in rows if row[1]], f"asyncrl {self._run_name}")
+        return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self._run_name}")
 
     def _health_now(self) -> tuple[str, ...]:
         """Judge once a step, as the panel is drawn often."""
@@ -205,9 +185,9 @@ class Console:
 
     def _progress(self) -> RenderableType:
         done = int(self._steps.last.get("step", 0))
-        words = f"{done}/{self._num_steps}  {duration(time.monotonic() - self._started_s)}"
-        if left_s := seconds_left(self._steps, self._num_steps):
-            words += f", {duration(left_s)} left"
+        words = f"{done}/{self._num_steps}  {numbers.duration(time.monotonic() - self._started_s)}"
+        if left_s := numbers.seconds_left(self._steps, self._num_steps):
+            words += f", {numbers.duration(left_s)} left"
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True, justify="right")
@@ -223,13 +203,14 @@ class Console:
         return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s" + (f", MFU {mfu:.1%}" if mfu else "")
 
 
-def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int, by_task: str = "") -> str:
+def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) -> str:
     """Describe the newest `num` steps: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)
     0.41 s/step  train 71% wait 24%  1 min 58 s left`.
     """
     part = slice(-num, None)
     parts = [f"step {int(steps.last['step']):>{len(str(num_steps))}}/{num_steps}"]
     if (reward := steps.mean("reward/mean", part)) is not None:
+        by_task = tasks_text(steps, part)
         parts.append(f"reward {reward:.3f}" + (by_task and f" ({by_task})"))
     if (age := steps.mean("sample/staleness_mean", part)) is not None:
         largest = max(steps.values("sample/staleness_max", part), default=age)
@@ -238,12 +219,12 @@ def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int, by
         masked = 1 - steps.total("tokens/trained", part) / sampled
         parts += [f"masked {masked:.1%}"] if masked > 0 else []
     if skipped := steps.total("trainer/skipped_steps", part):
-        parts.append(f"{several(skipped, 'update')} skipped: not finite")
+        parts.append(f"{numbers.several(skipped, 'update')} skipped: not finite")
     if (step_s := steps.mean("perf/step_s", part)) is not None:
         shares = TimeShares.of(lambda metric: steps.total(metric, part))
         parts.append(f"{step_s:.2f} s/step  train {shares.training:.0%} wait {shares.waiting:.0%}")
-    if left_s := seconds_left(steps, num_steps):
-        parts.append(f"{duration(left_s)} left")
+    if left_s := numbers.seconds_left(steps, num_steps):
+        parts.append(f"{numbers.duration(left_s)} left")
     return "  ".join(parts)
 
 
@@ -253,34 +234,22 @@ def reward_text(steps: Steps) -> Text:
     if not rewards:
         return Text("-")
     mean = fmean(rewards[recent(len(rewards))])
-    line = sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
+    line = numbers.sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
     ends = f"  from {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
 
 
 def shares_text(shares: TimeShares) -> Text:
     """Show where the time went: `training 71%, waiting for generation 17%`."""
-    found = [(name, getattr(shares, name)) for name in SHARES]
-    shown = [(*SHARES[name][:2], share) for name, share in found if share >= 0.005]
+    found = [(name, getattr(shares, name)) for name in numbers.SHARES]
+    shown = [(*numbers.SHARES[name][:2], share) for name, share in found if share >= 0.005]
     return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
 
 
-def _answers_text(steps: Steps) -> str:
-    """Describe the answers of the recent steps: length, truncation, entropy."""
-    part = recent(len(steps))
-    form = {
-        "sample/length_mean": "{:.0f} tokens on average",
-        "sample/truncated_fraction": "{:.0%} cut off",
-        "policy/entropy": "entropy {:.2g}",
-    }
-    means = {name: steps.mean(name, part) for name in form}
-    return ", ".join(form[name].format(mean) for name, mean in means.items() if mean is not None)
-
-
-def tasks_text(metrics: Mapping[str, float]) -> str:
-    """Show the reward of each of several tasks: `sums 0.413, words 0.250`; else ''."""
-    found = {name.removeprefix(BY_TASK): num for name, num in metrics.items() if name.startswith(BY_TASK)}
-    return ", ".join(f"{task} {reward:.3f}" for task, reward in found.items())
+def tasks_text(steps: Steps, part: slice) -> str:
+    """Show the mean reward of each of several tasks in `part`: `sums 0.413, words 0.250`; else ''."""
+    names = [name for name in steps.names if name.startswith(BY_TASK)]
+    return ", ".join(f"{name.removeprefix(BY_TASK)} {steps.mean(name, part) or 0.0:.3f}" for name in names)
 
 
 def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:

@@ -36,33 +36,17 @@ class Gauge:
 GAUGES: Mapping[str, Gauge] = {
     "step": Gauge("step", "", "number of the optimizer step, from 1"),
     "policy_version": Gauge("step", "", "version made by the step; equals step"),
-    "time_s": Gauge(
-        "step", "s", "training time up to the end of the step, without set-up; continues after a resume"
-    ),
+    "time_s": Gauge("step", "s", "training time up to the end of the step; continues after a resume"),
     "reward/mean": Gauge("step", "", "mean reward of the batch's rollouts"),
     "reward/std": Gauge("step", "", "standard deviation of those rewards (population)"),
     "reward/equal_fraction": Gauge("step", "0..1", "groups whose rollouts all have the same reward"),
     "sample/staleness_mean": Gauge("step", "versions", "mean age of each rollout's oldest token in the loss"),
     "sample/staleness_max": Gauge("step", "versions", "largest age; never above buffer.max_staleness"),
     "sample/length_mean": Gauge("step", "tokens", "sampled tokens of a rollout"),
-    "sample/truncated_fraction": Gauge(
-        "step",
-        "0..1",
-        "rollouts cut at rollout.max_tokens, or ended by a limit (generator.on_overflow)",
-    ),
-    "sample/special_fraction": Gauge(
-        "step",
-        "0..1",
-        "rollouts that sampled a special token, except end-of-turn and the marks of tool calls and thoughts",
-    ),
-    "sample/unfinished_fraction": Gauge(
-        "step",
-        "0..1",
-        "rollouts whose last answer was truncated: it does not end with end-of-turn",
-    ),
-    "sample/masked_fraction": Gauge(
-        "step", "0..1", "sampled tokens without a loss weight because they are too old"
-    ),
+    "sample/truncated_fraction": Gauge("step", "0..1", "rollouts cut at rollout.max_tokens or another limit"),
+    "sample/special_fraction": Gauge("step", "0..1", "rollouts with a special token inside an answer"),
+    "sample/unfinished_fraction": Gauge("step", "0..1", "rollouts whose last answer lacks end-of-turn"),
+    "sample/masked_fraction": Gauge("step", "0..1", "sampled tokens without a loss weight: too old"),
     "sample/interrupted_fraction": Gauge("step", "0..1", "rollouts that a weight swap interrupted"),
     "tokens/sampled": Gauge("step", "tokens", "sampled tokens of the batch"),
     "tokens/trained": Gauge("step", "tokens", "sampled tokens with a loss weight"),
@@ -89,9 +73,7 @@ GAUGES: Mapping[str, Gauge] = {
     "perf/optimizer_s": Gauge("step", "s", "to clip the gradient and change the weights"),
     "perf/blocked_s": Gauge("step", "s", "waiting until an export or a checkpoint had copied the weights"),
     "perf/export_s": Gauge("step", "s", "since the previous step: the trainer was busy with exports"),
-    "perf/packed_tokens": Gauge(
-        "step", "tokens", "in forward and backward passes; shared prefixes count once"
-    ),
+    "perf/packed_tokens": Gauge("step", "tokens", "in forward and backward passes; shared prefixes once"),
     "perf/device_tokens_per_s": Gauge("step", "tokens/s", "packed tokens over perf/train_s and devices"),
     "perf/mfu": Gauge("step", "0..1", "model FLOPs over the peak FLOPs of all devices in perf/train_s"),
     "perf/device_memory_bytes": Gauge("step", "bytes", "peak tensor memory of the fullest device; CUDA only"),
@@ -129,9 +111,7 @@ GAUGES: Mapping[str, Gauge] = {
     "engine/restarts": Gauge("total", "", "restarts of engine processes"),
     "engine/policy_version": Gauge("now", "", "version that each of several engines serves"),
     "engine/wanted": Gauge("now", "engines", "requested by `asyncrl scale`, if num_engines is a range"),
-    "engine/busy_slots": Gauge(
-        "step", "slots", "busy since the previous step, mean over time, sum over engines"
-    ),
+    "engine/busy_slots": Gauge("step", "slots", "busy since the previous step, mean over time, all engines"),
     "engine/up": Gauge("now", "engines", "that get work, if num_engines is a range"),
     "gateway/calls": Gauge("total", "calls", "of harnesses to the model"),
     "gateway/extended": Gauge("total", "calls", "that continued a branch"),

@@ -27,6 +27,7 @@ from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.journal.read import batch_story, group_story, reading, run_story
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Trajectory, VersionSpan
+from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.console import reward_text, shares_text, staleness_text, tasks_text
 from asyncrl.observe.run_dir import (
     CONFIG_FILE,
@@ -37,18 +38,6 @@ from asyncrl.observe.run_dir import (
     judge_state,
     read_metrics,
     read_status,
-)
-from asyncrl.observe.run_numbers import (
-    boxed,
-    by_evaluation,
-    duration,
-    evaluation_text,
-    grid,
-    masked_tokens,
-    plain,
-    seconds_left,
-    sparkline,
-    thinned,
 )
 from asyncrl.observe.run_record import RunFiles, read_files
 from asyncrl.observe.samples import harmless, read_samples, render_samples
@@ -109,10 +98,9 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
     if as_json:
         return json.dumps(rows, indent=2)
     for row in rows:
-        if row["num_steps"] is not None:
-            row["steps"] = f"{row['steps']}/{row.pop('num_steps')}"
+        row["steps"] = f"{row['steps']}/{row.pop('num_steps') or '?'}"
         age_s = row.pop("age_s")
-        age = f"{age_s / 86400:.0f} days" if age_s > 2 * 86400 else duration(age_s)
+        age = f"{age_s / 86400:.0f} days" if age_s > 2 * 86400 else numbers.duration(age_s)
         row["last written"] = f"{age} ago"
     return to_text(_table(rows)) if rows else f"no runs in {folder}"
 
@@ -149,11 +137,12 @@ def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: boo
     files = read_files(run_dir)
     if as_json:
         return json.dumps(_status_summary(files), indent=2)
-    drawn = [boxed([row for row in _status_rows(files, is_verbose=is_verbose) if row[1]], str(files.run_dir))]
+    rows = [row for row in _status_rows(files, is_verbose=is_verbose) if row[1]]
+    drawn = [numbers.boxed(rows, str(files.run_dir))]
     if is_verbose and files.status:
-        drawn.append(boxed(_details(files.status), STATUS_FILE))
+        drawn.append(numbers.boxed(_details(files.status), STATUS_FILE))
     if is_verbose and files.verdict is not None:
-        drawn.append(boxed(time_rows(files.verdict), "time"))
+        drawn.append(numbers.boxed(time_rows(files.verdict), "time"))
     return to_text(*drawn)
 
 
@@ -166,7 +155,7 @@ def _status_summary(files: RunFiles) -> dict[str, Any]:
         "num_steps": files.config.trainer.num_steps,
         "max_staleness": files.config.buffer.max_staleness,
         "seconds_since_update": round(age_of(files.status), 1) if files.status else None,
-        "rewards": thinned(files.steps.values("reward/mean"), SHOWN_REWARDS),
+        "rewards": numbers.thinned(files.steps.values("reward/mean"), SHOWN_REWARDS),
         "last_metrics": dict(files.steps.last),
         "evaluations": files.evaluations,
         "status": dict(files.status),
@@ -191,15 +180,15 @@ def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, Re
         if not is_verbose:
             more = len(verdict.health) - SHOWN_FLAGS
             flags = (*verdict.health[:SHOWN_FLAGS], *[f"And {more} more, see --verbose."][: max(0, more)])
-            verdict = replace(verdict, learning=(), health=flags)
+            verdict = replace(verdict, health=flags)
         yield "reward", reward_text(steps)
-        yield "by task", tasks_text(steps.last)
+        yield "by task", tasks_text(steps, numbers.recent(len(steps)))
         yield from verdict_rows(verdict)
         yield "time", shares_text(verdict.shares)
         yield "staleness", staleness_text(steps.last, files.config.buffer.max_staleness)
-    for lines in by_evaluation(files.evaluations).values():
+    for lines in numbers.by_evaluation(files.evaluations).values():
         rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
-        yield "eval", Text(f"{evaluation_text(lines[-1])}  {sparkline(rewards, width=16)}")
+        yield "eval", Text(f"{numbers.evaluation_text(lines[-1])}  {numbers.sparkline(rewards, width=16)}")
     warnings = files.status.get("warnings")
     if warnings and isinstance(warnings, list):
         more_text = f" (and {len(warnings) - 1} more, see --verbose)" if len(warnings) > 1 else ""
@@ -213,9 +202,9 @@ def _progress(files: RunFiles) -> str:
     num_steps = files.config.trainer.num_steps
     words = f"{num} of {num_steps}"
     if files.verdict is not None:
-        words += f" in {duration(files.verdict.wall_s)}, {files.verdict.wall_s / num:.2f} s each"
-    if files.state == "running" and (left_s := seconds_left(files.steps, num_steps)):
-        words += f", {duration(left_s)} left"
+        words += f" in {numbers.duration(files.verdict.wall_s)}, {files.verdict.wall_s / num:.2f} s each"
+    if files.state == "running" and (left_s := numbers.seconds_left(files.steps, num_steps)):
+        words += f", {numbers.duration(left_s)} left"
     return words
 
 
@@ -228,7 +217,7 @@ def _waits(status: Mapping[str, Any]) -> list[Wait]:
 def _details(status: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
     for name, value in status.items():
         waits = _waits(status) if name == "waits" else []
-        yield name, Text(harmless("\n".join(map(str, waits)) or plain(value)))
+        yield name, Text(harmless("\n".join(map(str, waits)) or numbers.plain(value)))
 
 
 # ---- inspect
@@ -322,7 +311,7 @@ def _stories(
         stories["batch"] = batch_story(connection, step - 1)
     if not stories:
         stories["journal"] = run_story(connection)
-        stories["journal"]["wasted_tokens"]["masked"] = masked_tokens(files.steps)
+        stories["journal"]["wasted_tokens"]["masked"] = numbers.masked_tokens(files.steps)
     return {name: story for name, story in stories.items() if story is not None}
 
 
@@ -398,7 +387,7 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows.
     """
     simple = [(name, value) for name, value in summary.items() if not _is_table(value)]
-    yield grid((name, Text(harmless(plain(value)))) for name, value in simple)
+    yield numbers.grid((name, Text(harmless(numbers.plain(value)))) for name, value in simple)
     for name, value in summary.items():
         if not _is_table(value):
             continue
@@ -425,5 +414,5 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         is_text = any(not isinstance(row.get(name, 0), int | float | None) for row in rows)
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(harmless(plain(row.get(name)))) for name in names))
+        table.add_row(*(Text(harmless(numbers.plain(row.get(name)))) for name in names))
     return table

@@ -1,8 +1,8 @@
 """timeline.jsonl: spans of all processes, for the page of a run and, as trace.json, for Perfetto.
 
 A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is in seconds since the epoch;
-`number` is the batch or policy_version, or -1. Lane "" has two kinds: "slots" with each engine's mean number
-of requests in flight, and "thinned": earlier rows are incomplete.
+`number` is the batch or policy_version, or -1. Lane "" has rows of kind "slots": each engine's mean number
+of requests in flight.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,9 @@ from asyncrl.base.files import write_whole
 from asyncrl.base.spans import TimedSpan
 from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_lines, read_lines, tell
 
-MAX_BYTES = 2 * 2**20
+OLDER_FILE = "timeline.1.jsonl"
+MAX_BYTES = 2**20
+"""A larger timeline.jsonl replaces OLDER_FILE."""
 SLOTS_PERIOD_S = 0.1
 """Minimum time between two rows of slots."""
 KINDS = {
@@ -95,6 +97,7 @@ class TimelineWriter:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / TIMELINE_FILE
         self._is_open = False
+        self._is_refused = False
         self._rows: list[Row] = []
         self._offset_s = time.time() - time.monotonic()
         self._busy_s: Mapping[str, float] = {}
@@ -127,9 +130,9 @@ class TimelineWriter:
         self._is_open = False
 
     def _add(self, lane: str, kind: str, start_s: float, end_s: float, number: int, text: Any) -> None:
-        self._rows.append(
-            Row(lane, kind, round(start_s + self._offset_s, 6), round(end_s - start_s, 6), number, text)
-        )
+        if not self._is_refused:
+            at_s = round(start_s + self._offset_s, 6)
+            self._rows.append(Row(lane, kind, at_s, round(end_s - start_s, 6), number, text))
 
     def _write(self) -> None:
         if not self._is_open:
@@ -137,41 +140,18 @@ class TimelineWriter:
         try:
             append_lines(self._path, self._rows)
             if self._path.stat().st_size > MAX_BYTES:
-                _thin_file(self._path)
+                self._path.replace(self._path.with_name(OLDER_FILE))
         except OSError as error:
             logger.warning("no more timeline: cannot write %s: %s", self._path, error)
+            self._is_refused = True
             self._is_open = False
         self._rows = []
 
 
-def _thin_file(path: Path) -> None:
-    """Keep the newer half of the rows; of the older ones the longer half of the spans, and slots in pairs."""
-    rows = read_timeline(path, [])
-    half = len(rows) // 2
-    old = rows[:half]
-    spans = sorted((row for row in old if row.lane), key=lambda row: -row.seconds)
-    slots = [row for row in old if row.busy]
-    kept = spans[: len(spans) // 2] + [_mean(*pair) for pair in zip(slots[::2], slots[1::2], strict=False)]
-    marker = Row("", "thinned", old[-1].start_s, 0.0, -1, "")
-    unfinished = path.with_name(f".{path.name}.new")
-    unfinished.unlink(missing_ok=True)
-    append_lines(unfinished, [marker, *sorted(kept, key=lambda row: row.start_s), *rows[half:]])
-    unfinished.replace(path)
-
-
-def _mean(first: Row, second: Row) -> Row:
-    """Return the time-weighted mean of two rows of slots."""
-    seconds = first.seconds + second.seconds or 1.0
-    means = {
-        name: round((busy * first.seconds + second.busy.get(name, busy) * second.seconds) / seconds, 2)
-        for name, busy in first.busy.items()
-    }
-    return first._replace(seconds=round(seconds, 6), text=means)
-
-
-def read_timeline(path: Path, problems: list[str]) -> list[Row]:
+def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
     """Return all rows, in the order of their ends."""
-    return [*read_lines(path, problems, _ROW)]
+    files = (run_dir / OLDER_FILE, run_dir / TIMELINE_FILE)
+    return [row for path in files for row in read_lines(path, problems, _ROW)]
 
 
 def spans_of(rows: Iterable[Row], problems: list[str]) -> list[Row]:
@@ -196,9 +176,8 @@ def spans_of(rows: Iterable[Row], problems: list[str]) -> list[Row]:
     return spans
 
 
-def _lane_names(rows: Iterable[Row]) -> list[str]:
+def _lane_names(names: Set[str]) -> list[str]:
     """Sort lanes from the top; engine-2 before engine-10."""
-    names = {row.lane for row in rows}
     engines = sorted(names - {*_FIRST, *_LAST}, key=lambda name: (len(name), name))
     return [name for name in (*_FIRST, *engines, *_LAST) if name in names]
 
@@ -219,7 +198,8 @@ def timeline_view(
     spans.sort(key=lambda row: row.start_s)
     slots = [row for row in rows if row.busy]
     start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
-    lanes = _lane_names(spans)
+    busy = _busy_by_engine(slots, start_s)
+    lanes = _lane_names({row.lane for row in spans} | busy.keys())
     kinds = [*KINDS]
     return {
         "start_s": start_s,
@@ -235,9 +215,8 @@ def timeline_view(
             ]
             for row in spans
         ],
-        "slots": _busy_by_engine(slots, start_s),
+        "slots": busy,
         "num_slots": num_slots,
-        "is_thinned": any(row.kind == "thinned" for row in rows),
     }
 
 
@@ -262,7 +241,7 @@ def _busy_by_engine(slots: Iterable[Row], start_s: float) -> dict[str, list[tupl
 
 def write_trace(run_dir: Path) -> Path:
     """Write trace.json. Raises OSError."""
-    trace = trace_of(read_timeline(run_dir / TIMELINE_FILE, []), run_dir.name)
+    trace = trace_of(read_timeline(run_dir, []), run_dir.name)
     write_whole(run_dir / TRACE_FILE, json.dumps(trace, separators=(",", ":")))
     return run_dir / TRACE_FILE
 
@@ -276,7 +255,7 @@ def trace_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
     start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
     events = [_event("M", "process_name", 0, args={"name": f"asyncrl {name}"})]
     tracks = 0
-    for lane in _lane_names(spans):
+    for lane in _lane_names({row.lane for row in spans}):
         ends_us: list[int] = []
         for row in spans:
             if row.lane != lane:

@@ -19,18 +19,8 @@ from rich.text import Text
 
 from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import (
-    SHARES,
-    Steps,
-    TimeShares,
-    boxed,
-    by_evaluation,
-    duration,
-    recent,
-    several,
-    thinned,
-    trainer_rows,
-)
+from asyncrl.observe import run_numbers as numbers
+from asyncrl.observe.run_numbers import Steps, TimeShares, recent, several
 from asyncrl.trainer.step_report import GAP_WARNING
 
 Trend = Literal["rising", "flat", "falling", "unknown"]
@@ -47,64 +37,11 @@ BALANCED_WAIT_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Judgment of a run, most important first. Each text is whole sentences.
-
-    `headline`: did it learn? If not, the likeliest reasons. `learning`: further sentences on that. `health`:
-    a sentence for each problem. `speed`: the bottleneck, the setting that would change it, and losses.
-    `reward_first`: mean of the first 5 steps (below 10 steps: of the first half); `reward_last`: mean of the
-    recent steps (run_numbers.recent); `reward_noise`: its standard error; `trend`: of the reward at the end.
-    `bottleneck`: training, generation, stragglers, publishing, handovers, other, balanced or unknown.
-    `trainer`: rows of a table.
-    """
-
-    num_steps: int
-    wall_s: float
-    headline: str
-    learning: tuple[str, ...]
-    health: tuple[str, ...]
-    speed: tuple[str, ...]
-    reward_first: float | None
-    reward_last: float | None
-    reward_noise: float | None
-    trend: Trend
-    shares: TimeShares
-    bottleneck: str
-    num_skipped_steps: int = 0
-    trainer: tuple[tuple[str, str], ...] = ()
-
-
-def judge(steps: Steps, config: RunConfig) -> Verdict:
-    """Judge a run with at least one step."""
-    shares = TimeShares.of(steps.total)
-    reward = _reward_of(steps)
-    findings = _findings(steps, config, reward)
-    bottleneck = "unknown" if _is_short(steps) else _bottleneck(shares)
-    return Verdict(
-        num_steps=len(steps),
-        wall_s=float(steps.last.get("time_s", steps.total("perf/step_s"))),
-        headline=_headline(reward, steps, config, findings),
-        learning=tuple(_changes(steps)),
-        health=tuple(map(str, findings)),
-        speed=(*_pace(steps, config, shares, bottleneck), *_losses(steps, config)),
-        reward_first=None if reward is None else reward.first,
-        reward_last=None if reward is None else reward.last,
-        reward_noise=None if reward is None else reward.noise,
-        trend="unknown" if reward is None else reward.trend,
-        shares=shares,
-        bottleneck=bottleneck,
-        num_skipped_steps=int(steps.total("trainer/skipped_steps")),
-        trainer=tuple(trainer_rows(steps)),
-    )
-
-
-# ---- did it learn?
-
-
-@dataclass(frozen=True, slots=True)
-class _Reward:
-    """`best`: highest mean of as many steps as `last` has, ending at `best_step`; `margin`: smaller changes
-    from `first` to `last` are noise; `step_noise`: standard deviation of one step around the trend.
+class Reward:
+    """`first`: mean of the first 5 steps (below 10 steps: of the first half); `last`: mean of the recent
+    steps (run_numbers.recent), with standard error `noise`; `best`: highest mean of the same number of steps,
+    ending at `best_step`; `margin`: smaller changes from `first` to `last` are noise; `step_noise`: standard
+    deviation of one step around the trend; `trend`: at the end.
     """
 
     first: float
@@ -130,7 +67,49 @@ class _Reward:
         return self.first - self.last > self.margin
 
 
-def _reward_of(steps: Steps) -> _Reward | None:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Judgment of a run, most important first. Each text is whole sentences.
+
+    `headline`: did it learn? If not, the likeliest reasons. `health`: a sentence for each problem. `speed`:
+    the bottleneck, the setting that would change it, and losses. `bottleneck`: training, generation,
+    stragglers, publishing, handovers, other, balanced or unknown. `trainer`: rows of a table.
+    """
+
+    num_steps: int
+    wall_s: float
+    headline: str
+    health: tuple[str, ...]
+    speed: tuple[str, ...]
+    reward: Reward | None
+    shares: TimeShares
+    bottleneck: str
+    trainer: tuple[tuple[str, str], ...] = ()
+
+
+def judge(steps: Steps, config: RunConfig) -> Verdict:
+    """Judge a run with at least one step."""
+    shares = TimeShares.of(steps.total)
+    reward = _reward_of(steps)
+    findings = _findings(steps, config, reward)
+    bottleneck = _bottleneck(steps, shares)
+    return Verdict(
+        num_steps=len(steps),
+        wall_s=float(steps.last.get("time_s", steps.total("perf/step_s"))),
+        headline=_headline(reward, steps, config, findings),
+        health=tuple(map(str, findings)),
+        speed=tuple(_speed(steps, config, shares, bottleneck)),
+        reward=reward,
+        shares=shares,
+        bottleneck=bottleneck,
+        trainer=tuple(numbers.trainer_rows(steps)),
+    )
+
+
+# ---- did it learn?
+
+
+def _reward_of(steps: Steps) -> Reward | None:
     """Measure the reward at the start and at the end with its noise; None if no step has a reward."""
     columns = zip(steps.column("reward/mean"), steps.column("step"), strict=True)
     both = [(value, int(step)) for value, step in columns if value == value]
@@ -144,7 +123,7 @@ def _reward_of(steps: Steps) -> _Reward | None:
     step_noise = math.sqrt(fmean(changes) / 2) if changes else 0.0
     ends = [*range(size, num, max(1, size // 2)), num]
     best, end = max((fmean(rewards[end - size : end]), end) for end in ends)
-    return _Reward(
+    return Reward(
         first=fmean(rewards[:size_first]),
         last=fmean(rewards[-size:]),
         best=best,
@@ -168,7 +147,7 @@ def _trend(rewards: list[float], step_noise: float) -> Trend:
     return "rising" if change > 0 else "falling"
 
 
-def _headline(reward: _Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> str:
+def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> str:
     if reward is None:
         return "No step has a reward yet."
     first = f"{reward.first:.3f}"
@@ -188,38 +167,20 @@ def _headline(reward: _Reward | None, steps: Steps, config: RunConfig, findings:
     return f"Learned nothing: {ends}.{why}"
 
 
-def _reasons(reward: _Reward, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> Iterator[str]:
+def _reasons(reward: Reward, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> Iterator[str]:
     """Yield reasons why the reward did not rise, likeliest first."""
     yield from (finding.clause for finding in findings)
-    gradients = steps.values("policy/grad_norm")
-    if gradients and not any(gradients):
-        num = len(steps) * config.trainer.num_groups * config.rollout.group_size
-        yield f"none of {num} answers stood out: prompts may be too hard or too easy, or the reward is broken"
-        yield "the gradient was 0 in every step, so the weights never changed"
-        return
     learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
+    gradients = steps.values("policy/grad_norm")
     entropies = steps.values("policy/entropy")
-    if entropies and abs(entropies[-1] - entropies[0]) < 0.02 * abs(entropies[0]):
+    if gradients and not any(gradients):
+        yield "no answer stood out: prompts may be too hard or too easy, or the reward is broken"
+    elif entropies and abs(entropies[-1] - entropies[0]) < 0.02 * abs(entropies[0]):
         yield f"{learning_rate} hardly moved the model (entropy {entropies[0]:.3g}, then {entropies[-1]:.3g})"
     elif reward.was_lost or reward.has_fallen:
         yield f"{learning_rate} may be too large"
-    if len(steps) < 100:
-        yield f"{several(len(steps), 'step')} are few"
-    noise = f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains"
-    yield f"{noise} (trainer.num_groups={config.trainer.num_groups})"
-    yield f"{learning_rate} may be too small or too large"
-
-
-def _changes(steps: Steps) -> Iterator[str]:
-    """Say how the answers changed from start to end."""
-    lengths = steps.values("sample/length_mean")
-    entropies = steps.values("policy/entropy")
-    if len(steps) < MIN_STEPS or not lengths or not entropies:
-        return
-    part = recent(len(steps))
-    entropy = f"entropy {fmean(entropies[:5]):.2g} to {fmean(entropies[part]):.2g}"
-    tokens = f"tokens a rollout {fmean(lengths[:5]):.3g} to {fmean(lengths[part]):.3g}"
-    yield f"From start to end: {entropy}, {tokens}."
+    yield f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains"
+    yield f"{learning_rate} may be too small, or {several(len(steps), 'step')} are too few"
 
 
 # ---- is it healthy?
@@ -237,7 +198,7 @@ class _Finding:
         return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
 
 
-def _findings(steps: Steps, config: RunConfig, reward: _Reward | None) -> list[_Finding]:
+def _findings(steps: Steps, config: RunConfig, reward: Reward | None) -> list[_Finding]:
     """List the problems of the run, most serious first, mostly from its recent steps."""
     has_risen = reward is not None and reward.has_risen
     found = [*_gradient(steps, config, has_risen), *_answers(steps, config, has_risen)]
@@ -315,141 +276,91 @@ def _answers(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Find
 # ---- how fast was it?
 
 
-def _is_short(steps: Steps) -> bool:
-    return len(steps) < MIN_STEPS or steps.total("perf/step_s") < MIN_TRAINING_S
-
-
-def _bottleneck(shares: TimeShares) -> str:
+def _bottleneck(steps: Steps, shares: TimeShares) -> str:
+    if len(steps) < MIN_STEPS or steps.total("perf/step_s") < MIN_TRAINING_S:
+        return "unknown"
     for name in ("other", "handovers"):
         if getattr(shares, name) > max(BALANCED_WAIT_SHARE, shares.training, shares.waiting):
             return name
-    if shares.waiting < BUSY_WAIT_SHARE:
-        return "training"
     if shares.waiting < BALANCED_WAIT_SHARE:
-        return "balanced"
+        return "training" if shares.waiting < BUSY_WAIT_SHARE else "balanced"
     return max("generation", "stragglers", "publishing", key=lambda name: float(getattr(shares, name)))
 
 
-def _pace(steps: Steps, config: RunConfig, shares: TimeShares, bottleneck: str) -> Iterator[str]:
-    """Say what set the pace, and which setting would change it."""
-    if bottleneck == "unknown":
-        needed = f"{MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s of training"
-        yield f"Too short to judge speed: {needed} are needed."
-        return
+def _speed(steps: Steps, config: RunConfig, shares: TimeShares, bottleneck: str) -> Iterator[str]:
+    """Say what set the pace, which setting would change it, and what the run lost."""
     waited = f"the trainer waited {shares.waiting:.0%} of the time"
     yield {
+        "unknown": f"Too short to judge speed: {MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s are needed.",
         "balanced": f"Training and generation kept pace: {waited}.",
         "handovers": f"Handovers of the devices set the pace: {shares.handovers:.0%} of the time.",
         "other": f"Work between steps set the pace: {shares.other:.0%} of the time.",
     }.get(bottleneck, f"{bottleneck.capitalize()} set the pace: {waited}.")
-    advice = _advice(bottleneck, steps, config, shares)
-    is_setting = "." in advice.split()[0]
-    yield advice + "." if is_setting else f"{advice[0].upper()}{advice[1:]}."
+    if bottleneck != "unknown":
+        yield _advice(bottleneck, steps, config)
+    yield from _losses(steps, config)
 
 
-def _advice(bottleneck: str, steps: Steps, config: RunConfig, shares: TimeShares) -> str:
+def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
     """Name the setting that would change the speed, with its value."""
     bound = config.buffer.max_staleness
-    num_groups = f"trainer.num_groups (now {config.trainer.num_groups})"
-    step_s = steps.mean("perf/step_s") or 0.0
-    other = f"the controller took {shares.other * step_s:.2g} s a step for batches, journal and samples:"
-    other += f" raise {num_groups} to pay that less often"
-    match bottleneck:
-        case "generation":
-            return _agent_advice(steps, config) or _sync_advice(config) or _engine_advice(steps, config)
-        case "stragglers":
-            higher = f"raise buffer.max_staleness (now {bound}) to {max(2, 2 * bound)}"
-            return f"buffer.on_overdue=mask never waits for a straggler; or {higher}"
-        case "publishing":
-            push_s = steps.mean("perf/weight_sync_s") or 0.0
-            advice = f"raise buffer.max_staleness (now {bound}): a push takes {push_s:.2g} s on average"
-            if config.weight_sync.interrupt == "wait":
-                advice = "weight_sync.interrupt=wait drains the engines before each push; abort does not"
-            return _sync_advice(config) or advice
-        case "handovers":
-            return f"raise {num_groups}: longer turns cost fewer handovers"
-        case "other":
-            return other
-    where = f"trainer.threads={config.trainer.threads}, placement.trainer={config.placement.trainer}"
-    both = "more speed needs both a faster trainer and more generation"
-    advice = both if bottleneck == "balanced" else f"only a faster trainer would help ({where})"
-    return f"{advice}; {other}" if shares.other >= BALANCED_WAIT_SHARE else advice
+    if bound == 0 and bottleneck in ("generation", "publishing"):
+        return (
+            "With buffer.max_staleness=0 trainer and engines wait for each other; with 1 or more they do not."
+        )
+    if bottleneck == "generation":
+        return _generation_advice(steps, config)
+    higher = f"raise buffer.max_staleness (now {bound})"
+    push_s = steps.mean("perf/weight_sync_s") or 0.0
+    groups = f"Raise trainer.num_groups (now {config.trainer.num_groups}): larger batches cost fewer"
+    return {
+        "stragglers": f"Set buffer.on_overdue=mask, which never waits for a straggler, or {higher}.",
+        "publishing": f"R{higher[1:]}: a push takes {push_s:.2g} s on average.",
+        "training": f"Only a faster trainer would help (placement.trainer={config.placement.trainer}).",
+        "balanced": "More speed needs both a faster trainer and more generation.",
+        "handovers": f"{groups} handovers.",
+    }.get(bottleneck, f"{groups} pauses for the journal and samples.")
 
 
-def _sync_advice(config: RunConfig) -> str | None:
-    """Advise if the staleness settings keep trainer and engines from working in parallel."""
-    bound = config.buffer.max_staleness
-    ahead = config.buffer.look_ahead
-    if bound == 0:
-        return "buffer.max_staleness=0 has trainer and engines wait for each other; 1 or more does not"
-    if ahead != "auto" and ahead < bound:
-        return f"buffer.look_ahead={ahead} lets few batches start early; set it to auto or up to {bound}"
-    return None
-
-
-def _agent_advice(steps: Steps, config: RunConfig) -> str | None:
-    """Advise if the engines idle because rollouts in flight wait for the agent or the reward function."""
-    slots = (steps.mean("engine/up") or config.rollout.max_engines) * config.rollout.slots
-    held = steps.mean("rollout/inflight") or 0.0
-    busy = steps.mean("engine/busy_slots")
-    if busy is None or busy >= 0.5 * slots or held <= 2 * busy:
-        return None
-    used = f"{busy:.0f} of {slots:.0f} slots were busy on average"
-    if config.generator.remote:
-        return f"start more workers (`asyncrl work`): {used}, while {held:.0f} rollouts were in flight"
-    if config.generator.is_harness:
-        workers = f"raise generator.workers (now {config.generator.workers})"
-        return f"{workers}: the engines wait for the agent, {used} while {held:.0f} rollouts were in flight"
-    task = next(iter(config.tasks.values()))
-    change = f"raise task.reward_workers (now {task.reward_workers})"
-    if task.reward_pool == "inline":
-        change = "set task.reward_pool=thread (now inline, one call at a time)"
-    return f"the engines wait for the reward function, {used}: {change}"
-
-
-def _engine_advice(steps: Steps, config: RunConfig) -> str:
-    """Advise by the busy slots of the engines."""
-    most = config.rollout.max_engines
-    engines = steps.mean("engine/up") or most
-    more = f"rollout.num_engines (now {engines:.3g})"
-    if engines < most:
-        more = f"engines=N of `asyncrl scale` ({engines:.3g} of at most {most} on average)"
-    if (busy := steps.mean("engine/busy_slots")) is None:
-        return f"raise {more}"
+def _generation_advice(steps: Steps, config: RunConfig) -> str:
+    """Advise by the engines' busy slots: rollouts in flight may wait for their agent or their reward."""
+    engines = steps.mean("engine/up") or config.rollout.max_engines
     slots = engines * config.rollout.slots
+    busy = steps.mean("engine/busy_slots")
+    more = f"rollout.num_engines (now {engines:.3g})"
+    if busy is None:
+        return f"Raise {more}."
     used = f"{busy:.0f} of {slots:.0f} slots were busy on average"
-    if busy < 0.5 * slots:
-        bound = f"buffer.max_staleness (now {config.buffer.max_staleness})"
-        return f"raise {bound} so that more rollouts start early: {used}"
-    if busy >= 0.9 * slots:
-        more = f"rollout.slots (now {config.rollout.slots}) or {more}"
-    return f"raise {more}: {used}"
+    held = steps.mean("rollout/inflight") or 0.0
+    if busy >= 0.5 * slots:
+        return f"Raise rollout.slots (now {config.rollout.slots}) or {more}: {used}."
+    if held <= 2 * busy:
+        return f"Raise buffer.max_staleness (now {config.buffer.max_staleness}): {used}."
+    used += f", while {held:.0f} rollouts were in flight"
+    if config.generator.remote:
+        return f"Start more workers (`asyncrl work`): {used}."
+    if config.generator.is_harness:
+        return f"Raise generator.workers (now {config.generator.workers}): {used}."
+    task = next(iter(config.tasks.values()))
+    return f"Raise task.reward_workers (now {task.reward_workers}), or set task.reward_pool=thread: {used}."
 
 
 def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     """Report the time, tokens, groups and prompts that were lost."""
     choice = config.buffer.on_overdue
-    policy = POLICIES[choice]
-    num_taken = len(steps) * config.trainer.num_groups
     again = steps.newest("rollout/dropped")
     waited_s = steps.total("perf/wait_stragglers_s")
     sampled = steps.total("tokens/sampled")
     masked = 1 - steps.total("tokens/trained") / sampled if sampled else 0.0
-    if policy.waits and waited_s:
-        share = waited_s / max(waited_s, steps.total("perf/step_s"))
-        yield f"on_overdue={choice} cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
-    elif not policy.waits and (again or masked > 0):
-        losses = [f"{masked:.1%} of the tokens were masked"] if policy.masks else []
-        losses += [f"{several(again, 'group')} generated again"] if again else []
-        advice = f" A larger buffer.max_staleness (now {config.buffer.max_staleness}) loses fewer."
-        is_much = policy.masks and max(masked, again / (again + num_taken)) >= 0.05
-        yield f"Too old (on_overdue={choice}): {', '.join(losses)}.{advice if is_much else ''}"
-    filtered = steps.newest("rollout/filtered")
-    if (share := filtered / (filtered + num_taken)) >= 0.03:
+    if POLICIES[choice].waits and waited_s:
+        yield f"buffer.on_overdue={choice} waited {waited_s:.1f} s and dropped nothing."
+    elif not POLICIES[choice].waits and (again or masked > 0):
+        losses = f"{masked:.1%} of the tokens were masked, {several(again, 'group')} generated again"
+        yield f"Too old (buffer.on_overdue={choice}, max_staleness={config.buffer.max_staleness}): {losses}."
+    if filtered := steps.newest("rollout/filtered"):
         tokens = several(steps.newest("rollout/filtered_tokens"), "token")
-        groups = f"{several(filtered, 'group')} ({share:.1%} of all; {tokens})"
-        advice = " Prompts of another difficulty would teach more." if share >= 0.5 else ""
-        yield f"buffer.filter replaced {groups} whose rewards were all the same.{advice}"
+        groups = f"{several(filtered, 'group')} ({tokens})"
+        yield f"buffer.filter replaced {groups} whose rewards were all the same."
     if given_up := steps.newest("rollout/given_up"):
         bound = f"rollout.max_requeues={config.rollout.max_requeues}"
         yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
@@ -460,20 +371,20 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Draw the verdict, then where the time went. Fits 80 columns."""
-    steps = f"{verdict.num_steps} in {duration(verdict.wall_s)}, "
+    steps = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}, "
     steps += f"{verdict.wall_s / verdict.num_steps:.2f} s each"
-    return boxed([*verdict_rows(verdict), ("steps", steps), *time_rows(verdict)], title)
+    return numbers.boxed([*verdict_rows(verdict), ("steps", steps), *time_rows(verdict)], title)
 
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
-    learned = Text("\n").join([Text(verdict.headline, "bold"), *map(Text, verdict.learning)])
     health = Text("\n".join(verdict.health) or "nothing unusual", "red" if verdict.health else "green")
-    return [("learning", learned), ("health", health), ("speed", Text("\n".join(verdict.speed)))]
+    speed = Text("\n".join(verdict.speed))
+    return [("learning", Text(verdict.headline, "bold")), ("health", health), ("speed", speed)]
 
 
 def time_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
     bars = Table.grid(padding=(0, 1))
-    for name, (words, colour, _) in SHARES.items():
+    for name, (words, colour, _) in numbers.SHARES.items():
         if (share := getattr(verdict.shares, name)) >= 0.005:
             bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * 30), colour))
     return [("time", bars), *verdict.trainer]
@@ -494,16 +405,16 @@ def write_reward_plot(
 
     columns = zip(steps.column("step"), steps.column("reward/mean"), strict=True)
     shown = [(step, reward) for step, reward in columns if not math.isnan(reward)]
-    places = thinned([step for step, _ in shown], MAX_POINTS)
+    places = numbers.thinned([step for step, _ in shown], MAX_POINTS)
     rewards = [reward for _, reward in shown]
     window = max(1, min(25, len(rewards) // 20))
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.plot(places, thinned(rewards, MAX_POINTS), color="#9ecae1", label="each step")
-    smooth = thinned(running_mean(rewards, window=window), MAX_POINTS)
+    axes.plot(places, numbers.thinned(rewards, MAX_POINTS), color="#9ecae1", label="each step")
+    smooth = numbers.thinned(running_mean(rewards, window=window), MAX_POINTS)
     axes.plot(places, smooth, color="#08519c", label=f"mean of the last {window} steps")
-    done = by_evaluation([line for line in evaluations if "eval/reward_mean" in line])
+    done = numbers.by_evaluation([line for line in evaluations if "eval/reward_mean" in line])
     colors = itertools.cycle(("#d94801", "#238b45", "#6a51a3", "#ae017e"))
     for (name, lines), color in zip(done.items(), colors, strict=False):
         versions = [line["policy_version"] for line in lines]

@@ -30,7 +30,7 @@ from asyncrl.trainer.model.policy import Policy, Scores
 from asyncrl.trainer.model.support_mask import AllowedSets, find_allowed
 from asyncrl.trainer.model.tree import IntN
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
-from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
@@ -89,7 +89,7 @@ class Learner:
         of threads give the same bits.
     """
 
-    def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
+    def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         """Raises ConfigError if the model or a function is missing, or memory is short."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
@@ -189,7 +189,7 @@ class Learner:
         for micro, counts in micros:
             scores = policy(micro, self.spec.temperature)
             if counts:
-                self._meter.count(policy.costs.flops(policy.size_of(micro), has_backward=False))
+                self._meter.count(policy.costs.flops(micro.size, has_backward=False))
                 sums.add(micro, scores, 0.0, {})
         sums.read()
         self.ranks.add_up(sums.logprobs_N, sums.entropies_N)
@@ -201,10 +201,9 @@ class Learner:
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> list[tuple[MicroBatch, bool]]:
         self._meter.enter("pack")
-        plan = self.policy.plan
-        max_tokens = self.spec.trainer.micro_batch_tokens
-        if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
-            max_tokens = 1  # every rank then runs one forward pass per micro-batch
+        longest = max(entry.end - entry.start for entry in header.trajectories)
+        can_pack = self.policy.plan.packs(longest)
+        max_tokens = self.spec.trainer.micro_batch_tokens if can_pack else 0  # one by one
         return rank_micro_batches(
             header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs, self._allowed
         )
@@ -249,8 +248,8 @@ class Learner:
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             sums.add(micro, scores, loss.detach(), stats)
-            size = self.policy.size_of(micro)
-            self._meter.count(self.policy.costs.flops(size, has_backward=True), size.num_tokens)
+            flops = self.policy.costs.flops(micro.size, has_backward=True)
+            self._meter.count(flops, micro.size.num_tokens)
         self._meter.enter("")
         sums.read()
         sums.add_up(self.ranks)

@@ -203,7 +203,7 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
     check_model_type(model_type, f"config.json of {name}")
     if missing:
         what = f"{name} lacks {', '.join(missing)}, which its {index.name} names"
-        raise ConfigError(what, rule=rule, way_out="copy or fetch what is missing.")
+        raise ConfigError(what, rule=rule, way_out="copy or fetch the missing files.")
 
 
 def _refuse_truncated(folder: Path) -> None:
@@ -249,7 +249,7 @@ class ModelPin:
                 self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
             what = f"the pinned model {self.path} cannot be read: {str(error).splitlines()[0]}"
-            way_out = "restore the file, or accept the model as it is with --allow-change model.path."
+            way_out = "restore the file, or accept the present model with --allow-change model.path."
             raise ConfigError(what, way_out=way_out) from error
 
     @property

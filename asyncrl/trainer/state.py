@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class TrainerState:
         self._model_path = spec.model_path
         lora = spec.trainer.lora
         self._lora = None if lora is None else lora.model_dump(mode="json", exclude={"merge"})
-        self._ranks = ranks.beside()
+        self._ranks = ranks.with_own_group()
         self._group: dict[str, Any] = {
             "process_group": self._ranks.group,
             "no_dist": self._ranks.group is None,
@@ -277,27 +278,21 @@ class _HostPlanner(DefaultSavePlanner):
 def _errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, CheckpointException) as error:
+    except (OSError, EOFError, UnpicklingError, CheckpointException) as error:
         reason: BaseException = error
         if isinstance(error, CheckpointException):
             reason, _ = next(iter(error.failures.values()))
         while not isinstance(reason, OSError) and reason.__context__ is not None:
             reason = reason.__context__  # torch's writer reports a failed write as a wrong position
-        raise _failed(path, reason) from error
-
-
-def _failed(path: Path, reason: BaseException) -> Refused:
-    what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
-    way_out = "check the disk; a folder of another version of torch may not be readable."
-    return Refused(507, what, way_out=way_out)
+        what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
+        way_out = "check the disk; a folder of another version of torch may not be readable."
+        raise Refused(507, what, way_out=way_out) from error
 
 
 def _read_index(path: Path) -> Metadata:
     """Read the index. Raises Refused with the reason, which DCP of torch 2.11 hides."""
-    try:
+    with _errors(path):
         return FileSystemReader(path).read_metadata()
-    except Exception as error:
-        raise _failed(path, error) from error
 
 
 def _refuse_incomplete(path: Path) -> None:

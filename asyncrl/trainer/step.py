@@ -36,7 +36,7 @@ from asyncrl.trainer.model.lora import save_adapter
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.offload import Offload
-from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.saved_model import save_folder
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -66,7 +66,7 @@ class TrainStep(Learner):
     is refused, except for a checkpoint.
     """
 
-    def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
+    def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
@@ -182,7 +182,7 @@ class TrainStep(Learner):
     def chunk_names(self, version: int, index: int) -> list[str]:
         """Return the tensors that all ranks gather for this chunk, on rank 0. Raises Refused."""
         self._offload.need("export a chunk", "weights")
-        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora in turns"
+        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
             what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
             rule = "chunks are of the newest version"
@@ -225,7 +225,7 @@ class TrainStep(Learner):
             return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
             what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
-            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines devices of their own."
+            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines separate devices."
             raise ConfigError(what, way_out=way_out) from error
 
     def _merge_again(self) -> None:

@@ -161,7 +161,9 @@ def assign(
     if num_ranks == 1:
         whole = [bundle for tree in trees for bundle in tree.cut(max_tokens, math.inf)]
         return [[one.sequences] for one in _first_fit(whole, max_tokens)]
-    num_bins = num_ranks * math.ceil(sum(tree.num_tokens for tree in trees) / (num_ranks * max_tokens))
+    num_bins = num_ranks * math.ceil(
+        sum(tree.num_tokens for tree in trees) / (num_ranks * max(max_tokens, 1))
+    )
     share = sum(tree.cost for tree in trees) / num_bins
     plans = [_plan(trees, max_tokens, share / size, num_ranks) for size in BUNDLE_SIZES]
     steps = min(plans, key=lambda plan: sum(step[0].cost for step in plan))
@@ -179,7 +181,7 @@ def _plan(trees: list[GroupTree], max_tokens: int, max_cost: float, num_ranks: i
 
 
 def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
-    most = 2 * sum(bundle.num_tokens for bundle in bundles) // max_tokens + 1
+    most = 2 * sum(bundle.num_tokens for bundle in bundles) // max(max_tokens, 1) + 1
     bins = _place(bundles, min(most, len(bundles)), max_tokens, by_cost=False)
     assert bins is not None
     return bins

@@ -36,7 +36,7 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
     linear = [name for name, one in modules.items() if isinstance(one, nn.Linear) and one is not head]
 
     def refused(what: str) -> ConfigError:
-        rule = "an adapter belongs to a torch.nn.Linear with a weight of its own, other than the head"
+        rule = "adapters need a torch.nn.Linear with an unshared weight, other than the head"
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         way_out = f"name modules or the ends of their names; the linear layers are {kinds}."
         return ConfigError(f"trainer.lora.targets {what}", rule=rule, way_out=way_out)

@@ -19,10 +19,10 @@ from torch import Tensor
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.kernel_calls import to_device
-from asyncrl.trainer.model.load_balance import Costs, assign
+from asyncrl.trainer.model.load_balance import Costs, PassSize, assign
 from asyncrl.trainer.model.support_mask import ANY, AllowedRows, AllowedSets
 from asyncrl.trainer.model.tree import IntN, Layout, TokenRange, lay_out, places_of
-from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.ranks import ONE_RANK, Ranks
 
 BoolN = npt.NDArray[np.bool_]
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
@@ -51,6 +51,11 @@ class MicroBatch:
     allowed_U: AllowedRows | None = None
     routing_N: Tensor | None = None
     """int32 [N, E]: experts that read each token at sampling, as in BatchArrays."""
+
+    @property
+    def size(self) -> PassSize:
+        num_pairs = sum(one.num_pairs for one in self.layout.passes)
+        return PassSize(self.layout.num_tokens, num_pairs, len(self.target_U))
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
@@ -110,7 +115,7 @@ def rank_micro_batches(
 def pack(
     header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
 ) -> list[MicroBatch]:
-    micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ALONE, Costs(0.0, 0.0))
+    micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ONE_RANK, Costs(0.0, 0.0))
     return [micro for micro, _ in micros]
 
 

@@ -29,10 +29,10 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError, number_of
 from asyncrl.trainer.model.fused import compile_layers, fuse
-from asyncrl.trainer.model.load_balance import PassSize, costs_of
+from asyncrl.trainer.model.load_balance import costs_of
 from asyncrl.trainer.model.packing import MicroBatch, pack_texts
 from asyncrl.trainer.model.support_mask import AllowedRows
-from asyncrl.trainer.model.tree import Layout, places_of
+from asyncrl.trainer.model.tree import places_of
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -176,6 +176,10 @@ class ForwardPlan:
     window: int | None = None
     reason: str = ""
 
+    def packs(self, longest: int) -> bool:
+        """Return whether sequences of up to this length can be packed."""
+        return self.is_packed and (self.window is None or longest <= self.window)
+
 
 class Policy(nn.Module):
     """A Hugging Face causal language model and its plan. Every weight is used inside forward(), because FSDP2
@@ -200,37 +204,16 @@ class Policy(nn.Module):
             log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
-        layout = micro.layout
-        if self._packs(layout):
-            inputs, allowed_U = packed_inputs(micro), micro.allowed_U
-            self.replay(micro.routing_N)
+        if self.plan.packs(micro.layout.longest):
+            inputs = packed_inputs(micro)
             if self.is_compiled:
-                inputs["packed_layout"] = number_of(layout)
-            scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, allowed_U)
-            return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
-        found = []
-        for index, runs in enumerate(layout.rows):
-            places = torch.from_numpy(places_of(runs)).to(micro.token_ids_N.device)
-            pair = micro.pair_M[micro.sequence_M == index]
-            column_M = micro.position_N[micro.predict_U[pair]]
-            inputs = {"input_ids": micro.token_ids_N[places][None]}
-            allowed_M = micro.allowed_U and micro.allowed_U.select(pair)
-            self.replay(None if micro.routing_N is None else micro.routing_N[places])
-            found.append(self._scores(inputs, column_M, micro.target_U[pair], temperature, allowed_M))
-        return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-    def size_of(self, micro: MicroBatch) -> PassSize:
-        layout = micro.layout
-        if self._packs(layout):
-            num_pairs = sum(one.num_pairs for one in layout.passes)
-            return PassSize(layout.num_tokens, num_pairs, len(micro.target_U))
-        lengths = [sum(length for _, length in runs) for runs in layout.rows]
-        num_pairs = sum(length * (length + 1) // 2 for length in lengths)
-        return PassSize(sum(lengths), num_pairs, len(micro.pair_M))
-
-    def _packs(self, layout: Layout) -> bool:
-        window = self.plan.window
-        return self.plan.is_packed and (window is None or layout.longest <= window)
+                inputs["packed_layout"] = number_of(micro.layout)
+        else:
+            assert len(micro.layout.rows) == 1, "sequences that cannot be packed run one by one"
+            inputs = {"input_ids": micro.token_ids_N[None]}
+        self.replay(micro.routing_N)
+        scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, micro.allowed_U)
+        return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
 
     def _scores(
         self,

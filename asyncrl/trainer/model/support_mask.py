@@ -50,11 +50,6 @@ class AllowedRows:
         arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
         return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
 
-    def select(self, index: Tensor) -> AllowedRows:
-        """Return the sets of the tokens at these places. Waits for the device."""
-        set_M = self.set_M[index]
-        return AllowedRows(self.bits_KB, set_M, (set_M != ANY).nonzero()[:, 0])
-
     def mask(self, logits_MC: Tensor, part: slice) -> None:
         rows = self.row_R
         first, last = part.start // 8, -(-part.stop // 8)

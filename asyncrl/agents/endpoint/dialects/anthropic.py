@@ -203,7 +203,8 @@ class MessageWriter(BlockWriter):
             kept.add(self.call.name, self._thread.with_answer(self.choice))
 
     def begin(self) -> list[Event]:
-        message = self.answer() | {"usage": self._usage(0), "stop_reason": None, "stop_sequence": None}
+        message = self.answer() | {"content": [], "usage": self._usage(0)}
+        message |= {"stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def open(self, block: Block) -> list[Event]:

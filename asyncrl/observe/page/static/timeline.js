@@ -17,7 +17,6 @@ function showTimeline(data) {
   if (!box.querySelector("canvas")) buildTimeline(box);
   const legend = box.querySelector(".legend");
   keepingFocus(legend, () => legend.replaceChildren(...data.kinds.filter((_, at) => data.spans.some(span => span[1] === at)).map(kindButton)));
-  box.querySelector(".thinned").hidden = !data.is_thinned;
   drawTimeline();
 }
 
@@ -80,7 +79,6 @@ function buildTimeline(box) {
       h("span", { class: "range", id: "timeline-range" })),
     h("div", { class: "canvas" }, canvas, h("div", { class: "tip", hidden: true })),
     h("div", { class: "legend", role: "group", "aria-label": "Kinds of spans that are drawn" }),
-    h("p", { class: "hint thinned", hidden: true }, "Spans were left out, the shortest first, or only the newest are shown: trace.json has all."),
     h("p", { class: "hint", id: "timeline-keys" }, "Drag over a stretch to zoom into it; a wheel zooms with Ctrl, or after a click. Shift and drag, or the arrow keys, move. Keys + − 0 zoom; , and . step through the spans."),
     h("p", { class: "sr", role: "status", id: "timeline-told" }));
 }
