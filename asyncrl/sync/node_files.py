@@ -15,7 +15,6 @@ Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 Fetch = Callable[[int, FileRequest, float], Awaitable[str]]
 """Download a file to a node within a limit in seconds; return its path there. Raises RoomError."""
 Purpose = Literal["rollout", "evaluation"]
-PING_S = 5.0
 
 
 class NodeFiles:
@@ -65,7 +64,7 @@ class NodeFiles:
 
     async def _trainer_answers(self) -> bool:
         try:
-            await self._trainer.get("/health", TrainerHealth, timeout_s=PING_S)
+            await self._trainer.get("/health", TrainerHealth, timeout_s=5.0)
         except (CallLost, CallRefused):
             return False
         return True

@@ -21,11 +21,7 @@ T = TypeVar("T")
 OnPublished = Callable[[ExportResponse], Awaitable[None]]
 
 
-async def ignore(manifest: ExportResponse) -> None:
-    """Do nothing."""
-
-
-async def at_once() -> None:
+async def at_once(*_: object) -> None:
     """Return at once."""
 
 
@@ -44,7 +40,7 @@ class Publisher:
         *,
         timeout_s: float,
         on_served: Callable[[int], None],
-        on_published: OnPublished = ignore,
+        on_published: OnPublished = at_once,
         on_lost: OnLost | None = None,
         locate: Locate = in_place,
     ) -> None:
@@ -144,7 +140,7 @@ class PushLoop(Publisher):
         *,
         timeout_s: float,
         on_served: Callable[[int], None],
-        on_published: OnPublished = ignore,
+        on_published: OnPublished = at_once,
         on_lost: OnLost | None = None,
         interrupt: Interrupt = "abort",
         is_rolling: bool = False,

@@ -110,9 +110,9 @@ class Push:
         start = clock()
 
         async def prepare(target: EngineClient) -> str:
-            if manifest.is_held:  # the trainer sends them; a file is only for evaluation
-                return await target.prepare(manifest)
-            return await target.prepare(await self._locate(target.name, manifest))
+            # If the trainer sends the weights, a file is only for evaluation.
+            located = manifest if manifest.is_held else await self._locate(target.name, manifest)
+            return await target.prepare(located)
 
         digests = await self._on(self.live, "prepare", prepare)
         self._check_digests("loaded", digests, manifest.digest)
@@ -130,6 +130,10 @@ class Push:
             start = clock()
             sent.append(chunk := await trainer.export_chunk(self.version, len(sent)))
             exported = clock()
+            expected = (self.version, len(sent) - 1, bool(chunk.whole_digest))
+            if (chunk.version, chunk.index, chunk.is_last) != expected:
+                wrote = f"the trainer wrote chunk {chunk.index} of {chunk.version} as chunk {len(sent) - 1}"
+                raise self._error(f"{wrote}, whole_digest={chunk.whole_digest or 'none'}")
             await self._load(chunk)
             export_s, load_s = export_s + exported - start, load_s + clock() - exported
         note_span("weight sync", "chunks", began, clock(), self.version)
@@ -155,8 +159,7 @@ class Push:
         start = clock()
 
         async def commit(target: EngineClient) -> CommitResponse:
-            before = self._serving[target.name]
-            self._serving[target.name] = f"{before} or {self.version}, it gave no answer"
+            self._serving[target.name] += f" or {self.version}, it gave no answer"
             report = await target.commit(self.version, digest, self._interrupt)
             self._serving[target.name] = str(report.version)
             if report.pause_s >= SHORTEST_S:
