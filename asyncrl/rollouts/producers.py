@@ -169,7 +169,6 @@ class Producers:
         return self._slots.num_held
 
     def resize_nowait(self, capacity: int) -> None:
-        """Set the number of rollouts that sample at once."""
         self._slots.resize_nowait(capacity)
 
     def oldest(self) -> list[tuple[str, float]]:
