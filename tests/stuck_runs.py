@@ -20,7 +20,7 @@ from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.status import reported
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog

@@ -20,7 +20,7 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 
 PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
 ONCE_S = 3 * 10 * 0.1
@@ -36,10 +36,18 @@ class Evaluated:
 
     def attach(self, rooms: EngineRooms) -> None:
         generator = single_turn(rooms.pool.counted_apart(), max_tokens=10)
-        evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
         self.evaluation = Evaluation(
             [
-                HeldOut(name, evaluator, every=every, last=self.last, at_start=True, timeout_s=self.timeout_s)
+                HeldOut(
+                    generator=generator,
+                    prompts=PROMPTS,
+                    samples=2,
+                    slots=4,
+                    name=name,
+                    every=every,
+                    last=self.last,
+                    timeout_s=self.timeout_s,
+                )
                 for name, every in self.every.items()
             ],
             None,

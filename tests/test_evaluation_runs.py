@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fake_engine import FakeEngineServer
 from hypothesis import example, given
@@ -20,7 +20,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 
 KEPT_EXPORTS = 2
 """As the trainer worker does: an older file is gone."""
@@ -45,10 +45,18 @@ class House:
         self.results, self.troubles = list[EvalResult](), list[str]()
         target = EngineServer(self.eval_engine)
         generator = single_turn(EnginePool([target], slots=4), max_tokens=10)
-        evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
+        schedule: Any = {"last": last, "at_start": at_start, "timeout_s": timeout_s}
         self.evaluation = Evaluation(
             [
-                HeldOut(name, evaluator, every=each, last=last, at_start=at_start, timeout_s=timeout_s)
+                HeldOut(
+                    generator=generator,
+                    prompts=PROMPTS,
+                    samples=2,
+                    slots=4,
+                    name=name,
+                    every=each,
+                    **schedule,
+                )
                 for name, each in ({"": every} if isinstance(every, int) else every).items()
             ],
             target,
@@ -149,10 +157,11 @@ def test_schedule_is_the_same_after_a_resume(
     last = versions[-1]
     multiples = range(0 if at_start else every, last + 1, every)
     expected = {min(v for v in versions if v >= multiple) for multiple in multiples} | {last}
-    settings: Any = {"every": every, "last": last, "at_start": at_start, "timeout_s": 1.0}
-    schedule = HeldOut("", cast(Evaluator, None), **settings)
+    settings: Any = {"generator": None, "prompts": (), "samples": 1, "slots": 1}
+    settings |= {"every": every, "last": last, "at_start": at_start}
+    schedule = HeldOut(**settings)
     due = [version for version in versions[:cut] if schedule.is_due_nowait(version)]
-    resumed = HeldOut("", cast(Evaluator, None), evaluated=max(due, default=None), **settings)
+    resumed = HeldOut(evaluated=max(due, default=None), **settings)
     due += [version for version in versions[cut:] if resumed.is_due_nowait(version)]
     assert due == sorted(expected)
 

@@ -137,20 +137,6 @@ def test_slurm_starts_head_others_and_run_in_order(cluster: Cluster) -> None:
     assert cluster.called("scontrol") == [["scontrol", "show", "hostnames", "node[1-4]"]]
 
 
-@pytest.mark.parametrize(("number", "is_queued_again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_slurm_requeues_a_run_whose_time_is_over(
-    cluster: Cluster, number: signal.Signals, is_queued_again: bool
-) -> None:
-    process = cluster.start("bash", LAUNCH / "slurm.sbatch", CODE="")
-    while not cluster.called("asyncrl", "run"):
-        assert process.poll() is None
-    process.send_signal(number)
-    assert process.wait(timeout=60) == 143
-    assert cluster.calls.count(["asyncrl", "interrupted"]) == 1
-    assert cluster.called("scontrol", "requeue") == [["scontrol", "requeue", "42"]] * is_queued_again
-    assert cluster.calls.count(["ray", "ended"]) == 2
-
-
 def test_skypilot_starts_head_and_run_on_the_first_node(cluster: Cluster) -> None:
     sky_run(cluster, 1)
     assert sky_run(cluster, 0).wait(timeout=60) == 3, (cluster.folder / "output").read_text()

@@ -19,7 +19,7 @@ from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config import load_config
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime, UserKey, try_rollouts
-from asyncrl.rollouts.evaluation import Evaluator
+from asyncrl.rollouts.evaluation import HeldOut
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import RolloutAttempt, Score
 
@@ -194,7 +194,8 @@ async def test_agent_evaluation_counts_all_turns_and_no_engine_failure() -> None
         return scored((make_branch(((2, 4), (5, 6)), **values), make_branch(((3, 6),), branch=1, **values)))
 
     agent: Any = SimpleNamespace(sample=sample)
-    evaluator = Evaluator(agent, [make_prompt(0)], samples=2, slots=2, timeout_s=50.0, broken=broken)
+    limits: Any = {"samples": 2, "slots": 2, "rollout_timeout_s": 50.0}
+    evaluator = HeldOut(generator=agent, prompts=[make_prompt(0)], broken=broken, **limits)
     result = await evaluator.evaluate(7)
     assert [(sample.reward, sample.length) for sample in result.samples] == [(0.5, 6), (0.5, 6)]
     with pytest.raises(EngineError, match="gone"):

@@ -38,16 +38,6 @@ def test_every_epoch_holds_each_prompt_once() -> None:
     assert ids(make_source(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
 
 
-def test_position_of_another_task_is_refused() -> None:
-    state = make_source(5).state()
-    for other in (make_source(6), make_source(5, seed=1), make_source(5, shuffle=False)):
-        with pytest.raises(TaskError, match=r"the saved position has (.|\n)*Way out"):
-            other.load_state(state)
-    for prompt_id in ("0/4", "1/0", "0/9", "seven"):
-        with pytest.raises(TaskError, match="is not among the first 3 draws"):
-            make_source(5, shuffle=False).restore_nowait(3, {prompt_id: 1})
-
-
 TWO_MESSAGES = Item([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
 AT = r"prompt 0 of .*Numbers.*: making it raised KeyError: 0 .test_tasks_prompt_source.py line \d+"
 

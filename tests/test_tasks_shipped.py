@@ -51,7 +51,7 @@ def test_reference_answers_score_1(name: str) -> None:
     ("name", "args", "said"),
     [
         ("chain_sums", {}, r"task.reasoning_gym=chain_sums(.|\n)*did you mean chain_sum"),
-        ("chain_sum", {"min_term": 2}, "'min_term'; its settings are .*max_terms, min_digits, min_terms"),
+        ("chain_sum", {"min_term": 2}, r"'min_term'(.|\n)*chain_sum has .*max_terms, min_digits, min_terms"),
         ("chain_sum", {"min_terms": 5, "max_terms": 2}, "do not suit reasoning-gym's chain_sum"),
     ],
 )

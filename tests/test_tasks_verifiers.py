@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.base.errors import ConfigError, RewardFailure
-from asyncrl.config import RunConfig, TaskConfig, load_config
+from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
@@ -23,7 +21,6 @@ from asyncrl.tasks.task import PromptTask
 
 pytestmark = pytest.mark.extras
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
-SCRATCH = {"architecture": {"model_type": "llama"}, "characters": "ab"}
 
 
 @pytest.fixture(autouse=True)
@@ -87,16 +84,3 @@ def test_reward_that_nobody_gives_is_a_failure(tmp_path: Path, source: str) -> N
     for score in (task.score, build_score(task_config, 0)):
         with pytest.raises(RewardFailure, match=said):
             score(prompt, "a completion")
-
-
-def test_shipped_config_and_page_make_prompts() -> None:
-    page = (EXAMPLE.parents[1] / "docs" / "verifiers.md").read_text(encoding="utf-8")
-    shown = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
-    shipped = load_config(EXAMPLE / "calculator.yaml").generator.model_dump(exclude_unset=True)
-    assert any(part["generator"] == shipped for part in shown)
-    for part in shown:
-        given = {"model": {"scratch": SCRATCH}, "task": part["task"], "generator": part["generator"]}
-        config = RunConfig.model_validate(given)
-        assert config.generator.verifiers is not None
-        if config.generator.verifiers == "calculator_env":
-            assert len(task_of(args=config.generator.args)) == 1000

@@ -212,8 +212,10 @@ new_hash = partial(blake2b, digest_size=16)
 class ChatRenderer(Protocol):
     """The tokenizer as the gateway sees it, with template and encoding apart."""
 
-    end_ids: frozenset[int]
-    """Tokens that end a turn."""
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        ...
 
     def render(
         self,
@@ -238,20 +240,7 @@ class ChatRenderer(Protocol):
         ...
 
 
-class Decoder(Protocol):
-    """The tokenizer as answer_text sees it."""
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a turn."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids."""
-        ...
-
-
-def answer_text(tokenizer: Decoder, token_ids: Sequence[int], *, shows_special: bool) -> str:
+def answer_text(tokenizer: ChatRenderer, token_ids: Sequence[int], *, shows_special: bool) -> str:
     """Return the text of a sampled answer without its end-of-turn token. `shows_special`: keep other special
     tokens as text (task.special_tokens=visible); otherwise they are removed.
     """

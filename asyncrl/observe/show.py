@@ -55,6 +55,7 @@ SHOWN_ROWS = 30
 SHOWN_FLAGS = 2
 """Limits of `status --json`, of a table of `inspect`, and of health sentences on the first screen."""
 _COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
+_ENDED = ("done", "failed", "interrupted")
 _NOT_DRAWN = ("version", "min_version", "group_ids")
 """Columns that tables leave out."""
 _WAITS = TypeAdapter(list[Wait])
@@ -98,8 +99,7 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
     if as_json:
         return json.dumps(rows, indent=2)
     for row in rows:
-        if row["num_steps"] is not None:
-            row["steps"] = f"{row['steps']}/{row.pop('num_steps')}"
+        row["steps"] = f"{row['steps']}/{row.pop('num_steps') or '?'}"
         age_s = row.pop("age_s")
         age = f"{age_s / 86400:.0f} days" if age_s > 2 * 86400 else numbers.duration(age_s)
         row["last written"] = f"{age} ago"
@@ -169,8 +169,9 @@ def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, Re
     """Yield state and progress, then whether the run learns, its health and its speed."""
     steps = files.steps
     verdict = files.verdict
-    explanation = f": {files.explanation}" if files.explanation else ""
-    yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), explanation)
+    ago = f" {numbers.duration(age_of(files.status))} ago" if files.state in _ENDED else ""
+    why = f": {files.explanation}" if files.explanation else ""
+    yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), ago, why)
     yield "steps", _progress(files)
     if files.state in ("starting", "running"):
         yield "now", Text(str(files.status.get("activity") or ""))

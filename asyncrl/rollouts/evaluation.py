@@ -88,14 +88,18 @@ class EvalResult:
         return metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluator:
-    """Samples each prompt `samples` times, at most `slots` rollouts at once, without retries.
+@dataclass(eq=False, kw_only=True)
+class HeldOut:
+    """An evaluation of a run: each prompt is sampled `samples` times, at most `slots` rollouts at once,
+    without retries. `name` is '' for a single evaluation.
+
+    Evaluated versions: the first at or after each multiple of `every` (0 included with `at_start`), and the
+    last. `evaluated`: newest version evaluated before the run was resumed.
 
     `broken`: engine errors that reached a harness instead of the generator; with one, a failed rollout is no
     data.
 
-    Waits: evaluate sleeps in the generator, at most timeout_s per rollout (None: no limit).
+    Waits: evaluate waits in the generator, at most rollout_timeout_s per rollout (None: no limit).
     Invariant: every token of a result was sampled at its version, otherwise it raises. Seeds depend only on
         prompt and sample, so that two evaluations differ only by weights.
     """
@@ -104,15 +108,37 @@ class Evaluator:
     prompts: Sequence[Prompt]
     samples: int
     slots: int
-    timeout_s: float | None = None
+    name: str = ""
+    every: int = 1
+    last: int = 0
+    at_start: bool = True
+    timeout_s: float = math.inf
+    rollout_timeout_s: float | None = None
     broken: list[RoomError] = field(default_factory=list)
+    evaluated: int | None = None
+
+    def __post_init__(self) -> None:
+        self.is_over = self.evaluated is not None and self.evaluated >= self.last
+        evaluated = self.evaluated
+        if evaluated is None:
+            evaluated = -1 if self.at_start else 0
+        self._next = (evaluated // self.every + 1) * self.every
+
+    def is_next(self, version: int) -> bool:
+        return not self.is_over and version >= min(self._next, self.last)
+
+    def is_due_nowait(self, version: int) -> bool:
+        """Return whether `version` is due, and move on. Call it once per version, in order."""
+        if is_due := self.is_next(version):
+            self._next = (version // self.every + 1) * self.every
+        return is_due
 
     async def evaluate(self, version: int) -> EvalResult:
         """Return all samples, in prompt order. Raises RoomError if the engine is gone or serves another
         version.
         """
         self.broken.clear()
-        runner = RolloutRunner(self.generator, timeout_s=self.timeout_s, retries=0)
+        runner = RolloutRunner(self.generator, timeout_s=self.rollout_timeout_s, retries=0)
         slots = Slots(self.slots)
         places = [(number, index) for number in range(len(self.prompts)) for index in range(self.samples)]
 
@@ -147,43 +173,6 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     length = sum(branch.num_sampled for branch in rollout)
     is_truncated = any(branch.is_truncated for branch in rollout)
     return Sample(prompt_id, rollout[0].reward, length, is_truncated, rollout[0].metrics)
-
-
-class HeldOut:
-    """An evaluation of a run and its schedule: the first version at or after each multiple of `every` (0
-    included with `at_start`), and the last. `name` is '' for a single evaluation.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        evaluator: Evaluator,
-        *,
-        every: int,
-        last: int,
-        at_start: bool,
-        timeout_s: float,
-        evaluated: int | None = None,
-    ) -> None:
-        """`evaluated`: newest version evaluated before the run was resumed."""
-        self.name = name
-        self.evaluator = evaluator
-        self.every = every
-        self.last = last
-        self.timeout_s = timeout_s
-        self.is_over = evaluated is not None and evaluated >= last
-        if evaluated is None:
-            evaluated = -1 if at_start else 0
-        self._next = (evaluated // every + 1) * every
-
-    def is_next(self, version: int) -> bool:
-        return not self.is_over and version >= min(self._next, self.last)
-
-    def is_due_nowait(self, version: int) -> bool:
-        """Return whether `version` is due, and move on. Call it once per version, in order."""
-        if is_due := self.is_next(version):
-            self._next = (version // self.every + 1) * self.every
-        return is_due
 
 
 @dataclass(slots=True)
@@ -419,7 +408,7 @@ class Evaluation:
     async def _sample(self, one: HeldOut, version: int) -> EvalResult:
         engines = "the rollout engines" if self._target is None else "engine-eval"
         with waiting(f"the samples of policy_version {version}", on=f"{engines}, the reward function"):
-            return await one.evaluator.evaluate(version)
+            return await one.evaluate(version)
 
     async def _load(self, manifest: ExportResponse) -> bool:
         """Load weights into the idle eval engine."""
