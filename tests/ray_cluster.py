@@ -13,6 +13,7 @@ from typing import Any
 from job_runs import RUN, roomy
 from network_hosts import Host
 
+HERE = Path(__file__).parent
 PORT = 6379
 FRUGAL = {
     "RAY_AUTH_MODE": "disabled",
@@ -20,7 +21,7 @@ FRUGAL = {
     "RAY_enable_worker_prestart": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     "RAY_grpc_client_keepalive_timeout_ms": "30000",
-    "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}",
+    "PYTHONPATH": f"{HERE}:{HERE.parent}:{HERE.parent / 'servers'}",
     "OMP_NUM_THREADS": "1",
 }
 """Workers are started when they are asked for; a node that is cut off sees it after 30 s instead of 120, and

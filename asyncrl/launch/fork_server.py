@@ -39,6 +39,7 @@ which spins while it waits.
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
 """Keys of the run. Every process of this user can read an environment in /proc."""
 PRELOADED = (
+    "asyncrl.trainer.model.random_init",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated",
@@ -206,7 +207,10 @@ class Child(ForkServerProcess):
         _set_title([sys.executable, "-m", *sys.argv])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # random reseeds itself; torch always starts at one seed
-        (sys.modules.get(f"{module}.__main__") or sys.modules[module]).main()
+        main = importlib.import_module(module)
+        if hasattr(main, "__path__"):
+            main = importlib.import_module(f"{module}.__main__")
+        main.main()
 
 
 def _take_files(numbers: Sequence[int]) -> None:
