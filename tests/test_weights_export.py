@@ -172,7 +172,7 @@ def test_unknown_chunk_is_refused_and_a_full_disk_retried(make_step: MakeStep, t
     step = make_step()
     for version, index, says in (
         (0, 99, "chunk 99 was asked for, and version 0 has "),
-        (1, 0, "version 1 was asked for while the trainer is at policy_version 0"),
+        (1, 0, "a chunk of version 1 was requested at policy_version 0"),
     ):
         with pytest.raises(Refused, match=says):
             step.chunk_names(version, index)
