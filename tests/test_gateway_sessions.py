@@ -12,9 +12,8 @@ from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.branches import ChatNode
 from asyncrl.agents.endpoint.dialects.dialect import KeptAnswer
-from asyncrl.agents.endpoint.gateway_call import GatewayCall
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
-from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewaySession
+from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewayCall, GatewaySession
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Completion,

@@ -291,17 +291,6 @@ def test_a_damaged_file_is_reported_and_the_rest_shown(tmp_path: Path, name: str
     assert is_reported or (damage is Path.unlink and may_be_missing)
 
 
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_a_sample_with_an_infinite_number_is_left_out(tmp_path: Path, number: str) -> None:
-    make_run(tmp_path / "run")
-    line = json.dumps(make_sample(step=7)).replace('"metrics": {}', f'"metrics": {{"format": {number}}}')
-    with (tmp_path / "run" / "samples.jsonl").open("a") as file:
-        file.write(f"{line}\n")
-    (run,) = embedded(render(page_of(tmp_path / "run")))["runs"]
-    assert [sample["step"] for sample in run["samples"]] == [0, 1, 2]
-    assert ["samples.jsonl" in problem for problem in run["problems"]] == [True]
-
-
 @pytest.mark.parametrize("num_steps", [0, 1])
 @pytest.mark.parametrize("state", ["starting", "running", "done", "failed", "interrupted", "???"])
 def test_a_run_in_any_state_is_shown(tmp_path: Path, num_steps: int, state: str) -> None:

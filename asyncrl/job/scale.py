@@ -237,7 +237,7 @@ def _in_range(asked: object, limits: EngineRange) -> int:
         return asked
     raise ConfigError(
         f"engines={asked!r} is outside rollout.num_engines={{min: {limits.min}, max: {limits.max}}}",
-        way_out="ask for a number in this range, for which memory is planned, or restart with another range.",
+        way_out="choose a number in this range (memory is planned for it), or restart with another range.",
     )
 
 
@@ -264,6 +264,7 @@ def scale_run(run_dir: Path, asked: str) -> str:
     state, why = judge_state(status, run_dir)
     if not status or state not in ("starting", "running", "unknown"):
         way_out = f"start it with `{run_again(run_dir)}`, then scale it."
-        raise ConfigError(f"no run is active in {run_dir}: {why}", way_out=way_out)
+        reason = f"{state}: {why}" if why else state
+        raise ConfigError(f"no run is active in {run_dir}: {reason}", way_out=way_out)
     write_wanted(run_dir, num)
     return f"asked for {num} engines; `asyncrl status {run_dir}` shows their progress"

@@ -91,7 +91,7 @@ class Console:
             self._live = Live(get_renderable=self.panel, console=self._rich, refresh_per_second=4)
             self._live.start()
 
-    def goes_on(self, steps: Steps) -> None:
+    def resume_from(self, steps: Steps) -> None:
         """Continue from the steps of earlier processes."""
         self._steps = steps
 

@@ -55,6 +55,7 @@ SHOWN_ROWS = 30
 SHOWN_FLAGS = 2
 """Limits of `status --json`, of a table of `inspect`, and of health sentences on the first screen."""
 _COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
+_ENDED = ("done", "failed", "interrupted")
 _NOT_DRAWN = ("version", "min_version", "group_ids")
 """Columns that tables leave out."""
 _WAITS = TypeAdapter(list[Wait])
@@ -168,8 +169,9 @@ def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, Re
     """Yield state and progress, then whether the run learns, its health and its speed."""
     steps = files.steps
     verdict = files.verdict
-    explanation = f": {files.explanation}" if files.explanation else ""
-    yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), explanation)
+    ago = f" {numbers.duration(age_of(files.status))} ago" if files.state in _ENDED else ""
+    why = f": {files.explanation}" if files.explanation else ""
+    yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), ago, why)
     yield "steps", _progress(files)
     if files.state in ("starting", "running"):
         yield "now", Text(str(files.status.get("activity") or ""))

@@ -18,6 +18,7 @@ from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.branches import ChatNode
     from asyncrl.agents.endpoint.requests import CallRequest
 
 REPLACEMENT = "\ufffd"
@@ -331,9 +332,9 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.status, self.headers = status, dict(headers or {})
-        code = code or _CODES.get(status)
-        self.error = {"message": message, "type": type, "param": param, "code": code}
+        self.status = status
+        self.headers = dict(headers or {})
+        self.error = {"message": message, "type": type, "param": param, "code": code or _CODES.get(status)}
         super().__init__(message)
 
     def body(self) -> bytes:
@@ -344,8 +345,12 @@ def invalid(message: str, param: str | None = None, *, code: str | None = None) 
     return ApiError(400, message, code=code, param=param)
 
 
-def too_long(message: str, param: str) -> ApiError:
-    return invalid(message, param, code="context_length_exceeded")
+class PromptTooLongError(ApiError):
+    """A 400 for a prompt above the limit; `parent`: the completion that it continues, if known."""
+
+    def __init__(self, message: str, param: str, parent: ChatNode | None = None) -> None:
+        super().__init__(400, message, code="context_length_exceeded", param=param)
+        self.parent = parent
 
 
 def shown(value: object) -> str:

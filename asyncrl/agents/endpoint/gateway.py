@@ -34,10 +34,9 @@ from asyncrl.agents.endpoint.dialects.chat import ChatDialect, TextDialect
 from asyncrl.agents.endpoint.dialects.dialect import Dialect, Writer
 from asyncrl.agents.endpoint.dialects.responses import ResponsesDialect, ResponsesRequest
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
-from asyncrl.agents.endpoint.gateway_call import GatewayCall
 from asyncrl.agents.endpoint.listener import BACKLOG, AppServer, Connection
 from asyncrl.agents.endpoint.requests import CallRules, ChatRequest, TextRequest
-from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewaySession, Sessions, client_gone
+from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewayCall, GatewaySession, Sessions, client_gone
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
@@ -159,12 +158,13 @@ class Gateway:
         self._socket = None
 
     def stats(self) -> GatewayStats:
-        return replace(self._route.counts, refused=dict(self._refused))
+        refused = {status: number for status, number in self._refused.items() if status != CLIENT_GONE}
+        return replace(self._route.counts, refused=refused)
 
     def gauges(self) -> dict[str, float]:
         names = ("calls", "extended", "realigned", "edited", "uncut")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
-        return counts | {"gateway/refused": self._refused.total()}
+        return counts | {"gateway/refused": sum(self.stats().refused.values())}
 
     # ---- routes
 
@@ -180,16 +180,10 @@ class Gateway:
         elif not isinstance(error, ApiError):
             why = "Internal error of the gateway; its log has the traceback."
             error = ApiError(500, why, type="server_error", headers=NO_RETRY)
-        self._count_refusal(error)
+        self._refused[error.status] += 1
         headers = error.headers | ({"Connection": "close"} if error.status in (408, 500) else {})
         body = error_body(error, request.scope["path"], request.headers)
         return Response(body, error.status, headers, "application/json")
-
-    def _count_refusal(self, error: ApiError, session: GatewaySession | None = None) -> None:
-        if session is None and error.status != CLIENT_GONE:
-            self._refused[error.status] += 1
-        if session is not None and 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
-            session.free_call_nowait()
 
     def _handler(self, dialect: Dialect) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
@@ -204,10 +198,10 @@ class Gateway:
                 with response.watched(scope):
                     await self._answer(session, dialect, response)
         except ApiError as error:
-            self._count_refusal(error, session)
+            session.refused_nowait(error)
             if not response.has_begun:
                 raise
-            self._count_refusal(error)
+            self._refused[error.status] += 1
             if error.status != CLIENT_GONE and response.writer is not None:
                 await response.write(response.writer.failed(error), is_last=True)
 
@@ -222,7 +216,7 @@ class Gateway:
         writer = response.writer = dialect.writer(call, self._model, asked, data)
         try:
             if call.is_streamed:
-                await _stream(route.sample(session, call), call, response)
+                await asyncio.gather(route.sample(session, call), _write_news(call, writer, response))
             else:
                 await route.sample(session, call)
             if not is_connected(response.request):
@@ -242,7 +236,7 @@ class Gateway:
                     {"input_tokens": await session.route.count(session, self._messages, body)}
                 )
         except ApiError as error:
-            self._count_refusal(error, session)
+            session.refused_nowait(error)
             raise
 
     async def _models(self, request: Request) -> Response:
@@ -306,19 +300,13 @@ class _CallResponse(Response):
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
 
-async def _stream(sample: Coroutine[Any, Any, None], call: GatewayCall, response: _CallResponse) -> None:
+async def _write_news(call: GatewayCall, writer: Writer, response: _CallResponse) -> None:
     """Write new text while the call is sampled."""
-    sampling = asyncio.create_task(sample, name=f"sample {call.name}")
-    try:
-        while True:
-            await call.news.wait()
-            call.news.clear()
-            if not call.requests:
-                return await sampling
-            if response.writer is not None and (text := response.writer.news()):
-                await response.write(text)
-    finally:
-        sampling.cancel()
+    while call.requests:
+        await call.news.wait()
+        call.news.clear()
+        if call.requests and (text := writer.news()):
+            await response.write(text)
 
 
 def shown_key(request: Request) -> str:

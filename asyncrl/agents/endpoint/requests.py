@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationError
 from pydantic_core import from_json, to_json
 
-from asyncrl.agents.endpoint.answers import ApiError, invalid, shown, too_long
+from asyncrl.agents.endpoint.answers import ApiError, PromptTooLongError, invalid, shown
 from asyncrl.agents.endpoint.message_schema import STRICT, ChatMessage, GivenTool, ResponseFormat, wrong
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
@@ -229,7 +229,7 @@ class RequestReader:
         messages = body.get("messages")
         if isinstance(messages, list) and len(messages) > most:
             why = f"{len(messages)} messages are more than rollout.max_prompt_tokens={most}: each is a token."
-            raise too_long(why, "messages")
+            raise PromptTooLongError(why, "messages")
         asked = self.checked(body, ChatRequest)
         self._settle_sampling(asked)
         if asked.top_logprobs and not asked.logprobs:

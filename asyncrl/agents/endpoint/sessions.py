@@ -7,22 +7,22 @@ import contextlib
 import heapq
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError
+from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, PromptTooLongError
 from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
-from asyncrl.agents.endpoint.capture import Capture
+from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.dialects.dialect import KeptAnswers
-from asyncrl.agents.endpoint.gateway_call import GatewayCall
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Outcome, Rollout, VersionSpan
+from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
@@ -53,6 +53,42 @@ def unknown_key() -> ApiError:
 
 def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class GatewayCall:
+    """A call of a session, from its plan to the delivery of its answers.
+
+    Invariant: an answer is in the capture if and only if it was written to a connected client. Only
+        GatewaySession.deliver_nowait records.
+    """
+
+    name: str
+    """The id of its first answer."""
+    order: int
+    """Number among the session's calls, refused ones included."""
+    planned: PromptPlan | None
+    """None once delivered or withdrawn."""
+    number: tuple[bytes, int] | None
+    """Seed source: hash of the content, and number among equal calls; None with a seed of the client's."""
+    choices: tuple[Answer, ...]
+    requests: tuple[SamplingRequest, ...]
+    """Engine requests of the choices; empty once sampled."""
+    num_prompt_tokens: int
+    is_streamed: bool
+    is_trained: bool
+    grammar: str | None
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by new tokens."""
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def feed(self, index: int, token_ids: Sequence[int]) -> None:
+        self.choices[index].feed(token_ids)
+        self.news.set()
 
 
 @dataclass(eq=False, repr=False)
@@ -133,6 +169,13 @@ class GatewaySession:
         if self.ended is None:
             self._failure = failure
             self.end_nowait(f"the rollout failed: {failure.what}")
+
+    def refused_nowait(self, error: ApiError) -> None:
+        """Count a refused call, and note the limit that it hit."""
+        if isinstance(error, PromptTooLongError):
+            self.overflowed_nowait(str(error), error.parent)
+        if 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
+            self.free_call_nowait()
 
     def free_call_nowait(self) -> None:
         """Count a refused call or a counted chat: they cost time, so too many end the session."""

@@ -22,8 +22,9 @@ from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import CallParameters, Count, Settings, Stops
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.gateway_call import GatewayCall
+    from asyncrl.agents.endpoint.dialects.dialect import Read
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 BILLING = "x-anthropic-billing-header:"
 """Start of a block in Claude Code's system text that differs in each call, so that no chat would continue an
@@ -55,7 +56,7 @@ class MessagesDialect:
         """`can_turn_off`: the chat template reads `enable_thinking`."""
         self._can_turn_off = can_turn_off
 
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> tuple[AnyRequest, Any]:
+    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
         asked = reader.checked(body, MessagesRequest)
         messages = _messages(asked)
         tools = [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)]

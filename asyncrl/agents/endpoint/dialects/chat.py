@@ -12,8 +12,9 @@ from asyncrl.agents.endpoint.answers import Answer, ApiError
 from asyncrl.agents.endpoint.dialects.dialect import KeptAnswers, Writer
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.gateway_call import GatewayCall
+    from asyncrl.agents.endpoint.dialects.dialect import Read
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 
 class ChatDialect:
@@ -25,7 +26,7 @@ class ChatDialect:
     event_object = "chat.completion.chunk"
     first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": "", "refusal": None}}
 
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> tuple[AnyRequest, Any]:
+    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
         return reader.chat(body), None
 
     def writer(self, call: GatewayCall, model: str, asked: AnyRequest, data: Any) -> Writer:
@@ -58,7 +59,7 @@ class TextDialect(ChatDialect):
     event_object = "text_completion"
     first = None
 
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> tuple[AnyRequest, Any]:
+    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
         return reader.text(body), None
 
     def choice(self, choice: Answer) -> dict[str, Any]:

@@ -12,8 +12,11 @@ from pydantic_core import to_json
 from asyncrl.agents.endpoint.answers import Answer, ApiError, shown
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.gateway_call import GatewayCall
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
+
+    Read = tuple[AnyRequest, Any]
+    """A call, and data for its writer."""
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 NOT_KEPT = "previous_response_not_found"
 
@@ -42,8 +45,8 @@ class Dialect(Protocol):
     splits_thoughts: bool | None
     """None: as gateway.thoughts says."""
 
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> tuple[AnyRequest, Any]:
-        """Return the call, and data for its writer. Raises ApiError."""
+    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+        """Raises ApiError."""
 
     def writer(self, call: GatewayCall, model: str, asked: AnyRequest, data: Any) -> Writer: ...
 

@@ -22,8 +22,9 @@ from asyncrl.agents.endpoint.requests import CallParameters, Count, Settings
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.gateway_call import GatewayCall
+    from asyncrl.agents.endpoint.dialects.dialect import Read
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
 """Type prefixes of tools that OpenAI's servers run."""
@@ -82,7 +83,7 @@ class ResponsesDialect:
     name = "resp"
     splits_thoughts: bool | None = True
 
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> tuple[AnyRequest, Any]:
+    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
         asked = reader.checked(body, ResponsesRequest)
         name = asked.previous_response_id
         before = None if name is None else kept.get(name, "previous_response_id")
