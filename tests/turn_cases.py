@@ -21,8 +21,8 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated
-from asyncrl.job.supervise import EngineSupervisor
 from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.supervisors import EngineSupervisor
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
