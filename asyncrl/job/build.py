@@ -33,6 +33,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.lease import ROUTINE
 from asyncrl.launch.plan import EVAL_ENGINE
+from asyncrl.launch.processes import run_module
 from asyncrl.messages.records import GroupId, Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import SpecialTokens
@@ -121,7 +122,7 @@ async def build(
     life.closes("rewards", scorer.aclose)
     log.activity("making the model" if config.model.scratch else "finding the model")
     model_pin = ModelPin(life.run_dir, config.model.source, is_free=may_change[0])
-    model_path = await make_model_folder(config, life.run_dir, commit=model_pin.revision)
+    model_path = await make_model_folder(config, life.run_dir, run_module, commit=model_pin.revision)
     tokenizer = await asyncio.to_thread(load_tokenizer, config, model_path)
     special = special_tokens(config, tokenizer)
 
