@@ -29,8 +29,8 @@ VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
 """Victim -> its share of the kills. `controller`: it alone, and its children end by themselves."""
 PATIENCE_S = 240.0
 FREE_METRICS = tuple(
-    "perf/ time_s buffer/ rollout/ engine/ weight_sync/ sample/interrupted policy/logprob_gap_mean/ "
-    "policy/logprob_gap_max/ eval/ gateway/ harness/".split()
+    "perf/ time_s buffer/ rollout/ engine/ weight_sync/ publish/ trainer/restarts sample/interrupted "
+    "policy/logprob_gap_mean/ policy/logprob_gap_max/ eval/ gateway/ harness/".split()
 )
 """Metrics that say how a run went, not what it computed: they may differ after a kill."""
 

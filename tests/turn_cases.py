@@ -217,7 +217,7 @@ class House(EngineRooms):
                 timeout_s=TIMEOUT_S,
                 on_event=self.tell,
                 on_lost=self.on_lost,
-                stays=stays,
+                resident=stays,
                 wait_released=wait_released,
             ),
             ColocatedPush,

@@ -217,7 +217,6 @@ class AgentRuntime:
             job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
-        """Return a warning if rollouts wait and no worker was seen for NO_WORKER_S."""
         work = self.queue.gauges()
         if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None

@@ -345,7 +345,7 @@ def _make_scheduler(
         timeout_s=sync.timeout_s,
         on_event=handed_over,
         on_lost=fleet.on_lost,
-        stays=fleet.placement.resident,
+        resident=fleet.placement.resident,
         wait_released=wait_released,
         export_for_evaluation=export_for_evaluation,
     )

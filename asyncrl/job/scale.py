@@ -237,7 +237,7 @@ def _in_range(asked: object, limits: EngineRange) -> int:
         return asked
     raise ConfigError(
         f"engines={asked!r} is outside rollout.num_engines={{min: {limits.min}, max: {limits.max}}}",
-        way_out="ask for a number in this range, for which memory is planned, or restart with another range.",
+        way_out="choose a number in this range (memory is planned for it), or restart with another range.",
     )
 
 

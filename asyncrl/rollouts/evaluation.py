@@ -327,7 +327,6 @@ class Evaluation:
         note_span("weight sync", "held for an evaluation", start_s, clock(), stats.version)
 
     async def wait_last(self) -> None:
-        """Wait until the last version is evaluated or given up."""
         with waiting("the evaluation of the last version", on="evaluation"):
             while not self.is_over and not self.is_off:
                 await self._changed.wait()
@@ -353,7 +352,6 @@ class Evaluation:
             self.give_up(error)
 
     async def _evaluate(self, pending: Pending) -> None:
-        """Load the weights if needed, then run the due evaluations."""
         clock = asyncio.get_running_loop().time
         stats = self._stats
         stats.version = pending.version
@@ -411,7 +409,6 @@ class Evaluation:
             return await one.evaluate(version)
 
     async def _load(self, manifest: ExportResponse) -> bool:
-        """Load weights into the idle eval engine."""
         assert self._target is not None, "only an eval engine loads weights here"
         sent = (manifest.version, manifest.digest)
         try:

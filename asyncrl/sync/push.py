@@ -110,9 +110,9 @@ class Push:
         start = clock()
 
         async def prepare(target: EngineClient) -> str:
-            if manifest.is_held:  # the trainer sends them; a file is only for evaluation
-                return await target.prepare(manifest)
-            return await target.prepare(await self._locate(target.name, manifest))
+            # If the trainer sends the weights, a file is only for evaluation.
+            located = manifest if manifest.is_held else await self._locate(target.name, manifest)
+            return await target.prepare(located)
 
         digests = await self._on(self.live, "prepare", prepare)
         self._check_digests("loaded", digests, manifest.digest)
@@ -130,19 +130,20 @@ class Push:
             start = clock()
             sent.append(chunk := await trainer.export_chunk(self.version, len(sent)))
             exported = clock()
-            is_asked_for = (chunk.version, chunk.index) == (self.version, len(sent) - 1)
-            if not is_asked_for or chunk.is_last != bool(chunk.whole_digest):
+            expected = (self.version, len(sent) - 1, bool(chunk.whole_digest))
+            if (chunk.version, chunk.index, chunk.is_last) != expected:
                 wrote = f"the trainer wrote chunk {chunk.index} of {chunk.version} as chunk {len(sent) - 1}"
-                how = f"is_last={chunk.is_last}, whole_digest={chunk.whole_digest or 'none'}"
-                raise self._error(f"{wrote} of policy_version {self.version}, {how}")
+                raise self._error(f"{wrote}, whole_digest={chunk.whole_digest or 'none'}")
             await self._load(chunk)
             export_s, load_s = export_s + exported - start, load_s + clock() - exported
-        digest = sent[-1].whole_digest
         note_span("weight sync", "chunks", began, clock(), self.version)
-        report = await self._commit(digest, export_s, load_s)
-        num_tensors, num_bytes = sum(one.num_tensors for one in sent), sum(one.num_bytes for one in sent)
+        report = await self._commit(sent[-1].whole_digest, export_s, load_s)
         return report, ExportResponse(
-            version=self.version, path="", digest=digest, num_tensors=num_tensors, num_bytes=num_bytes
+            version=self.version,
+            path="",
+            digest=sent[-1].whole_digest,
+            num_tensors=sum(chunk.num_tensors for chunk in sent),
+            num_bytes=sum(chunk.num_bytes for chunk in sent),
         )
 
     async def _load(self, chunk: ExportChunkResponse) -> None:
@@ -158,8 +159,7 @@ class Push:
         start = clock()
 
         async def commit(target: EngineClient) -> CommitResponse:
-            before = self._serving[target.name]
-            self._serving[target.name] = f"{before} or {self.version}, it gave no answer"
+            self._serving[target.name] += f" or {self.version}, it gave no answer"
             report = await target.commit(self.version, digest, self._interrupt)
             self._serving[target.name] = str(report.version)
             if report.pause_s >= SHORTEST_S:
@@ -177,8 +177,8 @@ class Push:
         pause_s = max((report.pause_s for report in reports.values()), default=0.0)
         num_interrupted = sum(report.num_interrupted for report in reports.values())
         paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
-        told = paused if pause_s else ""  # time-shared engines decode nothing during a push
-        note_span("weight sync", "commit", start, clock(), self.version, told)
+        # Time-shared engines decode nothing during a push.
+        note_span("weight sync", "commit", start, clock(), self.version, paused if pause_s else "")
         return PushReport(export_s, prepare_s, clock() - start, pause_s, num_interrupted)
 
     async def _on(

@@ -52,8 +52,9 @@ from asyncrl.weights.export import (
     named_weights,
 )
 from asyncrl.weights.ipc import ChunkFile, SharedChunk
+from asyncrl.weights.make_transport import make_transport
 from asyncrl.weights.tensor_files import Pieces, stored_pieces
-from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
+from asyncrl.weights.transport import Exported, TrainerEnd
 
 CHUNK_FILE = "chunk.safetensors"
 

@@ -112,64 +112,55 @@ class EngineRoute:
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts == "apart"
-        answers = [
-            Answer(
-                index,
-                self.tokenizer,
-                tool_format,
-                asked,
-                prefill=prefill,
-                name=f"call_{key:016x}",  # not the call's number: it may become part of the next prompt
-                thoughts=self._thoughts(planned) if splits_thoughts else None,
-                shows_special=session.shows_special,
+        stop = tuple(asked.stop)
+        if asked.has_one_call and tool_format.close is not None:
+            stop += (tool_format.close,)
+        rules = self.rules
+        room = rules.max_length - planned.num_prompt
+        spans = () if planned.parent is None else planned.parent.version_spans
+        request_id = f"{session.rollout_id}/a{session.attempt}/c{planned.number}"
+        prompt_ids = planned.prompt_ids
+        answers: list[Answer] = []
+        requests: list[SamplingRequest] = []
+        for index, key in enumerate(keys):
+            answers.append(
+                Answer(
+                    index,
+                    self.tokenizer,
+                    tool_format,
+                    asked,
+                    prefill=prefill,
+                    name=f"call_{key:016x}",  # not the call's number: it may be part of the next prompt
+                    thoughts=self._thoughts(planned) if splits_thoughts else None,
+                    shows_special=session.shows_special,
+                )
             )
-            for index, key in enumerate(keys)
-        ]
+            requests.append(
+                SamplingRequest(
+                    request_id=request_id if index == 0 else f"{request_id}/{index}",
+                    prompt_ids=prompt_ids,
+                    max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
+                    temperature=rules.temperature if asked.temperature is None else asked.temperature,
+                    top_p=rules.top_p if asked.top_p is None else asked.top_p,
+                    stop=stop,
+                    seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
+                    route_key=session.route_key,
+                    after=spans[-1] if spans else session.last_span,
+                    grammar=grammar,
+                    top_logprobs=asked.top_logprobs,
+                )
+            )
         return GatewayCall(
             name=f"{dialect.name}-{planned.number}",
             order=order,
             planned=planned,
             number=number,
             choices=tuple(answers),
-            requests=self._requests(session, asked, planned, keys, tool_format, grammar),
+            requests=tuple(requests),
             num_prompt_tokens=planned.num_prompt,
             is_streamed=asked.stream,
             is_trained=asked.is_as_configured,
             grammar=grammar,
-        )
-
-    def _requests(
-        self,
-        session: GatewaySession,
-        asked: AnyRequest,
-        planned: PromptPlan,
-        keys: Sequence[int],
-        tool_format: ToolFormat,
-        grammar: str | None,
-    ) -> tuple[SamplingRequest, ...]:
-        rules = self.rules
-        stop = tuple(asked.stop)
-        if asked.has_one_call and tool_format.close is not None:
-            stop += (tool_format.close,)
-        name = f"{session.rollout_id}/a{session.attempt}/c{planned.number}"
-        prompt_ids = planned.prompt_ids
-        max_tokens = min(asked.max_tokens or rules.max_tokens, rules.max_tokens)
-        spans = () if planned.parent is None else planned.parent.version_spans
-        return tuple(
-            SamplingRequest(
-                request_id=name if index == 0 else f"{name}/{index}",
-                prompt_ids=prompt_ids,
-                max_tokens=min(max_tokens, rules.max_length - planned.num_prompt),
-                temperature=rules.temperature if asked.temperature is None else asked.temperature,
-                top_p=rules.top_p if asked.top_p is None else asked.top_p,
-                stop=stop,
-                seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
-                route_key=session.route_key,
-                after=spans[-1] if spans else session.last_span,
-                grammar=grammar,
-                top_logprobs=asked.top_logprobs,
-            )
-            for index, key in enumerate(keys)
         )
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
