@@ -1,4 +1,4 @@
-"""Real `asyncrl serve` processes: an agent is tried by hand and by its config, and recorded."""
+"""Real `asyncrl serve` processes: agents tried by hand and from the config, and recorded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Serve = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts `asyncrl serve`; what a failed test leaves is killed."""
+    """Start `asyncrl serve`; processes of failed tests are killed."""
     with contextlib.ExitStack() as stack:
 
         def begin(*arguments: str | Path) -> subprocess.Popen[str]:
@@ -51,7 +51,7 @@ def serve() -> Iterator[Serve]:
 
 
 def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
-    """What it says, up to the line that holds `text`. The test's own limit ends a wait in vain."""
+    """Return the output up to the line with `text`; the test's timeout limits the wait."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -62,7 +62,7 @@ def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
 
 
 def rest_of(process: subprocess.Popen[str]) -> list[str]:
-    """What else it says, up to its end; `communicate` would leave out what was read with an earlier line."""
+    """Return the rest of the output; `communicate` would omit buffered lines."""
     assert process.stdout is not None
     assert process.stderr is not None
     said, stderr = process.stdout.read().splitlines(), process.stderr.read()
@@ -71,7 +71,7 @@ def rest_of(process: subprocess.Popen[str]) -> list[str]:
 
 
 def shell(line: str, exports: str) -> Any:
-    """The JSON that a command line prints, pasted into a shell after the exports."""
+    """Run the line in a shell after the exports; return its JSON output."""
     answer = subprocess.run(
         ["bash", "-c", f"{exports}\n{line}"], capture_output=True, text=True, timeout=240, check=True
     )
@@ -79,7 +79,7 @@ def shell(line: str, exports: str) -> Any:
 
 
 def recorded(file: Path) -> list[dict[str, Any]]:
-    """The rollouts of a file of --record."""
+    """Return the rollouts of a --record file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
