@@ -89,7 +89,7 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
         tmp_path / "rollouts.jsonl",
     )
     process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
-    said = lines_until(process, "Ctrl-C ends the gateway")
+    said = lines_until(process, "Ctrl-C to stop")
     children = children_of(process)
     exports = "\n".join(line for line in said if "_KEY=" in line or "_URL=" in line)
     chat, outcome = (line.strip() for line in said if "curl" in line)
@@ -123,7 +123,7 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
     assert "rollout 0: reward 0.5, 3 turns" in stdout
     assert f"3 rollouts recorded in {file}" in stdout
     assert "5 calls" in stdout
-    assert "2 went on from recorded tokens" in stdout
+    assert "2 continued recorded tokens" in stdout
     records = recorded(file)
     assert [record["reward"] for record in records] == [0.5, 1.0, None]
     assert [record["sample_index"] for record in records] == [0, 0, 1], (
@@ -148,7 +148,7 @@ def test_served_gateway_is_conformant(tmp_path: Path, serve: Serve) -> None:
     )
     file = tmp_path / "tried.jsonl"
     process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
-    said = "\n".join(lines_until(process, "Ctrl-C ends"))
+    said = "\n".join(lines_until(process, "Ctrl-C to stop"))
     (url,), (key,) = re.findall(r"URL=(\S+)/v1", said), re.findall(r"API_KEY=(\S+)", said)
     check_gateway(url, key)
     process.send_signal(signal.SIGINT)
@@ -179,14 +179,14 @@ def test_agent_of_the_config_is_recorded(tmp_path: Path, serve: Serve) -> None:
 
 def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     process = serve("gateway", write_config(tmp_path), "--run-dir", tmp_path / "served")
-    lines_until(process, "Ctrl-C ends")
+    lines_until(process, "Ctrl-C to stop")
     children = children_of(process)
     process.kill()
     process.communicate(timeout=240)
     assert all_gone(children)
 
     process = serve("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "served")
-    said = lines_until(process, "it speaks")
+    said = lines_until(process, "engine_api.py")
     exports = next(line for line in said if "export" in line)
     (key,) = re.findall(r"KEY=(\S+)", exports)
     assert key not in (tmp_path / "served" / "logs" / "controller.log").read_text()
