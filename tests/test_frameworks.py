@@ -1,5 +1,6 @@
-"""Agent frameworks as they come, in their own venv, against the gateway: each ends well, and what was sampled
-is trained once. docs/frameworks.md has the table.
+"""Unmodified agent frameworks in their own venv against the gateway: each sampled answer is trained once.
+
+docs/frameworks.md has the table.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ SHELL_AS_TEXT = tuple(
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario of a script, what the model says in it, and what comes of it. `num_branches` above 1: the
-    framework rewrites what was said.
+    """A scenario of a script, the answers of the model, and the expected result. `num_branches` above 1: the
+    framework rewrites answers.
     """
 
     framework: str
@@ -104,8 +105,8 @@ FORKS = {
     "smolagents_agents-code-inline": 2,
     "inspect_ai_eval-tools-inline": 3,
 }
-"""Branches where a framework sends another answer back than it got: smolagents adds a line of its own, and
-Qwen3's template leaves out the thought before it; inspect-ai writes thoughts its own way.
+"""Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
+thought before it; inspect-ai writes thoughts in its own format.
 """
 THOUGHTS = [case.thinking("apart") for case in CONVERSATIONS] + [
     case.thinking("inline")

@@ -36,7 +36,7 @@ from asyncrl.job.scale import (
     scale_run,
     write_wanted,
 )
-from asyncrl.job.supervise import EngineSupervisor
+from asyncrl.job.supervisors import EngineSupervisor
 from asyncrl.launch.supervise import Supervision
 from asyncrl.observe.run_dir import Recorder
 

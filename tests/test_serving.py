@@ -1,4 +1,4 @@
-"""Real `asyncrl serve` processes: an agent is tried by hand and by its config, and recorded."""
+"""Real `asyncrl serve` processes: agents tried by hand and from the config, and recorded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Serve = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts `asyncrl serve`; what a failed test leaves is killed."""
+    """Start `asyncrl serve`; processes of failed tests are killed."""
     with contextlib.ExitStack() as stack:
 
         def begin(*arguments: str | Path) -> subprocess.Popen[str]:
@@ -51,7 +51,7 @@ def serve() -> Iterator[Serve]:
 
 
 def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
-    """What it says, up to the line that holds `text`. The test's own limit ends a wait in vain."""
+    """Return the output up to the line with `text`; the test's timeout limits the wait."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -62,7 +62,7 @@ def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
 
 
 def rest_of(process: subprocess.Popen[str]) -> list[str]:
-    """What else it says, up to its end; `communicate` would leave out what was read with an earlier line."""
+    """Return the rest of the output; `communicate` would omit buffered lines."""
     assert process.stdout is not None
     assert process.stderr is not None
     said, stderr = process.stdout.read().splitlines(), process.stderr.read()
@@ -71,7 +71,7 @@ def rest_of(process: subprocess.Popen[str]) -> list[str]:
 
 
 def shell(line: str, exports: str) -> Any:
-    """The JSON that a command line prints, pasted into a shell after the exports."""
+    """Run the line in a shell after the exports; return its JSON output."""
     answer = subprocess.run(
         ["bash", "-c", f"{exports}\n{line}"], capture_output=True, text=True, timeout=240, check=True
     )
@@ -79,7 +79,7 @@ def shell(line: str, exports: str) -> Any:
 
 
 def recorded(file: Path) -> list[dict[str, Any]]:
-    """The rollouts of a file of --record."""
+    """Return the rollouts of a --record file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
@@ -89,7 +89,7 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
         tmp_path / "rollouts.jsonl",
     )
     process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
-    said = lines_until(process, "Ctrl-C ends the gateway")
+    said = lines_until(process, "Ctrl-C to stop")
     children = children_of(process)
     exports = "\n".join(line for line in said if "_KEY=" in line or "_URL=" in line)
     chat, outcome = (line.strip() for line in said if "curl" in line)
@@ -123,7 +123,7 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
     assert "rollout 0: reward 0.5, 3 turns" in stdout
     assert f"3 rollouts recorded in {file}" in stdout
     assert "5 calls" in stdout
-    assert "2 went on from recorded tokens" in stdout
+    assert "2 continued recorded tokens" in stdout
     records = recorded(file)
     assert [record["reward"] for record in records] == [0.5, 1.0, None]
     assert [record["sample_index"] for record in records] == [0, 0, 1], (
@@ -148,7 +148,7 @@ def test_served_gateway_is_conformant(tmp_path: Path, serve: Serve) -> None:
     )
     file = tmp_path / "tried.jsonl"
     process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
-    said = "\n".join(lines_until(process, "Ctrl-C ends"))
+    said = "\n".join(lines_until(process, "Ctrl-C to stop"))
     (url,), (key,) = re.findall(r"URL=(\S+)/v1", said), re.findall(r"API_KEY=(\S+)", said)
     check_gateway(url, key)
     process.send_signal(signal.SIGINT)
@@ -179,14 +179,14 @@ def test_agent_of_the_config_is_recorded(tmp_path: Path, serve: Serve) -> None:
 
 def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     process = serve("gateway", write_config(tmp_path), "--run-dir", tmp_path / "served")
-    lines_until(process, "Ctrl-C ends")
+    lines_until(process, "Ctrl-C to stop")
     children = children_of(process)
     process.kill()
     process.communicate(timeout=240)
     assert all_gone(children)
 
     process = serve("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "served")
-    said = lines_until(process, "it speaks")
+    said = lines_until(process, "engine_api.py")
     exports = next(line for line in said if "export" in line)
     (key,) = re.findall(r"KEY=(\S+)", exports)
     assert key not in (tmp_path / "served" / "logs" / "controller.log").read_text()

@@ -25,7 +25,7 @@ from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.supervise import WorkerSupervisor
+from asyncrl.job.supervisors import WorkerSupervisor
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision

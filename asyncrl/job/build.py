@@ -26,8 +26,8 @@ from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, ScaledEngine
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervise import EngineSupervisor, find_teacher
 from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.supervisors import EngineSupervisor, find_teacher
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
@@ -345,7 +345,7 @@ def _make_scheduler(
         timeout_s=sync.timeout_s,
         on_event=handed_over,
         on_lost=fleet.on_lost,
-        stays=fleet.placement.resident,
+        resident=fleet.placement.resident,
         wait_released=wait_released,
         export_for_evaluation=export_for_evaluation,
     )

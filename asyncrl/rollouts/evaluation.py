@@ -190,7 +190,7 @@ class EvaluationStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class DueVersion:
     """A version to evaluate. `weights`: its kept export; None: the engines serve it."""
 
     version: int
@@ -233,7 +233,7 @@ class Evaluation:
         self._is_fetched = is_fetched
         self._on_result = on_result
         self._on_trouble = on_trouble
-        self._pending: Pending | None = None
+        self._pending: DueVersion | None = None
         self._changed = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self._stats = EvaluationStats()
@@ -264,7 +264,7 @@ class Evaluation:
     def served_nowait(self, version: int) -> None:
         """Evaluate the version that the sampling engines serve, if it is due."""
         if due := self._due_nowait(version):
-            self._keep(Pending(version, None, due))
+            self._keep(DueVersion(version, None, due))
 
     def _due_nowait(self, version: int) -> list[HeldOut]:
         return [] if self.is_off else [one for one in self._held_out if one.is_due_nowait(version)]
@@ -294,7 +294,7 @@ class Evaluation:
                 )
                 return
             manifest = manifest.model_copy(update={"path": str(path)})
-        self._keep(Pending(version, manifest, due))
+        self._keep(DueVersion(version, manifest, due))
 
     async def run(self) -> None:
         try:
@@ -351,7 +351,7 @@ class Evaluation:
         except RoomError as error:
             self.give_up(error)
 
-    async def _evaluate(self, pending: Pending) -> None:
+    async def _evaluate(self, pending: DueVersion) -> None:
         clock = asyncio.get_running_loop().time
         stats = self._stats
         stats.version = pending.version
@@ -424,7 +424,7 @@ class Evaluation:
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
         return True
 
-    def _keep(self, pending: Pending) -> None:
+    def _keep(self, pending: DueVersion) -> None:
         self._drop()
         self._pending = pending
         self._wake()

@@ -70,7 +70,7 @@ class GatewayCall:
     planned: PromptPlan | None
     """None once delivered or withdrawn."""
     number: tuple[bytes, int] | None
-    """Seed source: hash of the content, and number among equal calls; None with a seed of the client's."""
+    """Seed source: hash of the content, and number among equal calls; None if the client set a seed."""
     choices: tuple[Answer, ...]
     requests: tuple[SamplingRequest, ...]
     """Engine requests of the choices; empty once sampled."""
@@ -279,7 +279,7 @@ class GatewaySession:
         return self.capture.last_text(shows_special=self.shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all branches; those that a limit may have ended are truncated. Raises RolloutFailure if
+        """Return all branches; branches that a limit may have ended are truncated. Raises RolloutFailure if
         there are none, or if `outcome` names missing ones.
         """
         if self._failure is not None:

@@ -205,7 +205,7 @@ def _functions(tools: Sequence[Any], where: str, reader: RequestReader) -> Itera
             case {"type": "function", "name": str()}:
                 yield tool
             case {"type": str(kind)} if kind.startswith(HOSTED):
-                reader.log_once(kind, f"tools of type {kind}, which OpenAI's servers run, are left out")
+                reader.log_once(kind, f"tools of type {kind}, which OpenAI's servers run, are omitted")
             case _:
                 given = tool.get("type") if isinstance(tool, dict) else tool
                 why = "functions and namespaces of functions are read"
