@@ -175,11 +175,5 @@ class GatewayConfig(FrozenConfig):
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
     """Tokens of all branches of a rollout together; shared context counts in each branch. At the limit the
     next call gets 429, see generator.on_overflow (none = no limit)."""
-    max_body_bytes: int = Field(default=2**22, ge=2**10)
-    """Largest body of a call; a larger one gets 413."""
-    read_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds in which a client must have sent its whole request."""
-    max_connections: int = Field(default=8192, ge=1)
-    """Connections open at once. One more gets 503."""
     lease_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a sign of life until a worker is taken for gone and its rollouts fail."""

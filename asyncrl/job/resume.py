@@ -51,7 +51,7 @@ FREE_KEYS = {
     weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
     generator.workers generator.concurrency
     gateway.host gateway.port gateway.public_url gateway.max_calls gateway.max_concurrent_calls
-    gateway.max_body_bytes gateway.read_timeout_s gateway.max_connections gateway.lease_timeout_s
+    gateway.lease_timeout_s
     """.split(),
     *(f"rollout.{name}" for engine in ENGINES.values() for name in engine.free_settings),
 }

@@ -30,7 +30,7 @@ MAX_OUTCOME_BYTES = 2**18
 """Largest Outcome that is posted or returned; its metrics are kept with every branch of the rollout."""
 
 MAX_MESSAGE_BYTES = 2**22
-"""Largest message of a worker. gateway.max_body_bytes limits only calls."""
+"""Largest message of a worker. The gateway's MAX_BODY_BYTES limits only calls."""
 
 VERIFIERS_KEY = "verifiers"
 """Key in a prompt's info of the data from which a worker rebuilds a verifiers task."""
