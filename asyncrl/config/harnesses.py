@@ -169,9 +169,6 @@ class GatewayConfig(FrozenConfig):
     max_calls: int = Field(default=256, ge=1)
     """Calls per rollout; the next call gets 429, see generator.on_overflow. A key of `asyncrl serve gateway`
     has no limit and keeps the newest 16 * max_calls conversations."""
-    max_concurrent_calls: int = Field(default=16, ge=1)
-    """Answers of one rollout sampled at once, 4 times more with a key of `asyncrl serve gateway`. A call with
-    n counts n times. Further calls wait."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
     """Tokens of all branches of a rollout together; shared context counts in each branch. At the limit the
     next call gets 429, see generator.on_overflow (none = no limit)."""

@@ -221,8 +221,8 @@ BASIC = frozenset(
     "observe.trackers".split()
 )
 """Settings that `asyncrl keys` lists without --all."""
-SAME_AS_TASK = "eval.task."
-"""These settings have the meanings of `task.*`, and are not listed again."""
+REPEATED = ("eval.task.", "placement.rollout.")
+"""Settings that mean the same as in `task` and in `placement.trainer`. They are listed once."""
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
@@ -234,7 +234,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     for name, model in models.items():
         if model is not None:
             own = [key for key in all_known if key.name.startswith(f"{name}.")]
-            keys = [key for key in own if not key.name.startswith(SAME_AS_TASK)]
+            keys = [key for key in own if not key.name.startswith(REPEATED)]
             yield name, " ".join((model.__doc__ or "").split()), keys
 
 
