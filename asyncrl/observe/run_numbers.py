@@ -292,7 +292,6 @@ def evaluation_text(metrics: Mapping[str, Any]) -> str:
         "eval/failed": "samples failed",
         "eval/skipped": "skipped so far",
         "eval/abandoned": "abandoned so far",
-        "eval/abandoned_calls": "reward calls abandoned so far",
     }
     parts += [f"{words}: {metrics[name]:.0f}" for name, words in failures.items() if metrics.get(name)]
     return "  ".join(parts)
