@@ -320,7 +320,6 @@ def _make_scheduler(
             on_published=published,
             on_lost=fleet.on_lost,
             interrupt=config.interrupt,
-            is_rolling=sync.rolling,
             is_collective=sync.facts.is_collective,
             locate=locate,
             wait_released=wait_released,
