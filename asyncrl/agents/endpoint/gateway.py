@@ -156,7 +156,7 @@ class Gateway:
         return replace(self._route.counts, refused=refused)
 
     def gauges(self) -> dict[str, float]:
-        names = ("calls", "extended", "realigned", "edited", "uncut")
+        names = ("calls", "extended", "realigned", "edited")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
         return counts | {"gateway/refused": sum(self.stats().refused.values())}
 
