@@ -1,4 +1,4 @@
-"""HTTP listener: uvicorn's protocol on our own socket, with limits; and garbage collection."""
+"""HTTP listener: uvicorn's protocol on our own socket, with limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from uvicorn.server import ServerState
 
 BACKLOG = 1024
 CLOSE_S = 2.0
-"""Seconds for open requests to finish when a server closes."""
 MAX_HEAD = 2**16
 """Most bytes of a request's head, plus one read of the socket."""
 
@@ -26,7 +25,7 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Lengt
 class Connection(HttpToolsProtocol):
     """A client connection, closed if no whole head arrives within timeout_keep_alive seconds.
 
-    Above `max_connections`, a new connection gets 503. Handlers read it from request.scope["connection"].
+    Above `max_connections`, a new connection gets 503.
     """
 
     def __init__(self, max_connections: int, **settings: Any) -> None:
@@ -69,14 +68,13 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _unset_keepalive_if_required(self) -> None:
-        """Keep the timer, which uvicorn would stop at the first byte of a head."""
+        """Keep the timer; uvicorn would stop it at the first byte of a head."""
 
 
 class AppServer:
     """An app on a socket. Life: listen() -> aclose()."""
 
     def __init__(self, app: ASGIApp, *, max_connections: int, idle_s: float) -> None:
-        """`idle_s`: see Connection."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -119,13 +117,13 @@ class AppServer:
 
 
 YOUNG = 10_000
-"""New objects that trigger a garbage collection. Python's 700 is below a few calls in flight."""
+"""New objects per garbage collection; Python's 700 are below a few calls in flight."""
 
 
 def collect_less() -> None:
     """Collect garbage less often, and exclude all present objects.
 
-    Call it after setup: a full collection of a run's 110,000 imported objects blocks all calls for 80 ms.
+    A full collection of a run's 110,000 imported objects blocks all calls for 80 ms.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Messages and tools of a call: the keys that chat templates get, checked. Other keys are ignored."""
+"""Messages and tools of a call, checked. Other keys are ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def wrong(why: str) -> PydanticCustomError:
 
 
 def joined(content: Any) -> Any:
-    """Join the text parts of a content list."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -90,8 +89,8 @@ _NOT_READ = {"function_call": "it is deprecated; use tool_calls", "audio": "this
 
 
 def _tidy(message: Any, info: ValidationInfo) -> Any:
-    """Drop empty keys; report keys that no template gets. Add empty content to an answer with only calls:
-    some templates (SmolLM2, Phi 3) require it.
+    """Drop empty keys; refuse keys that no template gets. Add empty content to calls: some templates
+    (SmolLM2, Phi 3) require it.
     """
     if not isinstance(message, dict):
         return message
