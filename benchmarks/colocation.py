@@ -43,7 +43,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.build import load_tokenizer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.nodes import single_node
@@ -190,7 +190,7 @@ def make_config(model: Path, device: str, chunk_bytes: int, *, is_shared: bool) 
     return RunConfig.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32"},
-            "task": {"python": "asyncrl.tasks.letters:Letters"},
+            "task": {"python": "asyncrl.tasks.toy:Letters"},
             "rollout": {
                 "slots": SLOTS,
                 "max_tokens": MAX_TOKENS,

@@ -65,9 +65,9 @@ from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.publisher import PushLoop
-from asyncrl.tasks.letters import Letters
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.toy import Letters
 from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -221,7 +221,7 @@ class Controller:
             on_requeued=lambda *group: self.producers.requeued(*group),
         )
         self.pool = EnginePool(self.servers, slots=self.num // ENGINES)
-        config = TaskConfig(python="asyncrl.tasks.letters:Letters", reward_pool="inline")
+        config = TaskConfig(python="asyncrl.tasks.toy:Letters", reward_pool="inline")
         task = Letters(size=100_000, seed=0)
         generator = SingleTurn(
             self.pool,

@@ -6,7 +6,7 @@
 
 The model in RUN_DIR/final answers greedily. An answer matches if it is the right text and then the
 end-of-turn token; special tokens are part of the text. The run's task must take `held_out: true` in
-task.args, as asyncrl.tasks.letters:Letters does. Its prompts are then the ones that training never sees.
+task.args, as asyncrl.tasks.toy:Letters does. Its prompts are then the ones that training never sees.
 """
 
 from __future__ import annotations

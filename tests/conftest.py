@@ -99,7 +99,7 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a run at max_staleness 0 with one engine and an evaluation, for kills and damages."""
     from crash_fuzz import fuzz_config
 
-    evaluation = {"task": {"python": "asyncrl.tasks.letters:Letters", "size": 50}, "every": 6}
+    evaluation = {"task": {"python": "asyncrl.tasks.toy:Letters", "size": 50}, "every": 6}
     return fuzz_config(
         tmp_path_factory.mktemp("on_policy"),
         eval=evaluation | {"num_prompts": 6, "samples": 2, "slots": 4, "temperature": 1.0},

@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
             "architecture": SHAPE | {"max_position_embeddings": 128},
         },
     },
-    "task": {"python": "asyncrl.tasks.letters:Letters", "size": 200},
+    "task": {"python": "asyncrl.tasks.toy:Letters", "size": 200},
     "rollout": {"group_size": 4, "slots": 16, "max_tokens": 24, "max_prompt_tokens": 16, "threads": 1},
     "buffer": {"max_staleness": 0},
     "trainer": {"num_groups": 4, "num_steps": 12, "learning_rate": 0.003, "threads": 1},

@@ -12,7 +12,7 @@ from asyncrl.launch.machine import CudaDevice, Machine
 from asyncrl.launch.nodes import Node
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, slots: 10, num_prompts: 5}"
+EVAL = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 10, num_prompts: 5}"
 OWN = "eval.engine=own"
 RAY = "launcher=ray"
 TAUGHT = ["teacher.path=m", "algorithm.distill_weight=1"]

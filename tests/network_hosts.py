@@ -8,7 +8,6 @@ Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and iproute2; `reason_for_none` says w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import shutil
@@ -16,15 +15,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-CLONE_NEWNET = 0x40000000
 _networks = itertools.count()
 
 
@@ -57,21 +53,10 @@ class Host:
     """Holds its /dev/shm and TMPDIR."""
     started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
-    def command(self, command: Sequence[str], hide: Sequence[Path] = ()) -> list[str]:
-        """What runs `command` on this host. `hide`: folders that it finds empty."""
-        script = [f"mount --bind {self.folder / 'shm'} /dev/shm"]
-        script += [f"mount --bind {self.folder / 'empty'} {path}" for path in hide]
-        return [
-            "ip",
-            "netns",
-            "exec",
-            self.name,
-            "sh",
-            "-c",
-            "; ".join([*script, 'exec "$@"']),
-            self.name,
-            *command,
-        ]
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs `command` on this host."""
+        script = f'mount --bind {self.folder / "shm"} /dev/shm; exec "$@"'
+        return ["ip", "netns", "exec", self.name, "sh", "-c", script, self.name, *command]
 
     def run(self, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[Any]:
         """As subprocess.run, here."""
@@ -80,28 +65,14 @@ class Host:
     def start(
         self,
         command: Sequence[str],
-        *,
-        hide: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
         **how: Any,
     ) -> subprocess.Popen[Any]:
         """As subprocess.Popen, here; ended with the network."""
         environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), **(env or {})}
-        process = subprocess.Popen(self.command(command, hide), env=environ, start_new_session=True, **how)
+        process = subprocess.Popen(self.command(command), env=environ, start_new_session=True, **how)
         self.started.append(process)
         return process
-
-    def inside(self, work: Callable[[], T]) -> T:
-        """Do it in a thread of this process: the sockets that it makes are this host's."""
-
-        def enter() -> T:
-            with Path(f"/run/netns/{self.name}").open() as namespace:
-                failed = ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET)
-            assert not failed, os.strerror(ctypes.get_errno())
-            return work()
-
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(enter).result()
 
     def pids(self) -> list[int]:
         """All processes of this host."""
@@ -153,20 +124,6 @@ class Host:
         time.sleep(seconds)
         self.link("up")
 
-    def shape(self, *how: str) -> bool:
-        """What tc does to all that leaves it (`tbf rate 100mbit burst 256kb latency 400ms`, `netem delay
-        20ms`); none: as before. False where this kernel has no such discipline.
-        """
-        tc = ["tc", "-n", self.name, "qdisc"]
-        subprocess.run([*tc, "del", "dev", "eth0", "root"], capture_output=True, check=False)
-        if not how:
-            return True
-        made = subprocess.run(
-            [*tc, "add", "dev", "eth0", "root", *how], capture_output=True, text=True, check=False
-        )
-        assert made.returncode == 0 or "unknown" in made.stderr, made.stderr
-        return made.returncode == 0
-
     def sent_bytes(self) -> int:
         """What has left it over its wire so far."""
         return int(Path(f"/sys/class/net/{self.name}-w/statistics/rx_bytes").read_text())
@@ -186,8 +143,7 @@ def network(num: int) -> Iterator[list[Host]]:
         for number in range(num):
             host = Host(f"{tag}{number}", f"10.{second}.{third}.{number + 1}", folder / str(number))
             hosts.append(host)
-            for name in ("tmp", "empty"):
-                (host.folder / name).mkdir(parents=True)
+            (host.folder / "tmp").mkdir(parents=True)
             (shm / str(number)).mkdir()
             (host.folder / "shm").symlink_to(shm / str(number))
             ip("netns", "add", host.name)

@@ -13,6 +13,7 @@ from typing import Any
 from job_runs import RUN, roomy
 from network_hosts import Host
 
+HERE = Path(__file__).parent
 PORT = 6379
 FRUGAL = {
     "RAY_AUTH_MODE": "disabled",
@@ -20,7 +21,7 @@ FRUGAL = {
     "RAY_enable_worker_prestart": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     "RAY_grpc_client_keepalive_timeout_ms": "30000",
-    "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}",
+    "PYTHONPATH": f"{HERE}:{HERE.parent}:{HERE.parent / 'servers'}",
     "OMP_NUM_THREADS": "1",
 }
 """Workers are started when they are asked for; a node that is cut off sees it after 30 s instead of 120, and
@@ -56,15 +57,13 @@ def ray_cluster(hosts: Sequence[Host], options: Mapping[int, Sequence[str]], **e
     yield f"{head}:{PORT}"
 
 
-def start_ray(
-    host: Host, *options: str, hide: Sequence[Path] = (), env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """`ray start` there, until its raylet ends. `hide`: folders that are empty there."""
+def start_ray(host: Host, *options: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """`ray start` there, until its raylet ends."""
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
     ray += [f"--node-ip-address={host.address}", f"--temp-dir={host.folder / 'tmp'}"]
     ray += ["--object-store-memory=80000000", "--disable-usage-stats", "--include-log-monitor=false"]
     command = ["sh", "-c", UNTIL_STARTED, str(host.folder / "ray.log"), *ray, *options]
-    return host.start(command, hide=hide, env={**FRUGAL, **(env or {})}, text=True)
+    return host.start(command, env={**FRUGAL, **(env or {})}, text=True)
 
 
 def start_run(

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.letters import Letters
+from asyncrl.tasks.toy import Letters
 
 
 class JudgeThatNeverGivesUp(Letters):

@@ -21,13 +21,14 @@ from asyncrl.messages.records import (
     Group,
     GroupId,
     Prompt,
+    Rollout,
     Ticket,
     Trajectory,
     VersionSpan,
 )
 from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn, make_trajectory
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import Generator, RolloutRunner
+from asyncrl.rollouts.rollout import Generator, RolloutRunner, Score
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -93,6 +94,15 @@ class FakeSink:
 def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
     values = {"run_seed": 0, "max_tokens": 50, "max_prompt_tokens": 16, "temperature": 1.0} | settings
     return SingleTurn(engine, EncodedPrompts(FakeTokenizer()), scorer or FakeScorer(), **values)
+
+
+def scored(rollout: Rollout) -> Score:
+    """The score of a rollout that needs none."""
+
+    async def score() -> Rollout:
+        return rollout
+
+    return score
 
 
 def make_producers(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 from buffer_groups import make_buffer
@@ -20,7 +20,7 @@ from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.status import reported
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
@@ -78,7 +78,7 @@ class House:
         pool = EnginePool(targets, slots=4)
         buffer = make_buffer(num_batches=num_steps)
         task = TaskConfig(python="a:B", reward_pool="inline", reward_timeout_s=1e9)
-        scorer = Scorers({"": SimpleNamespace(score=self._score)}, {"": task}, seed=0)
+        scorer = Scorers({"": cast("Any", SimpleNamespace(score=self._score))}, {"": task}, seed=0)
         generator = single_turn(pool, scorer, max_tokens=8)
         producers = make_producers(buffer, tasks.create_task, generator, timeout_s=None)
         self.trainer_process = FakeProcess(self.worker)

@@ -108,7 +108,7 @@ def test_the_written_config_is_read_back_with_its_types(good: Path, tmp_path: Pa
 def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice(
     good: Path, aliased: str
 ) -> None:
-    task = "{python: 'asyncrl.tasks.letters:Letters', args: {n: 1}, size: 10}"
+    task = "{python: 'asyncrl.tasks.toy:Letters', args: {n: 1}, size: 10}"
     good.write_text(f"model: {{path: m}}\ntask: &t {task}\neval: {{task: {aliased}}}\n")
     config = load_config(good, ["task.size=99", "task.args.n=5"])
     assert (config.task.size, config.task.args) == (99, {"n": 5})

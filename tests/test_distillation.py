@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, changed, make_batch, naive
 from transformers import AutoModelForCausalLM
 
-from asyncrl.base.errors import ConfigError, EngineLost, RequestRefused
+from asyncrl.base.errors import ConfigError, RequestRefused
 from asyncrl.base.http import Caller
 from asyncrl.base.serving import Refused
 from asyncrl.config import RunConfig, ScratchConfig
@@ -121,36 +119,6 @@ def test_batch_without_a_teachers_logprobs_is_refused(
 ) -> None:
     with pytest.raises(Refused, match="batch 0 has rollouts without the logprobs of a teacher"):
         make_step(algorithm={"distill_weight": 1.0}).train(*make_batch())
-
-
-def test_silent_teacher_is_lost_and_asked_again(tiny_model_dir: Path, tmp_path: Path) -> None:
-    spec = {"name": "teacher", "slots": 1, "score_slots": 3, "max_length": 300, "device": "cpu"}
-
-    async def story(url: str) -> tuple[EngineLost, Rollout]:
-        lost, losses = asyncio.Event(), list[EngineLost]()
-
-        def on_lost(error: EngineLost) -> None:
-            teacher.down_nowait()
-            losses.append(error)
-            lost.set()
-
-        with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and never reads
-            url_of_silent = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            teacher = make_teacher(url_of_silent, timeout_s=0.2, on_lost=on_lost)
-            asking = asyncio.ensure_future(teacher.judge(ROLLOUTS[0]))
-            await lost.wait()
-        teacher.reset_nowait()
-        teacher._caller.url, teacher._timeout_s = url, 60.0
-        teacher.up_nowait()
-        answer = await asking
-        await teacher._caller.aclose()
-        return losses[0], answer
-
-    with engine_process("embedded", spec | {"model_path": str(tiny_model_dir)}, tmp_path) as server:
-        error, rollout = asyncio.run(story(server.url))
-    assert re.search(r"teacher: .* gave no answer to /score: no answer within 0.2 s", str(error))
-    assert "an answer may take at most 0.2 s" in str(error)
-    assert rollout[0].teacher_logprobs is not None
 
 
 def test_teacher_of_other_tokens_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:

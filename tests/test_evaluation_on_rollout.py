@@ -20,7 +20,7 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 
 PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
 ONCE_S = 3 * 10 * 0.1
@@ -36,10 +36,18 @@ class Evaluated:
 
     def attach(self, rooms: EngineRooms) -> None:
         generator = single_turn(rooms.pool.counted_apart(), max_tokens=10)
-        evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
         self.evaluation = Evaluation(
             [
-                HeldOut(name, evaluator, Schedule(every=every, last=self.last, at_start=True), self.timeout_s)
+                HeldOut(
+                    generator=generator,
+                    prompts=PROMPTS,
+                    samples=2,
+                    slots=4,
+                    name=name,
+                    every=every,
+                    last=self.last,
+                    timeout_s=self.timeout_s,
+                )
                 for name, every in self.every.items()
             ],
             None,
@@ -138,18 +146,6 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
     assert stats.held_s == pytest.approx(2 * (ONCE_S - 1.0), abs=0.5)
     assert rooms.evaluation.gauges()["evaluation/held_s"] == stats.held_s
     assert rooms.pool.gauges()["tokens/generated"] == 0, "its tokens are not trained on"
-
-
-def test_stopped_run_gets_its_engines_back_at_once() -> None:
-    async def story(rooms: Apart) -> None:
-        await rooms.steps(1)
-        rooms.evaluation.stop_nowait()
-        await rooms.publisher.wait_announced(1)
-        assert asyncio.get_running_loop().time() < ONCE_S / 2
-        await rooms.whole()
-
-    rooms = live(story)
-    assert (rooms.results, rooms.evaluated.troubles) == ([], [])
 
 
 def test_another_version_than_the_served_one_ends_the_run() -> None:

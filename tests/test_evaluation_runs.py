@@ -20,7 +20,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 
 KEPT_EXPORTS = 2
 """As the trainer worker does: an older file is gone."""
@@ -45,10 +45,18 @@ class House:
         self.results, self.troubles = list[EvalResult](), list[str]()
         target = EngineServer(self.eval_engine)
         generator = single_turn(EnginePool([target], slots=4), max_tokens=10)
-        evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
+        schedule: Any = {"last": last, "at_start": at_start, "timeout_s": timeout_s}
         self.evaluation = Evaluation(
             [
-                HeldOut(name, evaluator, Schedule(every=each, last=last, at_start=at_start), timeout_s)
+                HeldOut(
+                    generator=generator,
+                    prompts=PROMPTS,
+                    samples=2,
+                    slots=4,
+                    name=name,
+                    every=each,
+                    **schedule,
+                )
                 for name, each in ({"": every} if isinstance(every, int) else every).items()
             ],
             target,
@@ -126,18 +134,6 @@ async def test_long_evaluation_skips_versions_but_the_last() -> None:
 
 
 @virtual
-async def test_dead_eval_engine_is_reported_once() -> None:
-    house = House(decode_s=0.15)
-    await house.live(before_step=lambda version: house.eval_engine.die() if version == 3 else None)
-    assert house.versions == []
-    (trouble,) = house.troubles
-    assert "the run goes on without evaluation: engine-eval" in trouble
-    stats = house.evaluation.stats()
-    assert (stats.state, stats.abandoned) == ("off", 1)
-    assert house.kept == []
-
-
-@virtual
 async def test_weights_that_arrive_changed_are_not_evaluated() -> None:
     house = House(at_start=False)
     house.eval_engine.corrupt_digest = True
@@ -161,9 +157,11 @@ def test_schedule_is_the_same_after_a_resume(
     last = versions[-1]
     multiples = range(0 if at_start else every, last + 1, every)
     expected = {min(v for v in versions if v >= multiple) for multiple in multiples} | {last}
-    schedule = Schedule(every=every, last=last, at_start=at_start)
+    settings: Any = {"generator": None, "prompts": (), "samples": 1, "slots": 1}
+    settings |= {"every": every, "last": last, "at_start": at_start}
+    schedule = HeldOut(**settings)
     due = [version for version in versions[:cut] if schedule.is_due_nowait(version)]
-    resumed = Schedule(every=every, last=last, at_start=at_start, evaluated=max(due, default=None))
+    resumed = HeldOut(evaluated=max(due, default=None), **settings)
     due += [version for version in versions[cut:] if resumed.is_due_nowait(version)]
     assert due == sorted(expected)
 

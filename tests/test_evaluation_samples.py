@@ -12,7 +12,7 @@ from rollout_cases import single_turn, virtual
 
 from asyncrl.base.errors import EngineError
 from asyncrl.messages.records import Prompt
-from asyncrl.rollouts.evaluation import EvalResult, Evaluator, Sample
+from asyncrl.rollouts.evaluation import EvalResult, HeldOut, Sample
 from asyncrl.rollouts.rollout import derive_seed
 
 
@@ -20,18 +20,18 @@ def prompt(number: int, text: str = "") -> Prompt:
     return Prompt(f"0/{number}", ({"role": "user", "content": text or f"p{number}"},))
 
 
-def make_evaluator(engine: Any, scorer: Any = None, prompts: Any = None, **values: Any) -> Evaluator:
+def make_held_out(engine: Any, scorer: Any = None, prompts: Any = None, **values: Any) -> HeldOut:
     generator = single_turn(engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8, temperature=0.5)
     given = prompts or [prompt(number) for number in range(4)]
-    return Evaluator(generator, given, samples=2, slots=3, **{"timeout_s": None, **values})
+    return HeldOut(generator=generator, prompts=given, samples=2, slots=3, **values)
 
 
 @virtual
 async def test_every_prompt_is_sampled_within_the_slots() -> None:
     engine = FakeEngine()
     engine.policy_version = 7
-    evaluator = make_evaluator(engine)
-    result = await evaluator.evaluate(7)
+    held_out = make_held_out(engine)
+    result = await held_out.evaluate(7)
     assert asyncio.get_running_loop().time() == 3.0, "8 samples, 3 at once, 1 s each"
     assert engine.peak_running == 3
     places = [(f"0/{p}", s) for p in range(4) for s in range(2)]
@@ -51,7 +51,7 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
 
     engine = FakeEngine(latency_s=lambda request: 99.0 if "0/0/s1" in request.request_id else 1.0)
     prompts = [prompt(0), prompt(1), prompt(2, "far too long"), prompt(3), prompt(4)]
-    result = await make_evaluator(engine, FakeScorer(reward), prompts, timeout_s=50.0).evaluate(0)
+    result = await make_held_out(engine, FakeScorer(reward), prompts, rollout_timeout_s=50.0).evaluate(0)
     assert [sample.prompt_id for sample in result.samples] == ["0/0", "0/4", "0/4"]
     assert result.num_failed == 7
     assert "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure
@@ -65,7 +65,7 @@ async def test_a_token_of_another_version_is_an_error() -> None:
     engine.policy_version = 8
     said = r"prompt 0/0 has tokens of policy_version 8; every token .* at policy_version 7"
     with pytest.raises(EngineError, match=said):
-        await make_evaluator(engine).evaluate(7)
+        await make_held_out(engine).evaluate(7)
 
 
 def test_the_standard_error_counts_prompts_and_not_samples() -> None:

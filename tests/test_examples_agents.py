@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 from harness_gateway import open_gateway
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from job_runs import read_lines
 
 from asyncrl.agents import Outcome, Task
 from asyncrl.agents.endpoint.tool_families import find_tool_format
@@ -61,7 +59,7 @@ def run_agent(agent: str, question: str, answer: Any, *says: Any, **args: Any) -
     return asyncio.run(load_object(agent, "generator.python")(task, session, **args)), asked
 
 
-def test_the_calculator_agent_rewards_a_call_an_expression_and_an_answer() -> None:
+def test_calculator_agent_rewards_call_expression_and_answer() -> None:
     calculate = partial(run_agent, "examples.calculator:run", "3+4", {"expression": "3+4", "value": "7"})
     best, asked = calculate(said(None, "calculator", expression="3 + 4"), said("7"))
     assert best.reward == pytest.approx(1.0)
@@ -73,14 +71,7 @@ def test_the_calculator_agent_rewards_a_call_an_expression_and_an_answer() -> No
     assert best.reward > wrong.reward > only_called.reward > silent.reward == 0  # type: ignore[operator]
 
 
-def test_the_calculator_calculates_and_nothing_else() -> None:
-    calculate = load_object("examples.calculator:calculate", "test")
-    assert (calculate("7/2"), calculate("-(2-5)*3")) == ("3.5", "9")
-    for wrong in ("1/0", "2**9", "__import__('os')", "", "9" * 400, "(" * 90, "1e999", "\x00"):
-        assert calculate(wrong) == "error", wrong
-
-
-def test_the_lookup_agent_rewards_a_call_the_right_name_and_the_right_room() -> None:
+def test_lookup_agent_rewards_call_name_and_room() -> None:
     look_up = partial(run_agent, "examples.lookup:run", "b", {"name": "b", "room": "4"})
     best, asked = look_up(said(None, "directory", name="b"), said("4"))
     assert best.reward == pytest.approx(1.0)
@@ -105,7 +96,7 @@ def test_the_lookup_agent_rewards_a_call_the_right_name_and_the_right_room() -> 
 
 
 @pytest.mark.extras
-def test_the_search_agent_finds_passages_rewards_an_exact_match_and_ends_after_its_searches() -> None:
+def test_search_agent_rewards_an_exact_match_within_its_searches() -> None:
     question, right = "What is the deepest lake on Earth?", ["Lake Baikal", "Baikal"]
     search = partial(run_agent, "examples.search.agent:run", question, right)
     outcome, asked = search(said(None, "search", query="deepest lake"), said("<answer>lake Baikal.</answer>"))
@@ -117,85 +108,6 @@ def test_the_search_agent_finds_passages_rewards_an_exact_match_and_ends_after_i
     forced = {"type": "function", "function": {"name": "search"}}
     assert [body["tool_choice"] for body in asked] == [forced, "none"]
     assert asked[1]["messages"][-1]["content"] == "No passage found."
-
-
-@pytest.mark.extras
-@pytest.mark.parametrize(
-    ("says", "reward"),
-    [
-        ("Baikal", 0.7),
-        ("It is Lake Baikal, I think.", 0.1 + 0.6 * 2 / 6),
-        ("<answer>Baikal</answer>", 1.0),
-        ("No", 0.1),
-    ],
-)
-def test_a_shaped_reward_of_the_search_agent_grows_with_the_share_of_the_right_answer(
-    says: str, reward: float
-) -> None:
-    question, right = "What is the deepest lake on Earth?", ["Lake Baikal", "Baikal"]
-    model = (said(None, "search", query="deepest lake"), said(says))
-    outcome, _ = run_agent("examples.search.agent:run", question, right, *model, is_shaped=True)
-    assert outcome.reward == pytest.approx(reward)
-
-
-def test_what_the_search_agent_learns_from_says_nothing_of_what_it_is_judged_by() -> None:
-    asked = {
-        name: [row["prompt"] for row in read_lines(ROOT / f"examples/search/people_{name}.jsonl")]
-        for name in ("train", "held_out")
-    }
-    titles = [row["title"] for row in read_lines(ROOT / "examples/search/people.jsonl")]
-    people = {title.partition(" of ")[2] for title in titles}
-    known = {
-        name: {who for who in people if any(who in text for text in texts)} for name, texts in asked.items()
-    }
-    assert (len(known["train"]), len(known["held_out"])) == (200, 40)
-    assert not known["train"] & known["held_out"]
-
-
-@pytest.mark.parametrize(
-    ("corpus", "questions"), [("corpus", ["questions"]), ("people", ["people_train", "people_held_out"])]
-)
-def test_every_question_of_the_search_agent_is_answered_by_a_passage(
-    corpus: str, questions: list[str]
-) -> None:
-    mentions = load_object("examples.search.agent:mentions", "test")
-    texts = [f"{row['title']} {row['text']}" for row in read_lines(ROOT / f"examples/search/{corpus}.jsonl")]
-    for row in (row for name in questions for row in read_lines(ROOT / f"examples/search/{name}.jsonl")):
-        assert any(mentions(text, right) for text in texts for right in row["answer"]), row
-
-
-def test_the_people_of_the_search_agent_are_those_that_its_script_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import examples.search.people as script
-
-    monkeypatch.setattr(script, "HERE", tmp_path)
-    script.main()
-    for name in ("people", "people_train", "people_held_out"):
-        shipped = ROOT / f"examples/search/{name}.jsonl"
-        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
-
-
-def test_the_search_agents_template_writes_what_its_format_reads() -> None:
-    examples = list(load_object("examples.search.agent:examples", "test")(2))
-    assert len(examples) == 2 * 4
-    for message in examples:
-        for call in message.get("tool_calls", []):  # as the gateway gives them to a template
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    text = (ROOT / "examples/search/search_r1.jinja").read_text(encoding="utf-8")
-    chat = [*examples, {"role": "user", "content": "Who?"}]
-    shown = (
-        ImmutableSandboxedEnvironment().from_string(text).render(messages=chat, add_generation_prompt=True)
-    )
-    assert "<|im_start|>assistant\n<search>birthplace of Ada Brook</search><|im_end|>\n" in shown
-    assert "<|im_start|>user\n<information>The birthplace of Ada Brook: Dublin." in shown
-    assert shown.endswith(
-        "<answer>mule</answer><|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    own = find_tool_format("examples.search.agent:parse", text)
-    (call,) = own.parse("<search>Ada Brook</search>").tool_calls
-    assert (call.name, json.loads(call.arguments)) == ("search", {"query": "Ada Brook"})
-    assert own.parse("<search>Ada Brook").tool_calls == (), "not ended, so no search"
 
 
 def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:
@@ -214,29 +126,6 @@ def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:
     assert asked == [[first], [first, *second]]
     assert outcome.reward == pytest.approx(0.7 * 2 / 16 + 0.3), "two e in both, the first of the right length"
     assert outcome.metrics == {"first_length": 8, "right_letters": 2}
-
-
-def test_the_chat_template_of_the_examples_shows_the_tools_and_reads_the_calls_back() -> None:
-    text = (ROOT / "examples/hermes.jinja").read_text(encoding="utf-8")
-    assert find_tool_format("auto", text).name == "hermes"
-    call = {"type": "function", "id": "c", "function": {"name": "search", "arguments": {"query": "deep"}}}
-    chat = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "How deep?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "1,642 metres"},
-    ]
-    jinja = ImmutableSandboxedEnvironment()
-    jinja.filters["tojson"] = json.dumps  # as transformers has it
-    tools = load_object("examples.search.agent:TOOLS", "test")
-    shown = jinja.from_string(text).render(messages=chat, tools=tools, add_generation_prompt=True)
-    system, user, assistant, tool, generation = shown.split("<|im_start|>")[1:]
-    assert system.startswith("system\nBe brief.\n")
-    assert '{"name": "search", "arguments": {"query": "..."}}' in system
-    (read_back,) = find_tool_format("hermes", text).parse(assistant).tool_calls
-    assert (read_back.name, json.loads(read_back.arguments)) == ("search", {"query": "deep"})
-    assert (user, generation) == ("user\nHow deep?<|im_end|>\n", "assistant\n")
-    assert "1,642 metres" in tool
 
 
 @pytest.mark.parametrize(

@@ -372,10 +372,11 @@ async def test_harness_at_a_limit_leaves_a_scored_rollout(
     async with gateway_world(**limit) as world:
         worker: Any = TalkingWorker(world, is_stubborn=is_stubborn)
 
-        def attempt(on_overflow: Any) -> Any:
-            prompt = Prompt("p0", tuple(HI))
-            about = RolloutAttempt(f"g0/{on_overflow}", GroupId(0), prompt, 0, 0, lambda: None)
-            return HarnessGenerator(world.gateway, worker, worker, on_overflow=on_overflow).run_attempt(about)
+        async def attempt(on_overflow: Any) -> Rollout:
+            about = RolloutAttempt(f"g0/{on_overflow}", GroupId(0), Prompt("p0", tuple(HI)), 0)
+            generator = HarnessGenerator(world.gateway, worker, worker, on_overflow=on_overflow)
+            score = await generator.sample(about)
+            return await score()
 
         rollout: Rollout = await attempt("truncate")
         assert [(branch.reward, branch.is_truncated) for branch in rollout] == [(0.25, True)]

@@ -128,24 +128,6 @@ def test_pieces_are_the_text_up_to_the_first_stop(
         assert expected.startswith(so_far), "what was handed out stays"
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_only_kept_special_tokens_are_shown(name: str) -> None:
-    tokenizer = _saved[name]
-    encode = tokenizer.encode
-    ids = encode(f"the{START}fox{PYTHON}") + encode(f"{MARKER}12") + encode(END)
-    whole = "".join(pieces(AnswerText(tokenizer), ids, [1] * len(ids)))
-    assert [special in whole for special in (START, PYTHON, END)] == [True, True, False]
-
-    def stripped(stop: Sequence[str] = (), keep: Sequence[str] = ()) -> AnswerText:
-        return AnswerText(tokenizer, stop, keep_special=keep, shows_special=False)
-
-    hidden = "".join(pieces(stripped(), ids, [1] * len(ids)))
-    assert MARKER in hidden, "added to the vocabulary, and no special token"
-    assert not any(special in hidden for special in (START, PYTHON, END))
-    shown = "".join(pieces(stripped(keep=[PYTHON, END]), ids, [1] * len(ids)))
-    assert (PYTHON in shown, START in shown) == (True, False)
-
-
 # ---- what a client is told of a completion
 
 

@@ -170,11 +170,3 @@ def test_nothing_runs_without_a_working_sandbox(monkeypatch: pytest.MonkeyPatch,
     broken.chmod(0o755)
     with pytest.raises(ConfigError, match="bwrap .* failed with code 1: bwrap: setting up uid map"):
         find_sandbox(config, ["/bin/sh"])
-
-
-def test_settings_of_a_sandbox_need_a_sandbox() -> None:
-    for settings in ({"max_memory_mb": 100}, {"sandbox_paths": ["/data"]}):
-        with pytest.raises(ValueError, match="needs generator.sandbox=bubblewrap"):
-            GeneratorConfig(command=["/bin/sh"], **settings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is for command"):
-        GeneratorConfig(python="a:b", sandbox="bubblewrap")

@@ -117,14 +117,6 @@ def test_tool_environment_records_every_turn(
     assert re.fullmatch(r"Let me see\. <tool_call>(.|\n)*It is -?\d+", sampled)
 
 
-def test_turn_by_turn_environment_is_one_conversation() -> None:
-    outcome, (branch,), prompts = play(GUESSING, 3, guess_upwards, {})
-    assert outcome == Outcome(1.0, {"reward/found": 1.0, "guesses": 4.0})
-    told = [last_turn(prompt)[1] for prompt in prompts]
-    assert told == ["Which number from 0 to 9?"] + ["higher"] * 3
-    assert branch.num_sampled == 8  # four digits and four ends of turn
-
-
 @in_loop
 async def test_rollouts_share_servers_that_end_with_the_last() -> None:
     async with gateway_world(ScriptedEngine(lambda request: guess_upwards(text_of(request)))) as world:

@@ -97,13 +97,6 @@ async def test_harness_errors_are_data_and_the_worker_goes_on() -> None:
 
 
 @in_loop
-async def test_worker_ends_a_rollout_past_its_limit() -> None:
-    async with open_gateway() as gateway, working(gateway, python("sleeps")):
-        with pytest.raises(RolloutFailure, match=r"did not end within 0\.05 s"):
-            await gateway.run(0, timeout_s=0.05)
-
-
-@in_loop
 async def test_withdrawn_rollout_is_cancelled_and_frees_its_slot() -> None:
     steps = Steps()
     async with open_gateway(lease_timeout_s=6.0) as gateway, working(gateway, steps, slots=1):
@@ -262,6 +255,6 @@ def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.Mo
         refused = CliRunner().invoke(app, ["work", "http://127.0.0.1:9", *arguments])
         assert isinstance(refused.exception, ConfigError)
         assert said in str(refused.exception)
-    with pytest.raises(ConfigError, match="is no address of a gateway"):
+    with pytest.raises(ConfigError, match="is not the address of a gateway"):
         gateway_url("localhost:8700")
     assert gateway_url("http://host:1/v1/") == "http://host:1"

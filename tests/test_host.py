@@ -35,11 +35,11 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
 
 
 @pytest.mark.usefixtures("put")
-def test_without_groups_a_process_may_have_what_the_host_has() -> None:
+def test_host_without_groups_is_the_limit() -> None:
     assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)
 
 
-def test_a_container_that_sees_its_group_as_the_root_may_have_what_that_has_left(put: Put) -> None:
+def test_group_of_a_container_is_the_limit(put: Put) -> None:
     stat = f"anon {15 * GB}\nfile {5 * GB}\nshmem {2 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"
     limits = {"memory.max": str(32 * GB), "memory.current": str(20 * GB), "cpu.max": "650000 100000"}
     put("0::/\n", limits | {"memory.stat": stat})
@@ -47,7 +47,7 @@ def test_a_container_that_sees_its_group_as_the_root_may_have_what_that_has_left
     assert (host.available_memory(), host.num_cores()) == (15 * GB, 7)
 
 
-def test_of_nested_groups_the_one_with_least_left_counts(put: Put) -> None:
+def test_nested_group_with_least_left_counts(put: Put) -> None:
     files = {"job/step/memory.max": "max", "job/step/memory.current": str(3 * GB)}
     files |= {"job/memory.max": str(10 * GB), "job/memory.current": str(4 * GB)}
     files |= {"job/step/cpu.max": "max 100000", "job/cpu.max": "200000 100000"}
@@ -55,7 +55,7 @@ def test_of_nested_groups_the_one_with_least_left_counts(put: Put) -> None:
     assert (host.available_memory(), host.num_cores()) == (6 * GB, 2)
 
 
-def test_groups_of_the_first_version_are_read_too(put: Put) -> None:
+def test_groups_of_version_one_are_read(put: Put) -> None:
     files = {"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": str(50 * GB)}
     files |= {"memory/docker/a1/memory.limit_in_bytes": str(8 * GB)}
     files |= {"memory/docker/a1/memory.usage_in_bytes": str(6 * GB)}
@@ -68,7 +68,7 @@ def test_groups_of_the_first_version_are_read_too(put: Put) -> None:
     assert host.num_cores() == 1
 
 
-def test_a_group_that_is_full_leaves_nothing_and_one_that_is_not_shown_no_limit(put: Put) -> None:
+def test_full_group_leaves_nothing_and_hidden_one_is_ignored(put: Put) -> None:
     put("0::/not/shown/here\n1:name=systemd:/\n", {})
     assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)
     put("0::/\n", {"memory.max": str(GB), "memory.current": str(2 * GB)})

@@ -45,7 +45,7 @@ def test_run_survives_losses_until_restarts_are_used_up(
     """
     config = write_config(
         tmp_path,
-        eval={"task": {"python": "asyncrl.tasks.letters:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},
+        eval={"task": {"python": "asyncrl.tasks.toy:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},
         rollout={"num_engines": 2},
         buffer={"max_staleness": 2, "on_overdue": "drop"},
         observe={"heartbeat_s": 12},
@@ -72,7 +72,7 @@ def test_run_survives_losses_until_restarts_are_used_up(
     second.kill()
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, stderr
-    assert stdout.count("WARNING: the run goes on without evaluation: engine-eval") == 1
+    assert stdout.count("WARNING: the run continues without evaluation: engine-eval") == 1
     assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
     assert "restarting trainer, 1 of 1" in stdout
     assert f"engine-1: process {frozen.pid} does not answer" in stdout

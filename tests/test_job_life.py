@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
 from asyncrl.job.colocate import Disaggregated
+from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.loop import Job
 from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumePoint
@@ -40,7 +42,10 @@ def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
 def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: Any) -> Job:
     config = make_config(tmp_path, **sections)
     reporter = Reporter(config, tmp_path, "test", goes_on=point is not None)
-    return Job(config, tmp_path, reporter, point, None, LocalLauncher(), 1)  # type: ignore[arg-type]
+    life = Lifecycle(
+        config, tmp_path, reporter.log, LocalLauncher(), on_end=reporter.finish, on_exit=reporter.aclose
+    )
+    return Job(life, reporter, None, point, 1)  # type: ignore[arg-type]
 
 
 def make_reporter(tmp_path: Path, *, num_steps: int = 0, console: str = "none") -> Reporter:
@@ -103,7 +108,7 @@ class House:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.job = make_job(tmp_path, trainer={"num_steps": 3})
         silent: Any = SimpleNamespace(**dict.fromkeys(REPORTED, ignore), counted_before_publish=lambda *_: {})
-        self.job.reporter = silent
+        self.job = replace(self.job, reporter=silent)
         self.trainer, self.journal = FakeTrainer(), MemoryJournal()
         self.batches = asyncio.Queue[Batch]()
         self.after_step, self.last = list[int](), list[int]()
@@ -261,9 +266,7 @@ def test_failed_start_restores_earlier_weights(
         (run_dir / "summary.json").write_text('{"state": "done", "num_steps": 1000000}')
 
     refused = raising(RoomError("trainer-0", "cannot start"))
-    monkeypatch.setattr(
-        job, "Job", lambda *_, **__: SimpleNamespace(life=SimpleNamespace(run=refused), live=None)
-    )
+    monkeypatch.setattr(job.Lifecycle, "run", refused)
     with pytest.raises((RoomError, ConfigError), match="is done" if is_done else "cannot start"):
         job.run_job(config, run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"

@@ -18,7 +18,7 @@ from asyncrl.observe.show import render_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 10
-LETTERS = {"python": "asyncrl.tasks.letters:Letters"}
+LETTERS = {"python": "asyncrl.tasks.toy:Letters"}
 WORDS = [{"prompt": f"{letter} 2", "answer": letter} for letter in "abcdef"]
 
 
@@ -91,7 +91,7 @@ def test_resumed_run_computes_the_same_and_refuses_changed_data(whole: Path, tmp
     finally:
         data.write_text(content)
     assert refused.returncode == 2, refused.stderr
-    assert f"the data are not those that this run began with: {data} had the digest xxh3:" in refused.stderr
+    assert f"the task's data have changed since this run began: {data}" in refused.stderr
     assert "--allow-change task.digest" in refused.stderr
     answer = run(config, run_dir)
     assert answer.returncode == 0, (answer.stdout, answer.stderr)

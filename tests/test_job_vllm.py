@@ -66,7 +66,7 @@ def test_a_run_samples_with_the_weights_that_it_trained(whole: Path) -> None:
 
 @pytest.mark.long
 def test_broadcast_run_trains_the_same_after_a_vllm_kill(whole: Path, tmp_path: Path) -> None:
-    evaluation = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, every: 3, num_prompts: 8, slots: 8}"
+    evaluation = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, every: 3, num_prompts: 8, slots: 8}"
     run_dir = tmp_path / "run"
     process = start(CONFIG, run_dir, *small("weight_sync.transport=nccl", evaluation))
     wait_for_steps(run_dir, 2, process, PATIENCE_S)

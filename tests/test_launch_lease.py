@@ -208,7 +208,7 @@ TestTurns.settings = settings(max_examples=120, stateful_step_count=12, deadline
     ("first", "at"), [*(("engines", at) for at in range(9)), *(("trainer", at) for at in range(3))]
 )
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_start_that_failed_can_be_made_again(first: Side, at: int, fault: Fault, stays: bool) -> None:
+def test_failed_start_can_be_repeated(first: Side, at: int, fault: Fault, stays: bool) -> None:
     world = World(trainer=("weights", "optimizer"), stays=stays)
     failed = world.run(first, {at: fault}) is not None
     assert failed == bool(world.hit)
@@ -245,9 +245,7 @@ def world() -> World:
         ),
     ],
 )
-def test_an_error_names_the_phase_its_cause_and_what_became_of_the_devices(
-    world: World, faults: dict[int, Fault], told: str
-) -> None:
+def test_error_names_phase_cause_and_owner(world: World, faults: dict[int, Fault], told: str) -> None:
     error = world.run("trainer", faults)
     assert isinstance(error, RoomError)
     assert isinstance(error.__cause__, RoomError)
@@ -256,7 +254,7 @@ def test_an_error_names_the_phase_its_cause_and_what_became_of_the_devices(
         assert not any(engine.awake for engine in world.engines), "what had no room to wake was not woken"
 
 
-def test_a_cancelled_handover_is_undone_first_and_a_bug_is_raised_as_it_is(world: World) -> None:
+def test_cancelled_handover_is_undone_and_bug_is_raised(world: World) -> None:
     error = world.run("trainer", {2: "cancel_after", 4: "cancel"})  # once more while it is undone
     assert isinstance(error, asyncio.CancelledError)
     assert world.events[-2:] == [
@@ -269,7 +267,7 @@ def test_a_cancelled_handover_is_undone_first_and_a_bug_is_raised_as_it_is(world
     world.assert_rests("engines")
 
 
-def test_a_call_that_was_cancelled_from_outside_is_a_failure_and_no_cancellation_of_ours(
+def test_call_cancelled_from_outside_is_a_failure(
     world: World,
 ) -> None:
     world.run("trainer")
@@ -286,7 +284,7 @@ def test_a_call_that_was_cancelled_from_outside_is_a_failure_and_no_cancellation
     world.assert_rests("trainer")
 
 
-def test_every_step_is_told_with_its_seconds_and_bytes(world: World) -> None:
+def test_every_phase_is_reported_with_seconds_and_bytes(world: World) -> None:
     world.run("trainer")
     world.run("engines")
     assert [kind for kind, _ in world.events] == ["handover", *["handover phase"] * 5, "handed over"]
@@ -296,7 +294,7 @@ def test_every_step_is_told_with_its_seconds_and_bytes(world: World) -> None:
     assert world.events[-1][1] == {"to": "engines", "seconds": 5.0}
 
 
-def test_where_both_sides_stay_a_handover_is_a_pause_or_a_push() -> None:
+def test_resident_sides_hand_over_by_pause_or_push() -> None:
     world = World(stays=True)
     assert world.run("engines") is None
     told = []
@@ -308,7 +306,7 @@ def test_where_both_sides_stay_a_handover_is_a_pause_or_a_push() -> None:
     world.assert_rests("engines")
 
 
-def test_a_second_handover_meanwhile_is_refused(world: World) -> None:
+def test_second_handover_in_parallel_is_refused(world: World) -> None:
     async def story() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(world.lease.hand_to("trainer"))

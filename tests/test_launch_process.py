@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.util
 import json
 import os
@@ -230,11 +229,12 @@ def test_group_member_has_time_to_clean_up_after_its_leader(
     asyncio.run(story())
 
 
-def test_unkillable_process_is_named(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unkillable_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In state D no signal ends a process; here none reaches it."""
+    add_module(tmp_path, monkeypatch, CHILD)
 
     async def story() -> None:
-        child = make_child(module, tmp_path)
+        child = make_child(MODULE, tmp_path)
         await child.start()
         os.kill(child.pid, signal.SIGSTOP)  # nor does it see that its standard input ends
         with monkeypatch.context() as patch:
@@ -285,24 +285,6 @@ def test_staging_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
     staging.new_staging_dir(tmp_path)
     staging.clear_own_staging()
     assert sorted(tmp_path.iterdir()) == sorted([other, foreign])
-
-
-def test_staging_cleared_while_being_made_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[Path] = []
-    real = fcntl.flock
-
-    def flock(descriptor: int, flags: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", real)
-        taken.extend(staging.clear_stale_staging(tmp_path))  # its lock file is there, and nobody holds it yet
-        real(descriptor, flags)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    folder = staging.new_staging_dir(tmp_path)
-    assert (len(taken), staging.clear_stale_staging(tmp_path)) == (1, [])
-    assert list(tmp_path.iterdir()) == [folder]
-    staging.remove_staging_dir(folder)
 
 
 def test_disk_dir_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

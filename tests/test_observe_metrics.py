@@ -296,7 +296,7 @@ def test_a_skipped_step_is_reported_with_its_groups(
     assert said.count(f"{warning}, groups 2, 3") == said.count("WARNING") == 1
     assert "in step 3: not finite, groups 4, 5" in caplog.text, "each is in the controller's log"
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["num_skipped_steps"], len(summary["warnings"])) == (2, 1)
+    assert len(summary["warnings"]) == 1
     assert "2 updates skipped because loss or gradient was not finite (step 2 to 3)" in " ".join(
         summary["health"]
     )

@@ -243,10 +243,10 @@ def test_the_page_shows_the_verdict_and_its_reasons(tmp_path: Path) -> None:
     assert (view["problems"], view["ended"], view["why"]) == ([], "", "4 of 9 steps done")
     verdict = view["verdict"]
     assert verdict["headline"].startswith("Too short to say whether it learns: reward 0.050 at the start")
-    assert (verdict["reward_last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
+    assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
     assert view["curves"]["reward/mean"]["mean"] == [0.0, 0.1, 0.2, 0.3]
     assert [tile["label"] for tile in view["tiles"]] == ["steps", "time", "staleness"]
-    assert math.fsum(share["fraction"] for share in view["shares"]) == pytest.approx(1.0)
+    assert math.fsum(verdict["shares"].values()) == pytest.approx(1.0)
     differing = [setting["key"] for setting in view["settings"] if setting["differs"]]
     assert differing == ["model.path", "task.python", "buffer.max_staleness", "trainer.num_steps"]
     assert view["timeline"]["slots"].keys() == {"engine-0", "engine-1"}

@@ -52,14 +52,14 @@ def hang_restarted_trainer(house: House) -> None:
 HANGS = {
     hang_trainer: r"""
 train loop waits in TrainerClient.train for optimizer step 4.* by trainer-0
-producers waits in Buffer.wait_open for leave to start a group \(2 ready, 0 run, step 5
+producers waits in Buffer.wait_open for admission of a group \(2 ready, 0 run, step 5
 publisher waits .* for a policy_version above 3.* woken by the train loop""",
     hang_restarted_trainer: r"""
 catching up waits in TrainerClient.catch_up for the journaled batches .* woken by trainer-0
 train loop waits in \w+Trainer.wait_up for the trainer to be back""",
     hang_commit: r"""
 publisher waits .* for commit of policy_version 1, .* woken by engine-1
-train loop waits in Buffer.wait_batch for publishing, for no group may start before""",
+train loop waits in Buffer.wait_batch for publishing, because no group may start before""",
     hang_generate: r"""
 \d rollouts waits in EnginePool.\w+ for completions.* woken by engine-1
 rollout g\d+/r\d runs for 6\d s, in EnginePool.\w+ on engine-1
@@ -73,7 +73,7 @@ rollout g\d+/r\d runs for \d+ s, in TaskScorer.score""",
 @pytest.mark.parametrize(
     ("hang", "lines"), HANGS.items(), ids=["trainer", "restarted trainer", "commit", "engine", "reward"]
 )
-def test_what_hangs_is_named_with_who_waits_for_it_and_since_when(
+def test_a_report_names_what_hangs_and_who_waits(
     log_path: Path, hang: Callable[[House], None], lines: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "asyncrl.watchdog"):
@@ -88,7 +88,7 @@ def test_what_hangs_is_named_with_who_waits_for_it_and_since_when(
     assert "thread MainThread:" in logged
 
 
-def test_a_trainer_that_is_long_in_starting_is_no_reason_to_speak_up(log_path: Path) -> None:
+def test_a_slow_trainer_start_is_not_reported(log_path: Path) -> None:
     def prepare(house: House) -> None:
         house.trainer_process.start_s = 200.0
         asyncio.get_running_loop().call_later(10.0, house.worker.die)
@@ -98,7 +98,7 @@ def test_a_trainer_that_is_long_in_starting_is_no_reason_to_speak_up(log_path: P
     assert house.rooms.trainer.policy_version > 3
 
 
-def test_warn_speaks_again_after_twice_and_four_times_as_long(log_path: Path) -> None:
+def test_warnings_repeat_after_doubled_times(log_path: Path) -> None:
     house = play(log_path, 600, hang_trainer)
     times = [told_s for told_s, _ in house.told]
     start = times[0] - WATCHDOG_S
@@ -108,7 +108,7 @@ def test_warn_speaks_again_after_twice_and_four_times_as_long(log_path: Path) ->
     assert [wait["who"] for wait in details["waits"]] == ["train loop", "publisher", "producers"]
 
 
-def test_restart_mends_a_hung_engine_and_the_run_goes_on(log_path: Path) -> None:
+def test_restart_replaces_a_hung_engine(log_path: Path) -> None:
     house = play(log_path, 300, hang_commit, on_stuck="restart")
     assert len(house.restarted_s) == len(house.told) >= 1
     assert all(later - earlier >= WATCHDOG_S for earlier, later in pairwise(house.restarted_s))
@@ -117,9 +117,7 @@ def test_restart_mends_a_hung_engine_and_the_run_goes_on(log_path: Path) -> None
 @pytest.mark.parametrize(
     ("starts", "told_at"), [(True, [6]), (False, [1, 2, 3, 4, 5, 6])], ids=["starts", "waits for room"]
 )
-def test_an_engine_that_is_being_started_again_is_given_its_time_and_one_that_is_only_down_is_not(
-    log_path: Path, starts: bool, told_at: list[int]
-) -> None:
+def test_only_a_starting_engine_is_given_time(log_path: Path, starts: bool, told_at: list[int]) -> None:
     def prepare(house: House) -> None:
         hang_commit(house)
         house.rooms.engines.down_nowait("engine-1")
@@ -132,9 +130,7 @@ def test_an_engine_that_is_being_started_again_is_given_its_time_and_one_that_is
 
 
 @pytest.mark.parametrize("is_well", [True, False])
-def test_fail_ends_the_run_with_the_child_that_gives_no_answer_else_with_who_waits_for_whom(
-    log_path: Path, is_well: bool
-) -> None:
+def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path, is_well: bool) -> None:
     def prepare(house: House) -> None:
         hang_trainer(house)
         house.children = (ChildState("trainer-0", "process 7 is stopped", "no answer", is_well=is_well),)
@@ -148,7 +144,7 @@ def test_fail_ends_the_run_with_the_child_that_gives_no_answer_else_with_who_wai
     assert "supervision.watchdog_s=60 and on_stuck=fail end such a run" in str(error)
 
 
-def test_a_loop_that_is_blocked_has_its_threads_written_down_all_the_same(log_path: Path) -> None:
+def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
     written = threading.Event()
 
     def look() -> None:
@@ -176,7 +172,7 @@ def test_a_loop_that_is_blocked_has_its_threads_written_down_all_the_same(log_pa
     assert "in block" in log_path.read_text()
 
 
-def test_time_in_which_the_process_itself_was_stopped_counts_for_nobody() -> None:
+def test_time_of_a_stopped_process_is_not_counted() -> None:
     clock = StuckClock(60.0, now_s=0.0)
     clock.look({"tokens": 1.0}, 10.0)
     clock.forgive(1000.0)  # asked to be woken at 70, was woken at 1070
@@ -191,7 +187,7 @@ EIGHTHS_S = st.integers(1, 400).map(lambda number: number / 8)
 
 
 @given(st.lists(st.tuples(EIGHTHS_S, st.booleans()), max_size=60))
-def test_a_report_is_due_exactly_when_nothing_changed_for_long_enough(
+def test_a_report_is_due_after_time_without_change(
     events: list[tuple[float, bool]],
 ) -> None:
     clock, now_s, moved_s, counter = StuckClock(30.0, now_s=0.0), 0.0, 0.0, 0

@@ -12,11 +12,11 @@ import pytest
 from fakes import FakeEngine, FakeScorer, FakeSource, MemoryJournal
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_cases import FakeSink, make_producers, one_token, single_turn, virtual
+from rollout_cases import FakeSink, make_producers, one_token, scored, single_turn, virtual
 
 from asyncrl.base.errors import EngineError, RequestRefused, TaskError
-from asyncrl.messages.records import GroupId, Prompt, Rollout, SamplingRequest
-from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt
+from asyncrl.messages.records import GroupId, Prompt, SamplingRequest
+from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, Score
 from asyncrl.testing.virtual_time import all_blocked
 
 ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}
@@ -102,10 +102,10 @@ async def test_ticket_is_requested_only_for_free_slots() -> None:
 class Branching:
     """A generator whose rollout r has r + 1 branches; the last one is done first."""
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+    async def sample(self, attempt: RolloutAttempt) -> Score:
         await asyncio.sleep(10.0 - attempt.sample_index)
         branch = one_token(attempt.sample_index)
-        return tuple(replace(branch, branch=number) for number in range(attempt.sample_index + 1))
+        return scored(tuple(replace(branch, branch=number) for number in range(attempt.sample_index + 1)))
 
 
 @virtual

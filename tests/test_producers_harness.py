@@ -15,7 +15,7 @@ from asyncrl.base.errors import RolloutFailure, RolloutTimeout
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Work
 from asyncrl.messages.work import RolloutSession
 from asyncrl.rollouts.generators import HarnessGenerator
-from asyncrl.rollouts.rollout import RolloutRunner, Slots
+from asyncrl.rollouts.rollout import RolloutAttempt, RolloutRunner, Slots
 from asyncrl.testing.virtual_time import run_virtual
 
 PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
@@ -106,7 +106,8 @@ def run(host: FakeHost, queue: FakeQueue, *, retries: int = 0, **options: Any) -
             def give_back_nowait(self, name: str) -> None:
                 host.log.append("stopped")
 
-        return await runner.run(GroupId(4), PROMPT, 2, slots=LoggingSlots(1), order=())
+        attempt = RolloutAttempt("g4/r2", GroupId(4), PROMPT, 2)
+        return await runner.run(attempt, slots=LoggingSlots(1), order=())
 
     return run_virtual(story())
 

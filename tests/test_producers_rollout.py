@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes import FakeEngine, FakeScorer
 from journal_cases import admit, make_partial, make_prompt, with_journal
-from rollout_cases import single_turn, virtual
+from rollout_cases import scored, single_turn, virtual
 
 from asyncrl.base.errors import EngineError, RequestRefused, RewardFailure
 from asyncrl.config import TaskConfig
@@ -26,7 +26,14 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
-from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
+from asyncrl.rollouts.rollout import (
+    FailedRollout,
+    RolloutAttempt,
+    RolloutRunner,
+    Score,
+    Slots,
+    derive_seed,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model.random_init import make_character_tokenizer
@@ -47,13 +54,13 @@ class Scripted:
     def __init__(self, *attempts: Callable[[], Awaitable[Rollout]]) -> None:
         self._attempts = iter(attempts)
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        return await next(self._attempts)()
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        return scored(await next(self._attempts)())
 
 
 async def good() -> Rollout:
-    attempt = RolloutAttempt("g0/r1", GroupId(0), PROMPT, 1, 0, lambda: None)
-    return await single_turn(FakeEngine()).run_attempt(attempt)
+    score = await single_turn(FakeEngine()).sample(RolloutAttempt("g0/r1", GroupId(0), PROMPT, 1))
+    return await score()
 
 
 def failing(error: Exception) -> Callable[[], Awaitable[Rollout]]:
@@ -69,7 +76,7 @@ async def hanging() -> Rollout:
 
 
 async def run(runner: RolloutRunner) -> Rollout | FailedRollout:
-    return await runner.run(GroupId(4), PROMPT, 1, slots=Slots(1), order=())
+    return await runner.run(RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1), slots=Slots(1), order=())
 
 
 @virtual
@@ -77,16 +84,15 @@ async def test_single_turn_records_every_token() -> None:
     engine = FakeEngine(tokens=lambda _: 3)
     scorer = FakeScorer(lambda _, text: 0.5 if text == "zzz" else 0.0, latency_s=5.0)
     engine.policy_version = 9
-    stopped: list[float] = []
-    now_s = asyncio.get_running_loop().time
-    attempt = RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1, 0, lambda: stopped.append(now_s()))
-    (trajectory,) = await single_turn(engine, scorer, run_seed=3, temperature=0.7).run_attempt(attempt)
+    generator = single_turn(engine, scorer, run_seed=3, temperature=0.7)
+    score = await generator.sample(RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1))
+    assert asyncio.get_running_loop().time() == 1.0, "a slow reward is not part of sampling"
+    (trajectory,) = await score()
     assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
     assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
     assert trajectory.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3
     assert trajectory.version_spans == (VersionSpan(5, 8, 9),)
     assert (trajectory.reward, trajectory.sample_index, trajectory.is_truncated) == (0.5, 1, False)
-    assert stopped == [1.0], "a slow reward holds no slot"
     (request,) = engine.requests
     assert (request.request_id, request.route_key, request.temperature) == ("g4/r1/t0/a0", "g4", 0.7)
     assert request.seed == derive_seed(3, "p7", 1, 0)
@@ -163,13 +169,7 @@ def test_the_journal_counts_every_sampled_token_once(
         )
         running = asyncio.ensure_future(
             runner.run(
-                group_id,
-                prompt,
-                1,
-                slots=Slots(1),
-                order=(),
-                journal=journal,
-                resumed=None if partial is None else (0, partial),
+                RolloutAttempt("g0/r1", group_id, prompt, 1, 0, partial, journal), slots=Slots(1), order=()
             )
         )
         if ends[-1] == "hangs":  # the group is dropped while it runs
@@ -238,6 +238,10 @@ def test_the_reward_sees_every_sampled_token_but_the_final_end(
         temperature=1.0,
     )
     prompt = Prompt("p0", ({"role": "user", "content": "ab"},))
-    attempt = RolloutAttempt("g0/r0", GroupId(0), prompt, 0, 0, lambda: None)
-    asyncio.run(generator.run_attempt(attempt))
+
+    async def story() -> None:
+        score = await generator.sample(RolloutAttempt("g0/r0", GroupId(0), prompt, 0))
+        await score()
+
+    asyncio.run(story())
     assert scored == [said]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from asyncrl.config import load_config
 from asyncrl.messages.records import Prompt
@@ -48,40 +46,6 @@ def test_a_reward_of_the_page(
     rewards: dict[str, Any], name: str, completion: str, answer: str, reward: float
 ) -> None:
     assert rewards[name](PROMPT, completion, answer) == pytest.approx(reward)
-
-
-@pytest.mark.parametrize(("reply", "grade"), [("7", 0.7), ("10", 1.0), ("fine", None)])
-def test_the_judge_of_the_page_grades_by_a_second_endpoint(
-    rewards: dict[str, Any], reply: str, grade: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        body = await request.json()
-        assert "1 + 1?" in body["messages"][0]["content"]
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
-        head = {"id": "0", "object": "chat.completion", "created": 0, "model": body["model"]}
-        return web.json_response({**head, "choices": [choice]})
-
-    async def judged() -> float:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            monkeypatch.setenv("JUDGE_URL", f"http://{host}:{port}/v1")
-            monkeypatch.setenv("JUDGE_KEY", "none")
-            monkeypatch.setenv("JUDGE_MODEL", "judge")
-            return float(await rewards["judged"](PROMPT, "2", "2"))
-        finally:
-            await runner.cleanup()
-
-    if grade is None:
-        with pytest.raises(ValueError, match="the judge replied 'fine'"):
-            asyncio.run(judged())
-    else:
-        assert asyncio.run(judged()) == grade
 
 
 def test_the_config_of_the_page_finds_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,7 +256,7 @@ def test_functions_of_the_right_shape_pass_uncalled_and_no_thread_is_waited_for(
     algorithm = {"loss": "threads_here:loss", "advantage": "mine_here:right_advantage"}
     agent, gateway = {"python": "mine_here:right_agent"}, {"tool_format": "mine_here:right_parse"}
     found = validate(load_config(write_config(here, algorithm=algorithm, generator=agent, gateway=gateway)))
-    assert (found.lines, found.notes) == (["task: asyncrl.tasks.letters:Letters, 200 prompts"], [])
+    assert (found.lines, found.notes) == (["task: asyncrl.tasks.toy:Letters, 200 prompts"], [])
 
 
 @pytest.mark.parametrize("code", [0, 7])

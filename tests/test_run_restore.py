@@ -19,7 +19,7 @@ from asyncrl.base.errors import JournalError, TaskError, TrainerError
 from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.job.checkpointer import recover_trainer
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision

@@ -115,7 +115,7 @@ def test_fewer_steps_than_were_trained_are_refused(run_dir: Path, tmp_path: Path
     assert found(run_dir, shorter) == ResumePoint(None)
     (run_dir / "journal.sqlite").unlink()
     asyncio.run(train(4))
-    with pytest.raises(ConfigError, match="trainer.num_steps=3 is less than the 4 steps that the run in"):
+    with pytest.raises(ConfigError, match="has trained 4 steps, and trainer.num_steps=3"):
         find_resume(run_dir, shorter, "auto")
 
 

@@ -11,19 +11,17 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world
-from rollout_cases import make_branch, make_prompt, virtual
+from rollout_cases import make_branch, make_prompt, scored, virtual
 
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
-from asyncrl.base.errors import ConfigError, EngineError, RolloutFailure, RoomError
+from asyncrl.base.errors import EngineError, RolloutFailure, RoomError
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config import load_config
-from asyncrl.job import harnessing
-from asyncrl.job.harnessing import GOODBYE_S, Harnessing, UserKey, try_rollouts
-from asyncrl.job.serve import open_folder
-from asyncrl.messages.records import Rollout
-from asyncrl.rollouts.evaluation import Evaluator
+from asyncrl.job import agent_runtime
+from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime, UserKey, try_rollouts
+from asyncrl.rollouts.evaluation import HeldOut
 from asyncrl.rollouts.recording import RolloutRecorder
-from asyncrl.rollouts.rollout import RolloutAttempt
+from asyncrl.rollouts.rollout import RolloutAttempt, Score
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 
@@ -36,7 +34,8 @@ class Desk:
         self.recorder = RolloutRecorder(world.engine.tokenizer)
         if path is not None:
             self.recorder.open(path)
-        life: Any = SimpleNamespace(say=self.said.append, on_broken=self.broken.append)
+        log = SimpleNamespace(info=self.said.append)
+        life: Any = SimpleNamespace(log=log, on_broken=self.broken.append)
         self.people = UserKey(world.gateway, queue, self.recorder, life)
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
 
@@ -119,20 +118,13 @@ def test_call_cut_by_an_outcome_is_in_no_rollout(tmp_path: Path) -> None:
     assert record["messages"] == [{"role": "user", "content": "Hi"}]
 
 
-def test_a_directory_that_holds_something_else_is_not_served_from(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").touch()
-    refused = pytest.raises(ConfigError, match="holds what no `asyncrl serve` has written")
-    with refused, open_folder(tmp_path, "x", load_config(QUICKSTART)):
-        pass
-
-
 class Agent:
     """A Generator: later samples of a prompt are done sooner; sample 1 fails at first, sample 2 always."""
 
     def __init__(self) -> None:
         self.running = self.peak = 0
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+    async def sample(self, attempt: RolloutAttempt) -> Score:
         self.running += 1
         self.peak = max(self.peak, self.running)
         await asyncio.sleep(9.0 - attempt.sample_index)
@@ -140,13 +132,11 @@ class Agent:
         if attempt.sample_index == 2 or (attempt.sample_index == 1 and attempt.attempt == 0):
             raise RolloutFailure(f"{attempt.rollout_id} went wrong")
         reward = float(attempt.group_id)
-        return (make_branch(((2, 4), (5, 6)), sample_index=attempt.sample_index, reward=reward),)
+        return scored((make_branch(((2, 4), (5, 6)), sample_index=attempt.sample_index, reward=reward),))
 
 
 @virtual
-async def test_try_rollouts_runs_groups_and_records_them_in_order(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_try_rollouts_prints_and_records_each_rollout() -> None:
     agent, said, recorded = Agent(), list[str](), list[tuple[str, int]]()
     prompts = [make_prompt(number) for number in range(2)]
     config = load_config(QUICKSTART, ["rollout.group_size=3", "generator.concurrency=4", "rollout.retries=1"])
@@ -154,19 +144,18 @@ async def test_try_rollouts_runs_groups_and_records_them_in_order(
         record=lambda prompt, reward, rollout: recorded.append((prompt.prompt_id, rollout[0].sample_index))
     )
     async with asyncio.TaskGroup() as tasks:
-        life: Any = SimpleNamespace(config=config, say=said.append, spawn=tasks.create_task)
+        log = SimpleNamespace(info=said.append)
+        life: Any = SimpleNamespace(config=config, log=log, spawn=tasks.create_task)
         how: Any = {"recorder": recorder, "tokenizer": SimpleNamespace(decode=lambda *_, **__: "said")}
         assert await try_rollouts(life, agent, prompts, 6, **how)
     assert agent.peak == 4
     ends = [line.split("] ")[1][:12] for line in said if "] " in line]
     assert sorted(ends) != ends, "in the order of their ends"
-    assert recorded == [("0/0", 0), ("0/0", 1), ("0/1", 0), ("0/1", 1)]
+    assert sorted(recorded) == [("0/0", 0), ("0/0", 1), ("0/1", 0), ("0/1", 1)]
     assert any("0/0 sample 0: reward 0, 2 turns, 3 sampled tokens" in line for line in said)
     assert any("0/1 sample 2: failed 2 times, last: g1/r2 went wrong" in line for line in said)
-    assert said[-2:-1] == ["mean reward 0.5000 over 4 rollouts"]
+    assert said[-2] == "mean reward 0.5000 over 4 rollouts"
     assert said[-1].startswith("2 of 6 rollouts failed, the last one: ")
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1:] == [["0/0", "2", "1", *"00023"], ["0/1", "2", "1", *"11123"]]
 
 
 @pytest.mark.asyncio
@@ -194,7 +183,7 @@ async def test_evaluation_calls_use_their_own_engine() -> None:
 async def test_agent_evaluation_counts_all_turns_and_no_engine_failure() -> None:
     broken = list[RoomError]()
 
-    async def run_attempt(attempt: RolloutAttempt) -> Rollout:
+    async def sample(attempt: RolloutAttempt) -> Score:
         attempt.clock.hold()
         await asyncio.sleep(500.0)  # in the queue
         attempt.clock.resume()
@@ -202,10 +191,11 @@ async def test_agent_evaluation_counts_all_turns_and_no_engine_failure() -> None
             broken.append(EngineError("engine-eval", "gone"))
             raise RolloutFailure("503")
         values: Any = {"version": 7, "sample_index": attempt.sample_index, "reward": 0.5}
-        return make_branch(((2, 4), (5, 6)), **values), make_branch(((3, 6),), branch=1, **values)
+        return scored((make_branch(((2, 4), (5, 6)), **values), make_branch(((3, 6),), branch=1, **values)))
 
-    agent: Any = SimpleNamespace(run_attempt=run_attempt)
-    evaluator = Evaluator(agent, [make_prompt(0)], samples=2, slots=2, timeout_s=50.0, broken=broken)
+    agent: Any = SimpleNamespace(sample=sample)
+    limits: Any = {"samples": 2, "slots": 2, "rollout_timeout_s": 50.0}
+    evaluator = HeldOut(generator=agent, prompts=[make_prompt(0)], broken=broken, **limits)
     result = await evaluator.evaluate(7)
     assert [(sample.reward, sample.length) for sample in result.samples] == [(0.5, 6), (0.5, 6)]
     with pytest.raises(EngineError, match="gone"):
@@ -217,13 +207,13 @@ def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest
         """As a start of the run makes it; nothing is started."""
         task = {"files": ["x.jsonl"], "reward": "math"}
         sections = {"model": {"path": "x"}, "task": task, "generator": generator}
-        config, nothing = harnessing.RunConfig.model_validate(sections), cast("Any", None)
-        job: Any = SimpleNamespace(config=config, run_dir=tmp_path, on_broken=print, warn=print)
-        supervision = harnessing.Supervision(config.supervision, 1.0, print, print)
-        return harnessing.Harnessing(job, nothing, nothing, supervision).worker_key
+        config, nothing = agent_runtime.RunConfig.model_validate(sections), cast("Any", None)
+        job: Any = SimpleNamespace(config=config, run_dir=tmp_path, on_broken=print)
+        supervision = agent_runtime.Supervision(config.supervision, 1.0, print, print)
+        return agent_runtime.AgentRuntime(job, nothing, nothing, supervision).worker_key
 
     gateway, queue = Mock(bind=lambda: "http://127.0.0.1:1"), Mock()
-    monkeypatch.setattr(harnessing, "make_gateway", lambda *_, **__: (gateway, queue))
+    monkeypatch.setattr(agent_runtime, "make_gateway", lambda *_, **__: (gateway, queue))
     monkeypatch.setenv(WORKER_KEY_ENV, "known-to-others")
     keys = [key(python="my_agent:run") for _ in range(2)]
     assert len({*keys, "known-to-others"}) == 3
@@ -253,6 +243,6 @@ async def test_a_run_that_is_over_waits_for_its_workers_elsewhere(
     parts: Any = SimpleNamespace(
         queue=queue, workers=() if is_remote else (AsyncMock(),), gateway=AsyncMock()
     )
-    await Harnessing.aclose(parts)
+    await AgentRuntime.aclose(parts)
     assert loop.time() == pytest.approx(waited_s)
     parts.gateway.aclose.assert_awaited_once()

@@ -63,7 +63,7 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     assert spec(takes_turns=True).args == {"enable_sleep_mode": True}
     own = spec("rollout.vllm={enable-sleep-mode: false}", takes_turns=True)
     assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"
-    split = ["rollout.tensor_parallel=2", "eval.task.python=asyncrl.tasks.letters:Letters", "eval.slots=7"]
+    split = ["rollout.tensor_parallel=2", "eval.task.python=asyncrl.tasks.toy:Letters", "eval.slots=7"]
     assert (spec(*split).slots, spec(*split).tensor_parallel) == (64, 2)
     held_out = spec(*split, name="engine-eval")
     assert (held_out.slots, held_out.tensor_parallel) == (7, 1)

@@ -216,7 +216,7 @@ def test_whatever_ends_a_gateway_nothing_of_it_is_left(tmp_path: Path, serve: Se
 
 
 def test_an_evaluation_runs_the_agent_at_one_version_and_nothing_of_it_is_trained_on(tmp_path: Path) -> None:
-    letters = {"python": "asyncrl.tasks.letters:Letters", "size": 6}
+    letters = {"python": "asyncrl.tasks.toy:Letters", "size": 6}
     evaluation = {"task": letters, "every": 2, "num_prompts": 6, "slots": 4}
     plain = write_config(tmp_path, **AGENT, trainer={"num_steps": 4})
     assert run(plain, tmp_path / "without").returncode == 0

@@ -135,9 +135,9 @@ def test_run_refuses_other_data_and_names_the_file(
     DataPin(tmp_path, begun).write()
     DataPin(tmp_path, {"sums": {"elsewhere/a.jsonl": "11", "elsewhere/b.jsonl": "22"}})
     for now, said in (
-        ({"a.jsonl": "11", "b.jsonl": "33"}, "b.jsonl had the digest xxh3:22, and has xxh3:33"),
-        ({"a.jsonl": "11"}, "b.jsonl is not read any more"),
-        ({"b.jsonl": "22", "a.jsonl": "11"}, "the files are in another order"),
+        ({"a.jsonl": "11", "b.jsonl": "33"}, "began: b.jsonl"),
+        ({"a.jsonl": "11"}, "began: b.jsonl"),
+        ({"b.jsonl": "22", "a.jsonl": "11"}, "the order of b.jsonl, a.jsonl"),
     ):
         with pytest.raises(ConfigError, match=f"{said}(.|\n)*--allow-change task.digest"):
             DataPin(tmp_path, {"sums": now})

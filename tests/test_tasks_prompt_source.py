@@ -38,16 +38,6 @@ def test_every_epoch_holds_each_prompt_once() -> None:
     assert ids(make_source(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
 
 
-def test_position_of_another_task_is_refused() -> None:
-    state = make_source(5).state()
-    for other in (make_source(6), make_source(5, seed=1), make_source(5, shuffle=False)):
-        with pytest.raises(TaskError, match=r"the saved position has (.|\n)*Way out"):
-            other.load_state(state)
-    for prompt_id in ("0/4", "1/0", "0/9", "seven"):
-        with pytest.raises(TaskError, match="is not among the first 3 draws"):
-            make_source(5, shuffle=False).restore_nowait(3, {prompt_id: 1})
-
-
 TWO_MESSAGES = Item([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
 AT = r"prompt 0 of .*Numbers.*: making it raised KeyError: 0 .test_tasks_prompt_source.py line \d+"
 
@@ -94,25 +84,26 @@ def test_task_stays_within_one_draw_of_its_share(
     assert drawn == {name: 2 * share for name, share in shares.items()}
 
 
-def difficult(size: int, *, told: list[tuple[str, int, str]] | None = None, name: str = "") -> Epochs:
-    tell = (lambda epoch, text: None) if told is None else (lambda *what: told.append((name, *what)))
-    return Epochs(size, seed=3, shuffle=True, by_difficulty=True, on_epoch=tell)
+def difficult(size: int) -> Epochs:
+    return Epochs(size, seed=3, shuffle=True, by_difficulty=True)
 
 
 def make_mixed_source(
     sizes: dict[str, int], by_difficulty: set[str], told: list[tuple[str, int, str]] | None = None
 ) -> PromptSource:
+    told = [] if told is None else told
     tasks = [
         TaskPrompts(
             Numbers(size),
             seed=3,
             shuffle=True,
             label=name,
-            epochs=difficult(size, told=told, name=name) if name in by_difficulty else None,
+            by_difficulty=name in by_difficulty,
         )
         for name, size in sizes.items()
     ]
-    return PromptSource(*tasks, shares={name: number + 1 for number, name in enumerate(sizes)})
+    shares = {name: number + 1 for number, name in enumerate(sizes)}
+    return PromptSource(*tasks, shares=shares, on_epoch=lambda *epoch: told.append(epoch))
 
 
 CASES = st.one_of(

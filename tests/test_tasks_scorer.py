@@ -258,12 +258,6 @@ def run_moody(
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=folder)
 
 
-def test_hung_thread_does_not_keep_the_interpreter_alive(rewards: Path) -> None:
-    done = run_moody(rewards, "thread", "hang", 0.1)
-    assert done.returncode == 1
-    assert "RewardFailure" in done.stderr
-
-
 @pytest.mark.slow
 def test_reward_processes_die_with_a_killed_run(rewards: Path) -> None:
     done = run_moody(rewards, "process", "pid")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
-from asyncrl.tasks.letters import Letters
 from asyncrl.tasks.sources import math_reward
 from asyncrl.tasks.task import RowTask
+from asyncrl.tasks.toy import Letters
 
 # reasoning-gym
 
@@ -52,20 +51,13 @@ def test_reference_answers_score_1(name: str) -> None:
     ("name", "args", "said"),
     [
         ("chain_sums", {}, r"task.reasoning_gym=chain_sums(.|\n)*did you mean chain_sum"),
-        ("chain_sum", {"min_term": 2}, "'min_term'; its settings are .*max_terms, min_digits, min_terms"),
+        ("chain_sum", {"min_term": 2}, r"'min_term'(.|\n)*chain_sum has .*max_terms, min_digits, min_terms"),
         ("chain_sum", {"min_terms": 5, "max_terms": 2}, "do not suit reasoning-gym's chain_sum"),
     ],
 )
 def test_unknown_gym_settings_are_refused(name: str, args: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         gym(name, args=args)
-
-
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"Way out: pip install 'asyncrl\[harness\]'"):
-        gym()
 
 
 # letters
@@ -83,13 +75,6 @@ def test_right_letters_alone_score_1() -> None:
             assert 0.0 <= LETTERS.score(prompt, wrong) < 1.0
 
 
-def test_each_step_towards_the_letters_pays() -> None:
-    prompt = Prompt("0/0", ({"role": "user", "content": "b 4"},))
-    lengths = ["b" * 20, "b" * 9, "b" * 6, "b" * 5, "b" * 4]
-    for ladder in (["", "acac", "abac", "abab", "abbb", "bbbb"], lengths):
-        assert sorted(ladder, key=lambda text: LETTERS.score(prompt, text)) == ladder
-
-
 def test_held_out_letters_are_never_trained_on() -> None:
     def pairs(seed: int, *, held_out: bool) -> set[str]:
         task = Letters(size=1000, seed=seed, max_count=12, held_out=held_out)
@@ -101,12 +86,6 @@ def test_held_out_letters_are_never_trained_on() -> None:
     assert len(trained | held_out) > 60, "most of 6 * 12 pairs are asked for"
     item = LETTERS.prompt(0)
     assert LETTERS.score(Prompt("0/0", ({"role": "user", "content": item.content},)), item.answer) == 1.0
-
-
-@pytest.mark.parametrize("args", [{"letters": "aab"}, {"sigma": -1.0}])
-def test_settings_that_make_no_letters_are_refused(args: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"asyncrl.tasks.letters:Letters(.|\n)*raised ValueError"):
-        build_task(TaskConfig(python="asyncrl.tasks.letters:Letters", args=args), seed=0)
 
 
 # math
@@ -126,12 +105,6 @@ CASES = [
 @pytest.mark.parametrize(("answer", "completion", "reward"), CASES)
 def test_same_mathematics_is_right(answer: object, completion: str, reward: float) -> None:
     assert math_reward(Prompt("0/0", ()), completion, answer) == reward
-
-
-@pytest.mark.parametrize("answer", [None, "", "???"])
-def test_unreadable_reference_is_an_error(answer: object) -> None:
-    with pytest.raises(ValueError, match="cannot read the reference answer"):
-        math_reward(Prompt("0/0", ()), "42", answer)
 
 
 def test_math_runs_in_processes_by_default() -> None:

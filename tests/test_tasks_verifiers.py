@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.base.errors import ConfigError, RewardFailure
-from asyncrl.config import RunConfig, TaskConfig, load_config
+from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
@@ -23,7 +21,6 @@ from asyncrl.tasks.task import PromptTask
 
 pytestmark = pytest.mark.extras
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
-SCRATCH = {"architecture": {"model_type": "llama"}, "characters": "ab"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,29 +57,6 @@ def test_info_of_a_prompt_makes_the_task_again() -> None:
         assert task_class.data_type().model_validate(row) == task.data
 
 
-def test_messages_are_text_and_pictures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import calculator_env
-    import verifiers.v1 as vf
-
-    prompt: list[Any] = [
-        vf.UserMessage(content=[vf.TextContentPart(text="What is"), vf.TextContentPart(text="1 + 1?")]),
-        vf.AssistantMessage(tool_calls=[vf.ToolCall(id="1", name="calculate", arguments="{}")]),
-        vf.ToolMessage(tool_call_id="1", content="2"),
-    ]
-
-    def load(self: Any) -> list[Any]:
-        return [calculator_env.CalculatorTask(calculator_env.CalculatorData(prompt=prompt, answer=2))]
-
-    monkeypatch.setattr(calculator_env.CalculatorTaskset, "load", load)
-    (shown,) = prompts_of(task_of(), 1)
-    texts = [(message["role"], message["content"]) for message in shown.messages]
-    assert texts == [("user", "What is\n1 + 1?"), ("assistant", ""), ("tool", "2")]
-    picture = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url="https://example.org/a.png"))
-    prompt[0] = vf.UserMessage(content=[picture])
-    with pytest.raises(ConfigError, match="prompt of task 0 has a part of type image_url"):
-        task_of()
-
-
 def test_checking_a_config_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
@@ -110,16 +84,3 @@ def test_reward_that_nobody_gives_is_a_failure(tmp_path: Path, source: str) -> N
     for score in (task.score, build_score(task_config, 0)):
         with pytest.raises(RewardFailure, match=said):
             score(prompt, "a completion")
-
-
-def test_shipped_config_and_page_make_prompts() -> None:
-    page = (EXAMPLE.parents[1] / "docs" / "verifiers.md").read_text(encoding="utf-8")
-    shown = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
-    shipped = load_config(EXAMPLE / "calculator.yaml").generator.model_dump(exclude_unset=True)
-    assert any(part["generator"] == shipped for part in shown)
-    for part in shown:
-        given = {"model": {"scratch": SCRATCH}, "task": part["task"], "generator": part["generator"]}
-        config = RunConfig.model_validate(given)
-        assert config.generator.verifiers is not None
-        if config.generator.verifiers == "calculator_env":
-            assert len(task_of(args=config.generator.args)) == 1000

@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
-from job_runs import write_config
+from job_runs import ended, read_lines, start, wait_until, write_config
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from trackers_for_test import Elsewhere, Hanging, Noting, Raising
 
@@ -52,7 +55,7 @@ def started(run_dir: Path, said: list[str], **makers: Callable[[], Any]) -> Back
     return trackers
 
 
-def ended(trackers: Background) -> None:
+def finish(trackers: Background) -> None:
     """End the run and its thread, without a limit."""
     trackers.tell("close", "done")
     assert trackers._thread is not None
@@ -73,7 +76,7 @@ def test_a_tracker_gets_everything_in_order_and_once_over_resumes(tmp_path: Path
             trackers.tell("samples", step, [])
             trackers.tell("evaluation", step, {})
         trackers.tell("weights", first, "digest")
-        ended(trackers)
+        finish(trackers)
     end = [["close", "done"]]
     both = [
         [kind, step, *more]
@@ -93,7 +96,7 @@ def test_a_tracker_in_another_place_gets_all_steps(damage: str, tmp_path: Path) 
     for kind in (Noting, Noting if damage else Elsewhere):
         trackers = started(tmp_path, [], mine=partial(kind, log))
         trackers.tell("step", 3, {})
-        ended(trackers)
+        finish(trackers)
         assert json.loads(kept.read_text()) == {"id": kind.shown_at, "step": 3}
         kept.write_text(damage or kept.read_text())
     assert [call[1] for call in calls(log) if call[0] == "step"] == [3, 3]
@@ -109,7 +112,7 @@ def test_a_tracker_that_raises_is_turned_off_and_others_continue(tmp_path: Path,
     trackers = started(tmp_path, said, **makers)
     for step in range(4):
         trackers.tell("step", step, {})
-    ended(trackers)
+    finish(trackers)
     assert [call[1] for call in calls(logs[0]) if call[0] == "step"] == [0]
     assert calls(logs[1])[-1] == ["close", "done"]
     assert sorted(left) == ["Raising", "Unable"]
@@ -275,7 +278,7 @@ def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.Monke
     own = make_trackers(shown[1].model_copy(update={"trackers": ["my_tracker:Printer"]}), said.append)
     own.start(TrackedRun(tmp_path, "a run", "0123", {"seed": 1}))
     own.tell("step", 0, {"reward/mean": 0.5})
-    ended(own)
+    finish(own)
     assert said == []
 
 
@@ -293,3 +296,46 @@ def test_a_missing_client_is_an_error_naming_its_extra(name: str, monkeypatch: p
     with pytest.raises(ConfigError, match=rf"pip install 'asyncrl\[{name}\]'") as refused:
         check_trackers(ObserveConfig(trackers=[name]))
     assert refused.value.exit_code == 2
+
+
+@pytest.mark.slow
+def test_a_run_survives_its_trackers_and_serves_its_status(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    own = {f"trackers_for_test:{name}": {"path": str(tmp_path / name)} for name in ("Noting", "Raising")}
+    trackers = ["tensorboard", *own]
+    config = write_config(
+        tmp_path,
+        trainer={"num_steps": 100_000},
+        observe={
+            "console": "plain",
+            "trackers": trackers,
+            "tracker_args": own,
+            "status_port": 0,
+        },
+    )
+    process = start(config, run_dir)
+    wait_until(lambda: len(read_lines(run_dir / "metrics.jsonl")) >= 2, process)
+    wait_until(lambda: json.loads((run_dir / "status.json").read_text())["step"] >= 2, process)
+    url, key = (
+        json.loads((run_dir / "status.json").read_text())["status_url"],
+        (run_dir / "status.key").read_text(),
+    )
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request) as answer:
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    assert families["asyncrl_tokens_generated"].samples[0].value > 0
+    assert families["asyncrl_engine_decode_seconds"].type == "counter"
+    assert {"asyncrl_reward_mean", "asyncrl_buffer_running", "asyncrl_perf_step_seconds"} <= families.keys()
+    process.send_signal(signal.SIGINT)
+    run = ended(process)
+    assert run.returncode == 130, run.stderr
+    assert f"{url}/metrics and /status; the key: {run_dir / 'status.key'}" in run.stdout
+    assert "tracker trackers_for_test:Raising is turned off, the run continues" in run.stdout
+    told = read_lines(tmp_path / "Noting")
+    num_steps = len(read_lines(run_dir / "metrics.jsonl"))
+    assert [call[1] for call in told if call[0] == "step"] == [*range(1, num_steps + 1)]  # type: ignore[index]
+    assert told[-1] == ["close", "interrupted"]
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["state"], "status_url" in status) == ("interrupted", False)

@@ -22,7 +22,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.trainer.model import build_model, fused
 from asyncrl.trainer.model.fused import fuse, why_not_compiled
 from asyncrl.trainer.model.policy import ForwardPlan
-from asyncrl.trainer.ranks import ALONE
+from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.adapters import routers_of
 
@@ -119,7 +119,7 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
 ) -> None:
     settings = {"learning_rate": 1e-3, "micro_batch_tokens": 60, **trainer}
     limit = 0.02 if "dtype" in values else 1e-4
-    with mesh_of_one(tmp_path) if has_mesh else contextlib.nullcontext(ALONE) as ranks:
+    with mesh_of_one(tmp_path) if has_mesh else contextlib.nullcontext(ONE_RANK) as ranks:
         eager, compiled = (
             TrainStep(
                 make_spec(tiny_model_dir, tmp_path, trainer={**settings, "compile": is_on}, **values), ranks

@@ -13,7 +13,7 @@ from asyncrl.observe.watchdog import waits_now
 
 
 @virtual
-async def test_a_limit_raises_its_own_error_and_passes_others_on() -> None:
+async def test_limit_raises_its_own_error_and_passes_others() -> None:
     with pytest.raises(KeyError, match="late"):
         async with within(5.0, lambda: KeyError("late")):
             await asyncio.sleep(6.0)
@@ -24,7 +24,7 @@ async def test_a_limit_raises_its_own_error_and_passes_others_on() -> None:
 
 
 @virtual
-async def test_a_wait_is_open_as_long_as_its_block_and_the_innermost_of_a_task_is_told() -> None:
+async def test_innermost_wait_of_a_task_is_listed() -> None:
     async def outer() -> None:
         now = asyncio.get_running_loop().time
         with waiting("the turn", on="both"):
@@ -61,7 +61,7 @@ def calls_of(work: Callable[[], object]) -> int:
 
 
 @virtual
-async def test_what_a_loop_waits_for_is_told_with_as_many_calls_however_many_tasks_wait() -> None:
+async def test_listing_waits_is_independent_of_their_number() -> None:
     async def wait(on: str) -> None:
         with waiting(lambda: "never", on=on) if on == "alone" else waiting("completions", on=on):
             await asyncio.Event().wait()
@@ -84,7 +84,7 @@ async def test_what_a_loop_waits_for_is_told_with_as_many_calls_however_many_tas
 
 
 @virtual
-async def test_a_wait_that_ends_before_the_one_inside_it_leaves_that_one_open() -> None:
+async def test_outer_wait_may_end_before_the_inner_one() -> None:
     waits = [waiting(name, on="x") for name in ("outer", "middle", "inner")]
     for wait in waits:
         wait.__enter__()
@@ -94,7 +94,7 @@ async def test_a_wait_that_ends_before_the_one_inside_it_leaves_that_one_open() 
 
 
 @virtual
-async def test_no_two_blocks_of_much_work_share_a_turn_of_the_loop() -> None:
+async def test_blocks_of_much_work_share_no_loop_turn() -> None:
     turns, num_turns = list[int](), 0
 
     async def count() -> None:
@@ -116,7 +116,7 @@ async def test_no_two_blocks_of_much_work_share_a_turn_of_the_loop() -> None:
 
 
 @virtual
-async def test_tasks_in_the_same_place_are_one_line_of_the_stacks() -> None:
+async def test_stacks_list_tasks_by_place() -> None:
     event = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for index in range(9):

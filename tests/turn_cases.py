@@ -22,7 +22,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated
 from asyncrl.job.supervise import EngineSupervisor
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan

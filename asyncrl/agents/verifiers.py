@@ -90,7 +90,7 @@ class VerifiersHarness:
         """Rebuild the environment's own task, like the library's servers do."""
         data = task.info.get(VERIFIERS_KEY)
         if data is None:
-            what = f"prompt {task.prompt_id} is none of the verifiers environment {self._name}"
+            what = f"prompt {task.prompt_id} does not come from the verifiers environment {self._name}"
             raise ConfigError(what, way_out="set task.verifiers=true in the run's config.")
         task_class = type(self._env.taskset).task_type()
         return task_class(task_class.data_type().model_validate(data), self._env.config.taskset.task)
@@ -98,27 +98,23 @@ class VerifiersHarness:
     def _outcome(self, episode: Any, session: Session) -> Outcome:
         traces = [trace for trace in episode.traces if trace.agent.name == self._seat]
         if not self._env.complete(episode) or not traces:
-            raise self._failure(episode, session)
+            errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+            why = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ran no trained agent"
+            what = f"verifiers environment {self._name} failed: {why.replace(session.api_key, 'KEY')}"
+            raise RolloutFailure(what, way_out="correct the environment, or generator.args.")
         trace = traces[0]
         if len(traces) > 1 or not trace.agent.trainable:
             what = f"ran its agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
-            rule = "an episode is one rollout of the one agent that is trained"
+            rule = "an episode is one rollout of the trained agent"
             way_out = "use rollout.group_size for several attempts; give other agents a client."
             raise ConfigError(f"{self._name}: an episode {what}", rule=rule, way_out=way_out)
         if missing := [name for name, reward in trace.rewards.items() if reward is None]:
-            what = f"did not come to its rewards {', '.join(missing)} (stopped by {trace.stop_condition})"
+            what = f"gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
             way_out = "raise the timeouts in generator.args, or correct the environment."
             raise RewardFailure(f"verifiers environment {self._name} {what}", way_out=way_out)
         metrics = {f"reward/{name}": float(reward.score) for name, reward in trace.rewards.items()}
         metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
         return Outcome(float(trace.reward) if trace.rewards else None, metrics)
-
-    def _failure(self, episode: Any, session: Session) -> RolloutFailure:
-        errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
-        said = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ran no agent that is trained"
-        way_out = "correct the environment, or its settings in generator.args."
-        what = f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}"
-        return RolloutFailure(what, way_out=way_out)
 
 
 @asynccontextmanager
@@ -157,14 +153,13 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
         what = f"generator.args: {first_fault(error)} (given: {error.errors()[0]['input']!r:.80})"
         way_out = f"`vf-eval {identifier} --help` shows the fields of {error.title} as --env.NAME."
         raise ConfigError(f"{shown}: {what}", way_out=way_out) from error
-    except ModuleNotFoundError as error:
-        what = f"{shown} is not in {here} and not installed: {error.__cause__ or error}"
-        raise ConfigError(what, way_out="start asyncrl in its folder, or install it.") from error
     except Exception as error:  # user code of the environment
-        what = f"cannot be loaded with generator.args={dict(args)}: {type(error).__name__}: {error}"
-        rule = "verifiers 0.4 loads a package that exports a Taskset in __all__"
-        way_out = f"correct generator.args, or the environment; `vf-eval {identifier}` runs it by itself."
-        raise ConfigError(f"{shown} {what}", rule=rule, way_out=way_out) from error
+        why = f"{type(error).__name__}: {error.__cause__ or error}"
+        raise ConfigError(
+            f"{shown} cannot be loaded with generator.args={dict(args)}: {why}",
+            rule=f"an installed package, or one in {here}, exports a Taskset in __all__",
+            way_out=f"install or correct the environment; `vf-eval {identifier}` tests it alone.",
+        ) from error
 
 
 def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
@@ -187,13 +182,15 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]
     if [agent.model for agent in trained.values()] != [None]:
         found = ", ".join(f"{name} (model={agent.model})" for name, agent in trained.items()) or "none"
         what = f"of its agents {', '.join(agents)} these have no client of their own: {found}"
-        rule = "the one without a client and a model is trained; each other, a judge say, needs a `client`"
-        raise ConfigError(f"{shown}: {what}", rule=rule, way_out="give them one in generator.args.")
+        rule = (
+            "exactly one agent, without client and model, is trained; others, such as a judge, need a client"
+        )
+        raise ConfigError(f"{shown}: {what}", rule=rule, way_out="set `client` in generator.args.")
     ((seat, agent),) = trained.items()
     for place, retries in (("", env.config.retries), (f"{seat}.", agent.retries)):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
-            rule = "a retry inside the environment samples into the same rollout, which is trained"
-            way_out = "remove them: asyncrl runs a failed rollout again (rollout.retries)."
+            rule = "a retry inside the environment would sample into the trained rollout"
+            way_out = "remove them; rollout.retries retries failed rollouts."
             raise ConfigError(f"{shown}: generator.args has {place}retries", rule=rule, way_out=way_out)
     return env, seat
 

@@ -56,7 +56,7 @@ class Worker:
 
     Life: run() until it is cancelled, or the gateway reports the run's end: then every harness is cancelled,
         and the gateway learns that this worker leaves.
-    Waits: it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness.
+    Waits: it waits until a slot is free, then until there is work; each attempt waits in its harness.
         Without an answer from the gateway it retries, at most MAX_BACKOFF_S apart, for `give_up_s`.
     Invariant: an item is in `holding` from its arrival until its result was acknowledged, or it was
         cancelled. Heartbeats come from the harnesses' event loop: blocking it for lease_timeout_s loses all
@@ -66,12 +66,16 @@ class Worker:
     def __init__(
         self, harness: Harness, caller: Caller, *, name: str, slots: int, give_up_s: float | None = None
     ) -> None:
-        """Initialize. A worker that the run ends has `give_up_s` None."""
-        self.name, self.slots = name, slots
-        self._harness, self._caller, self._give_up_s = harness, caller, give_up_s
-        self._who = {"worker": name, "instance": secrets.token_hex(8)}
+        """A worker that the run ends has `give_up_s` None."""
+        self.name = name
+        self.slots = slots
+        self._harness = harness
+        self._caller = caller
+        self._give_up_s = give_up_s
+        self._identity = {"worker": name, "instance": secrets.token_hex(8)}
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._freed, self._is_known = asyncio.Event(), asyncio.Event()
+        self._freed = asyncio.Event()
+        self._is_known = asyncio.Event()
         self._number = 0
         self._http: Any = None
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
@@ -83,8 +87,8 @@ class Worker:
         return list(self._running)
 
     def health(self, now_s: float) -> wire.WorkerHealth:
-        """Return the state. Callable from another thread, so that a blocked event loop does not delay the
-        answer. `now_s`: of the loop's clock.
+        """Return the state at `now_s` of the loop's clock. Callable from another thread, so that a blocked
+        event loop does not delay the answer.
         """
         lost_s = self._lost_since_s
         return wire.WorkerHealth(
@@ -104,17 +108,15 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [
+                helpers = [
                     tasks.create_task(self._tick(), name="tick"),
-                    tasks.create_task(self._give_signs(), name="signs of life"),
+                    tasks.create_task(self._send_heartbeats(), name="heartbeats"),
                 ]
                 await self._take_until_over(tasks)
-                for task in (*beside, *self._running.values()):
+                for task in (*helpers, *self._running.values()):
                     task.cancel()
-        except BaseExceptionGroup as several:
-            ours = (error for error in several.exceptions if isinstance(error, ConfigError | RoomError))
-            wrong = next(ours, None)
-            raise wrong or several from None
+        except* (ConfigError, RoomError) as errors:
+            raise errors.exceptions[0] from None
         finally:
             leaving = self._alive_request(is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused):
@@ -141,18 +143,27 @@ class Worker:
                 self._running[item.item_id] = tasks.create_task(self._run_item(item, answer.model), name=name)
 
     def _take_request(self) -> wire.TakeRequest:
-        """Return a new request for each try, because the held items change."""
+        """Build a new request for each try, because the held items change."""
         self._number += 1
-        numbers = {"slots": self.slots, "max_items": self.slots - len(self._running), "number": self._number}
-        return wire.TakeRequest(**self._who, **numbers, holding=self.holding)
+        return wire.TakeRequest(
+            **self._identity,
+            slots=self.slots,
+            max_items=self.slots - len(self._running),
+            number=self._number,
+            holding=self.holding,
+        )
 
     async def _run_item(self, item: wire.WorkItem, model: str) -> None:
         url = f"{self._caller.url}/v1"
         session = Session(url, item.key, model, item.outcome_key, http_client=self._http_client)
         try:
-            said = await run_item(self._harness, item, session)
-            field = "outcome" if isinstance(said, Outcome) else "failure"
-            result = wire.ResultRequest(**self._who, item_id=item.item_id, **{field: said})
+            outcome = await run_item(self._harness, item, session)
+            result = wire.ResultRequest(
+                **self._identity,
+                item_id=item.item_id,
+                outcome=outcome if isinstance(outcome, Outcome) else None,
+                failure=None if isinstance(outcome, Outcome) else outcome,
+            )
             await self._ask("/work/result", lambda: result, wire.Accepted, CALL_TIMEOUT_S)
         except CallRefused as refused:
             log.info("%s: its result was dropped: %s", item.rollout_id, refused.body.error)
@@ -170,7 +181,7 @@ class Worker:
             self._http = make_http_client()
         return self._http
 
-    async def _give_signs(self) -> None:
+    async def _send_heartbeats(self) -> None:
         await self._is_known.wait()  # the first answer sets the interval
         while True:
             await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
@@ -178,11 +189,11 @@ class Worker:
             answer = await self._ask("/work/alive", self._alive_request, wire.AliveAnswer, timeout_s)
             for item_id, why in answer.cancel.items():
                 if (running := self._running.get(item_id)) is not None:
-                    log.info("%s is given up: %s", running.get_name(), why)
+                    log.info("%s is cancelled: %s", running.get_name(), why)
                     running.cancel()  # also during the post of its result, which would be refused
 
     def _alive_request(self, *, is_leaving: bool = False) -> wire.AliveRequest:
-        return wire.AliveRequest(**self._who, holding=self.holding, is_leaving=is_leaving)
+        return wire.AliveRequest(**self._identity, holding=self.holding, is_leaving=is_leaving)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -196,32 +207,41 @@ class Worker:
         """Post the message from `make` until there is an answer. Raises CallRefused for 410, ConfigError
         if the gateway rejects this worker's key or messages.
         """
-        backoff_s, now_s = 0.5, asyncio.get_running_loop().time
+        backoff_s = 0.5
         while True:
             try:
-                found = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
-            except (CallRefused, CallLost) as error:
-                if isinstance(error, CallRefused) and error.status == 410:
+                result = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
+            except CallRefused as error:
+                if error.status == 410:
                     raise
-                if isinstance(error, CallRefused) and error.status in (401, 422):
+                if error.status in (401, 422):
                     what = f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}"
                     raise ConfigError(what, rule=error.body.rule, way_out=error.body.way_out) from error
-                if self._lost_since_s is None:
-                    self._lost_since_s = now_s()
-                    until = "it ends" if self._give_up_s is None else f"--give-up-after={self._give_up_s:g} s"
-                    log.warning("worker %s: %s. It asks again until %s.", self.name, error, until)
-                if self._give_up_s is not None and now_s() - self._lost_since_s >= self._give_up_s:
-                    what = f"worker {self.name}: no answer for {now_s() - self._lost_since_s:.0f} s: {error}"
-                    way_out = "start the run again, then the worker; or raise --give-up-after."
-                    rule = f"--give-up-after={self._give_up_s:g} s is the limit"
-                    raise RoomError("gateway", what, rule=rule, way_out=way_out) from error
+                self._note_lost(error)
+            except CallLost as error:
+                self._note_lost(error)
             else:
                 if self._lost_since_s is not None:
-                    lost_s, self._lost_since_s = now_s() - self._lost_since_s, None
-                    log.warning("worker %s: the gateway answers again, after %.0f s", self.name, lost_s)
-                return found
+                    log.warning("worker %s: the gateway answers again", self.name)
+                    self._lost_since_s = None
+                return result
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # workers must not return at once
+
+    def _note_lost(self, error: CallRefused | CallLost) -> None:
+        """Raise RoomError once the gateway has been lost for `give_up_s`."""
+        now_s = asyncio.get_running_loop().time()
+        if self._lost_since_s is None:
+            self._lost_since_s = now_s
+            log.warning("worker %s: %s. It retries.", self.name, error)
+        lost_s = now_s - self._lost_since_s
+        if self._give_up_s is not None and lost_s >= self._give_up_s:
+            raise RoomError(
+                "gateway",
+                f"worker {self.name}: no answer for {lost_s:.0f} s: {error}",
+                rule=f"--give-up-after={self._give_up_s:g} s is the limit",
+                way_out="start the run again, then the worker; or raise --give-up-after.",
+            ) from error
 
 
 # ---- the worker process
@@ -245,14 +265,16 @@ def work(
     """
 
     async def live() -> int:
-        caller, caught = Caller("gateway", spec.url, key), list[int]()
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        caller = Caller("gateway", spec.url, key)
+        received = list[int]()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
         assert task is not None
 
         def end(number: int) -> None:
-            if caught:  # the second signal does not wait for the cleanup of harnesses
+            if received:  # the second signal does not wait for the cleanup of harnesses
                 end_process(128 + number)
-            caught.append(number)
+            received.append(number)
             task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -262,11 +284,11 @@ def work(
             begun(worker)
             await worker.run()
         except asyncio.CancelledError:
-            if not caught:
+            if not received:
                 raise
         finally:
             await caller.aclose()
-        return caught[0] if caught else 0
+        return received[0] if received else 0
 
     return asyncio.run(cancel_remaining(live()))
 
@@ -361,7 +383,7 @@ def run_worker(
     given = {kind: text for kind, text in harness.items() if text}
     try:
         if len(given) != 1:
-            raise ValueError(f"{len(given)} harnesses")
+            raise ValueError(f"{len(given)} harnesses are given")
         config = GeneratorConfig(
             **{kind: HARNESSES[kind].parse(text) for kind, text in given.items()},
             args=json.loads(args or "{}"),
@@ -387,8 +409,8 @@ def gateway_url(url: str) -> str:
     address = url.rstrip("/").removesuffix("/v1")
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        way_out = "write it like http://trainer-host:8700, as the run prints it."
-        raise ConfigError(f"{url} is no address of a gateway", way_out=way_out)
+        way_out = "copy the address that the run prints, like http://trainer-host:8700."
+        raise ConfigError(f"{url} is not the address of a gateway", way_out=way_out)
     return address
 
 
@@ -399,7 +421,7 @@ def _key_in(path: Path) -> str:
         return str(json.loads(text)["worker_key"]) if text.startswith("{") else text
     except (OSError, ValueError, KeyError) as error:
         what = f"--key-file {path} cannot be read: {type(error).__name__}: {error}"
-        raise ConfigError(what, rule="it holds the key alone, or is the gateway.json of a run") from error
+        raise ConfigError(what, rule="it contains only the key, or is the gateway.json of a run") from error
 
 
 if __name__ == "__main__":

@@ -12,15 +12,9 @@ from asyncrl.config import AlgorithmConfig
 _ADVANTAGES, _LOSSES = "asyncrl.algorithms.advantages:", "asyncrl.algorithms.losses:"
 
 BUILT_IN_ADVANTAGES = {
-    "grpo": _ADVANTAGES + "grpo",
-    "grpo_sample": _ADVANTAGES + "grpo_sample",
-    "lite_ppo": _ADVANTAGES + "lite_ppo",
-    "dr_grpo": _ADVANTAGES + "dr_grpo",
-    "rloo": _ADVANTAGES + "rloo",
-    "leave_one_out": _ADVANTAGES + "rloo",
-    "reinforce_pp": _ADVANTAGES + "reinforce_pp",
-    "reinforce_pp_baseline": _ADVANTAGES + "reinforce_pp_baseline",
-}
+    name: _ADVANTAGES + name
+    for name in "grpo grpo_sample lite_ppo dr_grpo rloo reinforce_pp reinforce_pp_baseline".split()
+} | {"leave_one_out": _ADVANTAGES + "rloo"}
 
 BUILT_IN_CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po")
 """Values of algorithm.correction: functions of asyncrl/algorithms/losses.py."""
@@ -81,17 +75,15 @@ def resolve(config: AlgorithmConfig) -> Recipe:
     chosen = {name: value for name, value in chosen.items() if value != "auto"}
     recipe = replace(recipe, advantage=advantage, **chosen)  # type: ignore[arg-type]
     _check_correction(config, recipe)
-    delta, least = config.clip_delta, 1 + config.clip_high
-    if delta is not None and delta <= least:
-        what = f"algorithm.clip_delta={delta} is not above 1 + algorithm.clip_high = {least}"
-        rule = "the two-sided clip bounds what the clip of the ratio leaves, so it lies further out"
+    delta = config.clip_delta
+    if delta is not None and delta <= 1 + config.clip_high:
+        what = f"algorithm.clip_delta={delta} is not above 1 + algorithm.clip_high = {1 + config.clip_high}"
+        rule = "the two-sided clip bounds ratios that the first clip allows"
         raise _refused(what, rule, "raise algorithm.clip_delta, or remove it")
     if delta is not None and config.loss in RECIPES and recipe.surrogate not in _CLIPPED:
-        what, rule = (
-            f"algorithm.clip_delta={delta} with loss={config.loss}",
-            "its ratio has no two-sided clip",
-        )
-        raise _refused(what, rule, "remove algorithm.clip_delta, or take loss=ppo_clip")
+        what = f"algorithm.clip_delta={delta} with loss={config.loss}"
+        rule = "this loss has no two-sided clip"
+        raise _refused(what, rule, "remove algorithm.clip_delta, or set algorithm.loss=ppo_clip")
     return recipe
 
 
@@ -105,10 +97,8 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
     """Raise ConfigError if the correction conflicts with other settings or the loss."""
     correction = recipe.correction
     if correction in WHOLE_BATCH and config.proximal == "interpolate":
-        what = f"algorithm.proximal=interpolate beside correction={correction}"
-        rule = (
-            "it is made of all tokens before the first step, so their proximal logprobs have to be computed"
-        )
+        what = f"algorithm.proximal=interpolate with correction={correction}"
+        rule = "the correction needs the proximal logprobs of all tokens before the first step"
         raise _refused(what, rule, "set algorithm.proximal=recompute")
     cap = importance_cap(config, recipe)
     if correction == "icepop" and cap < ICEPOP_FLOOR:

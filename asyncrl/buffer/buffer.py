@@ -1,4 +1,4 @@
-"""The buffer around the staleness rule: holds the groups, lets producers and trainer wait."""
+"""The buffer: holds groups by the staleness rule, and lets producers and trainer wait."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ MAX_FILTERED_GROUPS = 256
 
 
 class WaitMeter:
-    """Seconds of one wait so far, by cause. The caller gives the time; it reads no clock.
-
-    Life: opened with the time and the cause at the start of a wait; each change closes a stretch of one
-        cause; None is no wait.
-    """
+    """Seconds of one wait by cause. The caller passes the time; a cause of None is no wait."""
 
     def __init__(self, now_s: float, cause: WaitCause | None, batch: int = -1) -> None:
         self._batch = batch
@@ -50,7 +46,6 @@ class WaitMeter:
         self._since_s, self._cause = now_s, cause
 
     def report(self) -> WaitReport:
-        """The stretches closed so far."""
         return WaitReport(**{f"{cause}_s": seconds for cause, seconds in self._seconds.items()})
 
 
@@ -109,11 +104,9 @@ class Buffer:
     def restore_nowait(
         self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
     ) -> tuple[GroupId, ...]:
-        """Before anything else: go on where a killed run stood, with batch `version` next and its weights
-        served.
-
-        Returns the groups that are not taken back, for the settings have changed and no batch can use them
-        any more. `on_requeued` is not called for them.
+        """Restore the state of a killed run, before any other call: batch `version` is next, its weights are
+        served. Returns the groups that no batch can use under changed settings; `on_requeued` is not called
+        for them.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}
@@ -125,13 +118,13 @@ class Buffer:
     # ---- producers
 
     async def wait_open(self) -> None:
-        """Return as soon as admit_nowait gives leave. Sleeps for ever once the run's groups are all out."""
+        """Wait until admit_nowait succeeds. Never returns once all groups of the run are admitted."""
         with waiting(self._what_opens, on="a version served, or a group failed or requeued"):
             while not self.rule.num_open:
                 await self._opened.wait()
 
     def admit_nowait(self) -> Ticket:
-        """Leave to start one group. Raises WouldWait while the rule gives none."""
+        """Admit one group. Raises WouldWait if the staleness bound leaves no slot."""
         ticket = self.rule.admit_nowait()
         self._changed()
         return ticket
@@ -141,11 +134,11 @@ class Buffer:
         self.rule.sampled_nowait(group_id)
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
-        """A rollout of a running group is tried again."""
+        """Note that a rollout of a running group is retried."""
         self.rule.samples_again_nowait(group_id)
 
     def finish_nowait(self, group: Group) -> Finished:
-        """The group has all its rollouts: it is ready, or buffer.filter replaces it.
+        """Mark a group as ready, or drop it by buffer.filter.
 
         Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. If `mask` leaves nothing of it,
         it goes straight to `on_requeued`; a filtered group does not, for its prompt is not sampled again.
@@ -163,9 +156,7 @@ class Buffer:
         return "requeued" if is_useless else "ready"
 
     def _filter(self, group: Group) -> None:
-        """Hand its admission back. Without an end to a row of these a run would sample for ever and never
-        train.
-        """
+        """Release the group's admission. Too many in a row end the run, which would never train."""
         self._filtered_in_a_row += 1
         if self._filtered_in_a_row >= MAX_FILTERED_GROUPS:
             raise TaskError(
@@ -188,7 +179,7 @@ class Buffer:
     # ---- weight sync
 
     def set_served_nowait(self, version: int) -> None:
-        """Every engine serves `version` or a newer one from now on. Versions may be skipped."""
+        """Note that every engine serves `version` or a newer one. Versions may be skipped."""
         self.rule.set_served_nowait(version)
         self._changed()
 
@@ -219,7 +210,7 @@ class Buffer:
         return batch
 
     def take_nowait(self) -> Batch:
-        """The next batch. Raises WouldWait while the rule allows none."""
+        """Take the next batch. Raises WouldWait while the rule allows none."""
         choice = self.rule.take_nowait()
         groups = tuple(self._ready.pop(group_id) for group_id in choice.group_ids)
         min_version = max(0, choice.version - self.rule.max_staleness)
@@ -232,11 +223,10 @@ class Buffer:
 
     @property
     def next_group_id(self) -> int:
-        """Number of the group that is admitted next."""
+        """Id of the next group to be admitted."""
         return self.rule.num_issued
 
     def prompts_ready(self) -> list[Prompt]:
-        """The prompts whose groups are ready."""
         return [group.prompt for group in self._ready.values()]
 
     def gauges(self) -> dict[str, float]:
@@ -262,7 +252,7 @@ class Buffer:
     def _what_opens(self) -> str:
         rule = self.rule
         return (
-            f"leave to start a group ({rule.num_ready} ready, {rule.num_running} run, step "
+            f"admission of a group ({rule.num_ready} ready, {rule.num_running} run, step "
             f"{rule.next_batch + 1} is next, version {rule.served} is served)"
         )
 
@@ -270,7 +260,7 @@ class Buffer:
         """Return the cause of the wait for the next batch, as in WaitReport."""
         rule = self.rule
         what = {
-            "publishing": "publishing, for no group may start before a newer version is served",
+            "publishing": "publishing, because no group may start before a newer version is served",
             "stragglers": "stragglers that would become too old",
         }.get(rule.waits_for or "", "generation")
         batch = f"step {rule.next_batch + 1}: {rule.num_ready} of {rule.num_groups} groups are ready"
@@ -280,7 +270,7 @@ class Buffer:
         return f"{what} ({batch})"
 
     def _changed(self) -> None:
-        """The rule's state has changed: note what the trainer waits for, wake the waiters it concerns."""
+        """Note what the trainer waits for, and wake the waiters that a change of the rule concerns."""
         cause = self.rule.waits_for
         if self._meter is not None:
             self._meter.change(asyncio.get_running_loop().time(), cause)
@@ -302,7 +292,7 @@ class Buffer:
 
 
 def _versions(group: Group) -> tuple[int, int]:
-    """(oldest, newest) version of any sampled token of the group."""
+    """Return the oldest and newest version of the group's sampled tokens."""
     versions = [span.version for trajectory in group.trajectories for span in trajectory.version_spans]
     return min(versions), max(versions)
 

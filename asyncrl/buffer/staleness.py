@@ -117,7 +117,7 @@ class StalenessRule:
 
     @property
     def oldest_running(self) -> tuple[GroupId, int] | None:
-        """(id, start version) of the group that has run longest."""
+        """Return (id, start version) of the group that has run longest."""
         for group_id, deadline in self._running.items():
             return group_id, deadline - self.max_staleness
         return None
@@ -159,11 +159,10 @@ class StalenessRule:
         running: Mapping[GroupId, int],
         ready: Mapping[GroupId, tuple[int, int]],
     ) -> tuple[GroupId, ...]:
-        """Go on where a killed run stood: batch `version` is next, its weights are served.
+        """Restore the state of a killed run: batch `version` is next, its weights are served.
 
-        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens, both as the
-        rule had them. Returns the groups that no batch can use under the present settings, and forgets them:
-        none, if the killed run had the same.
+        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens. Returns the
+        groups that no batch can use under changed settings, and forgets them.
         """
         self.next_batch = self.served = version
         self.num_issued = next_group_id
@@ -183,16 +182,14 @@ class StalenessRule:
         self.look_ahead = look_ahead
 
     def set_served_nowait(self, version: int) -> None:
-        """Every engine serves `version` or a newer one from now on. Versions may be skipped, never go
-        back.
-        """
+        """Note that every engine serves `version` or a newer one. Versions may be skipped, never decrease."""
         assert self.served <= version <= self.next_batch, (
             f"version {version} is served after {self.served}, with {self.next_batch} batches taken"
         )
         self.served = version
 
     def admit_nowait(self) -> Ticket:
-        """Leave to start one group. Raises WouldWait while the rule gives none."""
+        """Admit one group. Raises WouldWait if the staleness bound leaves no slot."""
         if self.num_open == 0:
             raise WouldWait(f"{self.admitted} groups are admitted at version {self.served}")
         group_id = GroupId(self.num_issued)
@@ -209,14 +206,14 @@ class StalenessRule:
         self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], newest_deadline))
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
-        """A rollout of a running group is tried again: newer tokens will come."""
+        """Note that a rollout of a running group is retried: newer tokens will come."""
         self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], None))
 
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
-        """A running group is ready; `oldest` and `newest` are the versions of its tokens.
+        """Mark a running group as ready; `oldest` and `newest` are the versions of its tokens.
 
-        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns whether it is
-        forgotten, for no batch can use it any more.
+        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns True if no batch can
+        use the group any more; it is then forgotten.
         """
         deadline = oldest + self.max_staleness
         assert self._running[group_id] <= deadline, f"group {group_id} has a token older than its ticket"
@@ -238,8 +235,8 @@ class StalenessRule:
         self._note_last_use(group_id, None)
 
     def take_nowait(self) -> BatchChoice:
-        """Batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This method
-        guarantees the bound. Raises WouldWait while `waits_for` says so.
+        """Take batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This
+        method guarantees the bound. Raises WouldWait while there is a `waits_for`.
         """
         assert self.next_batch < self.num_batches, f"all {self.num_batches} batches were taken"
         if cause := self.waits_for:
@@ -254,8 +251,8 @@ class StalenessRule:
     def _late(
         self, deadlines: Mapping[GroupId, int], ready: Mapping[GroupId, tuple[int, int]]
     ) -> set[GroupId]:
-        """Which of these would break invariant (2) or (3). As few as can be, and of equal deadlines the
-        running ones.
+        """Return the fewest groups that must go to keep invariants (2) and (3); of equal deadlines, running
+        groups.
         """
         late: set[GroupId] = set()
         num_kept = 0
@@ -291,7 +288,7 @@ class StalenessRule:
                 return group_id
 
     def _requeue(self, version: int) -> list[GroupId]:
-        """Forget the groups that batch `version` was the last to have a use for; it did not take them."""
+        """Forget groups whose last useful batch was `version` and that it did not take."""
         requeued = []
         for group_id in sorted(self._useless_after.pop(version, ())):
             if group_id in self._ready:

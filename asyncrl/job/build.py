@@ -17,17 +17,17 @@ from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
+from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
 from asyncrl.job.check import check_everything
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.evaluate import make_eval_generator, make_eval_sets
 from asyncrl.job.fleet import Fleet
-from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts, special_tokens
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, ScaledEngine
 from asyncrl.job.servers import Servers
 from asyncrl.job.supervise import EngineSupervisor, find_teacher
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
@@ -39,7 +39,7 @@ from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.run_dir import read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
-from asyncrl.rollouts.generators import Taught
+from asyncrl.rollouts.generators import DistillingGenerator
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -89,7 +89,7 @@ class Components:
     scheduler: WeightScheduler
     checkpointer: Checkpointer
     evaluation: Evaluation | None
-    harnessing: Harnessing | None
+    harnessing: AgentRuntime | None
 
     def write_pins(self) -> None:
         """Record model and data. Raises OSError."""
@@ -146,10 +146,10 @@ async def build(
     buffer = Buffer(config.buffer, num_groups=num_groups, num_batches=num_steps, on_requeued=requeued)
     harnessing = None
     if config.generator.is_harness:
-        harnessing = Harnessing(life, fleet.engines, tokenizer, fleet.supervision)
+        harnessing = AgentRuntime(life, fleet.engines, tokenizer, fleet.supervision)
     generator = make_generator(config, fleet.engines, tokenizer, scorer, harnessing)
     if fleet.teacher is not None:
-        generator = Taught(generator, fleet.teacher)
+        generator = DistillingGenerator(generator, fleet.teacher)
     producers = Producers(
         buffer,
         feed,
@@ -241,7 +241,7 @@ def _make_evaluation(
     fleet: Fleet,
     eval_tasks: Mapping[str, EvalTask],
     tokenizer: HFChatTokenizer,
-    harnessing: Harnessing | None,
+    harnessing: AgentRuntime | None,
     checkpoints: Checkpoints,
     listener: RunListener,
 ) -> Evaluation:

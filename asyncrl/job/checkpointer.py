@@ -10,7 +10,7 @@ from asyncrl.base.errors import CheckpointError, TrainerLost
 from asyncrl.base.spans import note_span
 from asyncrl.base.waits import waiting
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState

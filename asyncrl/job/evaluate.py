@@ -8,9 +8,9 @@ from asyncrl.base.errors import RoomError
 from asyncrl.config import RunConfig
 from asyncrl.config.generation import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.harnessing import Harnessing, make_generator
+from asyncrl.job.agent_runtime import AgentRuntime, make_generator
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.rollouts.evaluation import Evaluator, HeldOut, Schedule
+from asyncrl.rollouts.evaluation import HeldOut
 from asyncrl.rollouts.generators import HarnessGenerator
 from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -36,21 +36,22 @@ def make_eval_sets(
         broken = list[RoomError]()
         scorer = TaskScorer(task, settings.task, seed=EVAL_SEED, warn=life.log.warn)
         life.closes("eval rewards", scorer.aclose)
-        evaluator = Evaluator(
-            generator_of(settings.temperature, scorer, broken),
-            prompts,
-            samples=settings.samples,
-            slots=settings.slots,
-            timeout_s=config.rollout.timeout_s,
-            broken=broken,
+        sets.append(
+            HeldOut(
+                generator=generator_of(settings.temperature, scorer, broken),
+                prompts=prompts,
+                samples=settings.samples,
+                slots=settings.slots,
+                name=name,
+                every=settings.every,
+                last=config.trainer.num_steps,
+                at_start=settings.at_start,
+                timeout_s=settings.timeout_s,
+                rollout_timeout_s=config.rollout.timeout_s,
+                broken=broken,
+                evaluated=max((int(line["policy_version"]) for line in earlier.get(name, [])), default=None),
+            )
         )
-        schedule = Schedule(
-            every=settings.every,
-            last=config.trainer.num_steps,
-            at_start=settings.at_start,
-            evaluated=max((int(line["policy_version"]) for line in earlier.get(name, [])), default=None),
-        )
-        sets.append(HeldOut(name, evaluator, schedule, settings.timeout_s))
         scorers.append(scorer)
     return sets, scorers
 
@@ -59,7 +60,7 @@ def make_eval_generator(
     config: RunConfig,
     engine: EnginePool,
     tokenizer: HFChatTokenizer,
-    harnessing: Harnessing | None,
+    harnessing: AgentRuntime | None,
     temperature: float,
     scorer: TaskScorer,
     broken: list[RoomError],

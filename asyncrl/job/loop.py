@@ -12,6 +12,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.agents.command import passed_env
@@ -27,6 +28,7 @@ from asyncrl.job.build import Components, build
 from asyncrl.job.lifecycle import (
     Interrupts,
     Lifecycle,
+    RunLog,
     logging_to,
     make_run_dir,
     new_run_dir,
@@ -44,7 +46,6 @@ from asyncrl.journal.checkpoints import set_aside
 from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
-from asyncrl.launch.nodes import Launcher
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
@@ -95,9 +96,18 @@ def run_job(
             for text in (*resolved, *messages):
                 logger.info("%s", text)
             reporter = Reporter(config, folder, name, trackers, goes_on=point is not None)
-            job = Job(config, folder, reporter, point, plan.placement, launcher, num_first)
-            job.life.interrupts = interrupts
-            return asyncio.run(cancel_remaining(job.life.run(job.live)))
+            life = Lifecycle(
+                config,
+                folder,
+                reporter.log,
+                launcher,
+                ending="stopping after this step",
+                on_end=reporter.finish,
+                on_exit=reporter.aclose,
+            )
+            life.interrupts = interrupts
+            job = Job(life, reporter, plan.placement, point, num_first)
+            return asyncio.run(cancel_remaining(life.run(job.live)))
 
 
 @contextlib.contextmanager
@@ -127,6 +137,7 @@ def _opened_run_dir(
             lock.release()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """A run: start its components -> catch up, if resumed -> train loop -> save -> close.
 
@@ -134,31 +145,20 @@ class Job:
     without losing journaled work.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        reporter: Reporter,
-        point: ResumePoint | None,
-        placement: Placement,
-        launcher: Launcher,
-        num_first: int,
-    ) -> None:
-        self.config = config
-        self.reporter = reporter
-        self.log = reporter.log
-        self.life = Lifecycle(
-            config,
-            run_dir,
-            self.log,
-            launcher,
-            ending="stopping after this step",
-            on_end=reporter.finish,
-            on_exit=reporter.aclose,
-        )
-        self._point = point
-        self._placement = placement
-        self._num_first = num_first
+    life: Lifecycle
+    reporter: Reporter
+    placement: Placement
+    point: ResumePoint | None
+    num_first: int
+    """Number of engines at the start."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self.life.config
+
+    @property
+    def log(self) -> RunLog:
+        return self.life.log
 
     async def live(self) -> int:
         """Train to the end or to a signal; return the exit code."""
@@ -170,16 +170,16 @@ class Job:
             life.closes("status server", server.aclose)
             await server.start()
         life.stack.callback(self.reporter.close_console)
-        point = self._point
+        point = self.point
         for text in () if point is None else point.notes:
             self.log.warn(text)
         run = await build(
             life,
-            self._placement,
+            self.placement,
             self.reporter,
             is_new=point is None,
             may_change=(False, False) if point is None else (point.may_change_model, point.may_change_data),
-            num_first=self._num_first,
+            num_first=self.num_first,
         )
         life.servers = run.fleet.servers
         life.stack.enter_context(rare_collections())
@@ -237,7 +237,7 @@ class Job:
 
     async def _catch_up(self, run: Components) -> Sequence[UnfinishedGroup]:
         """Restore a killed run; the returned groups continue once the engines have the weights."""
-        point = self._point
+        point = self.point
         if point is None:
             run.write_pins()
             run.journal.order_nowait(run.feed.order)

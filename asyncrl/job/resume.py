@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
+from asyncrl.observe.run_dir import SUMMARY_FILE, read_object
 from asyncrl.trainer.model_folder import MODEL_PIN
 
 logger = logging.getLogger("asyncrl.job.resume")
@@ -135,9 +135,8 @@ def find_resume(
     if mode == "never":
         raise _refused(run_dir, "a run already", "choose another --run-dir, or omit --resume.")
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
-    _refuse_done(run_dir, config)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
-    _refuse_fewer_steps(run_dir, config, 0 if checkpoint is None else checkpoint.version)
+    _refuse_trained(run_dir, config, 0 if checkpoint is None else checkpoint.version)
     notes = (*(found.why for found in damaged), *accepted)
     may_change = (
         any(_is_named(key, allow_change) for key in keys) for keys in (MODEL_KEYS, ("task.digest",))
@@ -208,37 +207,29 @@ def _is_named(key: str, allowed: Collection[str]) -> bool:
     return any(key == name or key.startswith(name + ".") for name in allowed)
 
 
-def _refuse_done(run_dir: Path, config: RunConfig) -> None:
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    num_steps, steps = config.trainer.num_steps, summary.get("num_steps", summary.get("steps"))
-    if summary.get("state") == "done" and (steps is None or steps >= num_steps):
-        is_free = _is_free("trainer.num_steps", config, run_dir)
-        allowed = () if is_free else ("--allow-change", "trainer.num_steps")
-        command = run_again(run_dir, f"trainer.num_steps={2 * (steps or num_steps)}", *allowed)
-        raise ConfigError(
-            f"the run in {run_dir} is done, after {steps or num_steps} steps",
-            way_out=f"train more steps with `{command}`, or choose another --run-dir.",
-        )
-
-
-def _refuse_fewer_steps(run_dir: Path, config: RunConfig, num_saved: int) -> None:
-    """Raise ConfigError if the run has more steps. `num_saved`: those of the newest checkpoint, for a run
-    without its journal.
+def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
+    """Raise ConfigError if the run has trained all steps, or more. `num_saved`: steps of its newest
+    checkpoint.
     """
     num_trained = num_saved
     if (journal := run_dir / "journal.sqlite").exists():
         with reading(journal) as connection:
             query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
             num_trained = max(num_saved, *connection.execute(query).fetchone())
-    if config.trainer.num_steps < num_trained:
+    summary = read_object(run_dir / SUMMARY_FILE, [])
+    is_done = summary.get("state") == "done"
+    if is_done:
+        num_trained = max(num_trained, summary.get("num_steps", 0))
+    num_steps = config.trainer.num_steps
+    if num_steps < num_trained or (is_done and num_steps == num_trained):
+        is_free = _is_free("trainer.num_steps", config, run_dir)
+        allowed = () if is_free else ("--allow-change", "trainer.num_steps")
+        command = run_again(run_dir, f"trainer.num_steps={2 * num_trained}", *allowed)
         raise ConfigError(
-            f"trainer.num_steps={config.trainer.num_steps} is less than the {num_trained} steps that the run "
-            f"in {run_dir} has trained",
+            f"the run in {run_dir} {'is done, after' if is_done else 'has trained'} {num_trained} steps, and "
+            f"trainer.num_steps={num_steps}",
             rule="a resumed run keeps every trained step",
-            way_out=f"set trainer.num_steps to {num_trained} or more, or choose another --run-dir.",
+            way_out=f"train more steps with `{command}`, or choose another --run-dir.",
         )
 
 

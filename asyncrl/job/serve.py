@@ -25,9 +25,16 @@ from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
+from asyncrl.job.agent_runtime import (
+    AgentRuntime,
+    UserKey,
+    make_gateway,
+    make_generator,
+    model_name,
+    try_rollouts,
+)
 from asyncrl.job.build import load_tokenizer
 from asyncrl.job.check import check_everything
-from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
 from asyncrl.job.lifecycle import (
     Lifecycle,
     RunLog,
@@ -237,7 +244,7 @@ async def _try_agent(
     if config.generator.is_harness:
         heartbeat_s = config.observe.heartbeat_s
         supervision = Supervision(config.supervision, heartbeat_s, life.log.warn, lambda *_: None)
-        harnessing = Harnessing(life, pool, tokenizer, supervision)
+        harnessing = AgentRuntime(life, pool, tokenizer, supervision)
         await harnessing.open(life)
         for supervisor in harnessing.supervisors:
             life.spawn(supervisor.run(), name=f"watch {supervisor.name}")

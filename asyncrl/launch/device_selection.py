@@ -87,17 +87,16 @@ class _Form(NamedTuple):
             return (NodeDevice(0, "cpu"),)
         if isinstance(self.form, NodesConfig):
             return self._of_nodes(nodes, self.form, taken)
+        if self.form == "auto" and any(cuda):
+            return self._free(cuda, taken) or taken
         if self.form == "auto":
-            return self._free(cuda, taken) or taken if any(cuda) else self._cpus(nodes, taken)
+            num_free = len(nodes) - len({device.node for device in taken})
+            num = min(self.num_wanted, max(1, num_free))
+            return self._of_nodes(nodes, NodesConfig(nodes=num, gpus=0), taken)
         if self.form == "all":
             refuse_no_cuda(self.key, self.form, nodes)
             return tuple(device for devices in cuda for device in devices)
         return named_devices(self.key, self.form, nodes)
-
-    def _cpus(self, nodes: Sequence[Node], taken: Side) -> Side:
-        used = {device.node for device in taken}
-        free = [node for node in range(len(nodes)) if node not in used] or [0]
-        return tuple(NodeDevice(node, "cpu") for node in free[: self.num_wanted])
 
     def _free(self, cuda: Sequence[Side], taken: Side) -> Side:
         """Take free devices, whole processes on each node: from the smallest node that has enough, else from

@@ -1,4 +1,4 @@
-"""Find the Python of engine servers that run in an environment of their own (vLLM)."""
+"""Find the Python of engine servers that run in a separate environment (vLLM)."""
 
 from __future__ import annotations
 

@@ -206,7 +206,10 @@ class Child(ForkServerProcess):
         _set_title([sys.executable, "-m", *sys.argv])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # random reseeds itself; torch always starts at one seed
-        (sys.modules.get(f"{module}.__main__") or sys.modules[module]).main()
+        main = importlib.import_module(module)
+        if hasattr(main, "__path__"):
+            main = importlib.import_module(f"{module}.__main__")
+        main.main()
 
 
 def _take_files(numbers: Sequence[int]) -> None:

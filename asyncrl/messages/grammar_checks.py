@@ -1,4 +1,4 @@
-"""Check a grammar in a process of its own, which a hostile grammar may crash.
+"""Check a grammar in a separate process, which a hostile grammar may crash.
 
 llguidance has limits, but not everywhere: a chain of some thousand `$ref` overflows its stack, and its
 message about conflicting patterns doubles with each pattern. In the gateway's process one such schema would

@@ -1,16 +1,13 @@
-"""Messages between the gateway and the workers that run harnesses, and what producers know of the gateway.
+"""Messages between the gateway and its workers, and the gateway's interfaces for producers.
 
-Workers call the gateway, never the other way round, so that a worker may live behind any firewall. They show
-the worker key as `Authorization: Bearer KEY`; it opens no session, and no session's key opens these routes:
+Workers call the gateway, never the reverse, so that a worker may run behind any firewall. Their key, sent as
+`Authorization: Bearer KEY`, opens these routes and no session:
 
-    POST /work/take     TakeRequest    -> TakeAnswer    sleeps until there is work, `wait_s` at most
-    POST /work/alive    AliveRequest   -> AliveAnswer   a sign of life, and what to give up
-    POST /work/result   ResultRequest  -> Accepted      410 if that item is no longer this worker's: it drops
-    it
-    POST /v1/outcome    Outcome        -> Accepted      with the outcome key of an item (also
-    /s/KEY/v1/outcome)
-    GET /health         -> WorkerHealth                 of a worker that a run has started, with its own
-    secret
+    POST /work/take     TakeRequest    -> TakeAnswer    long poll for work, `wait_s` at most
+    POST /work/alive    AliveRequest   -> AliveAnswer   heartbeat; answers which items to cancel
+    POST /work/result   ResultRequest  -> Accepted      410 if the item is no longer this worker's
+    POST /v1/outcome    Outcome        -> Accepted      with an item's outcome key; also /s/KEY/v1/outcome
+    GET /health         -> WorkerHealth                 of a run's own worker, with its own secret
 """
 
 from __future__ import annotations
@@ -27,20 +24,16 @@ from asyncrl.base.message import ErrorBody, Message
 from asyncrl.messages.records import Outcome, Rollout, Work
 
 MAX_WAIT_S = 20.0
-"""Longest that /work/take sleeps."""
+"""Longest wait of /work/take."""
 
 MAX_OUTCOME_BYTES = 2**18
 """Largest Outcome that is posted or returned; its metrics are kept with every branch of the rollout."""
 
 MAX_MESSAGE_BYTES = 2**22
-"""Largest message of a worker: an outcome, the sentences of a failure, the ids of all its items.
-gateway.max_body_bytes limits calls and not these messages.
-"""
+"""Largest message of a worker. gateway.max_body_bytes limits only calls."""
 
 VERIFIERS_KEY = "verifiers"
-"""A prompt's info has the data of a verifiers task under this key: the worker builds the task again from
-them.
-"""
+"""Key in a prompt's info of the data from which a worker rebuilds a verifiers task."""
 
 
 class WorkItem(Message):
@@ -78,9 +71,8 @@ class WorkerMessage(Message):
 class TakeRequest(WorkerMessage):
     """Request for work, at most `max_items`.
 
-    `holding`: all items that the worker has and has not returned. A worker has one such request at a time,
-    with a growing `number`. An item that it was given and does not hold was lost on its way and is given out
-    again; a late request with an old number must not cause that.
+    `holding`: all items that the worker has and has not returned. An item that it was given and does not hold
+    was lost in transit and is queued again. Requests have a growing `number`; late ones are ignored.
     """
 
     number: int = Field(ge=0)
@@ -92,8 +84,10 @@ class TakeRequest(WorkerMessage):
 
 class TakeAnswer(Message):
     """Work, or none within the time. A worker that is silent for `lease_timeout_s` loses all of it. `model`:
-    its name for calls. `is_over`: the run is done, and no work follows.
+    name for calls. `is_over`: the run is done.
     """
+
+    model_config = WorkItem.model_config
 
     items: list[WorkItem]
     model: str
@@ -102,14 +96,14 @@ class TakeAnswer(Message):
 
 
 class AliveRequest(WorkerMessage):
-    """A worker's sign of life, with the items that it holds. `is_leaving`: it ends without finishing them."""
+    """A worker's heartbeat, with its items. `is_leaving`: it ends without finishing them."""
 
     holding: list[str]
     is_leaving: bool = False
 
 
 class AliveAnswer(Message):
-    """`cancel`: items among those held that are this worker's no more, and why."""
+    """`cancel`: held items that are no longer this worker's, with the reason."""
 
     cancel: dict[str, str]
 
@@ -125,7 +119,7 @@ class ResultRequest(WorkerMessage):
 
 
 class Accepted(Message):
-    """The result or outcome was taken."""
+    """The result or outcome was accepted."""
 
 
 class WorkerHealth(Message):
@@ -148,14 +142,12 @@ class WorkerHealth(Message):
 
 
 class RolloutSession(Protocol):
-    """An attempt of a rollout from the harness's side: a key for /v1/chat/completions, and the tokens sampled
-    with it.
-    """
+    """One attempt's conversation with the endpoint, and the tokens sampled in it."""
 
     key: str
     """The bearer token. Unguessable; dies with the session."""
     overflow: str | None
-    """The limit that its calls have met and not gone on from; None if there is none."""
+    """The limit that ended its calls, if any."""
     num_spent: int
     """Number of tokens that the engines returned to its calls."""
 
@@ -169,13 +161,11 @@ class RolloutSession(Protocol):
         ...
 
     def while_open(self) -> AbstractAsyncContextManager[object]:
-        """A block that raises RolloutFailure if the session is ended by another part than its owner: the work
-        of its harness would be lost.
-        """
+        """Raise RolloutFailure in the block if another component ends the session."""
         ...
 
     def last_text(self) -> str:
-        """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
+        """Return the text of the newest completion. Raises RolloutFailure if there is none."""
         ...
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
@@ -210,7 +200,7 @@ class WorkQueue(Protocol):
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Let a worker run it; `started` is called once a worker has taken it. Raises RolloutFailure (data).
 
-        Cancelling this call takes the work back: the worker learns of it at its next sign of life.
+        Cancelling this call withdraws the work; the worker learns of it at its next heartbeat.
         """
         ...
 
@@ -222,8 +212,10 @@ new_hash = partial(blake2b, digest_size=16)
 class ChatRenderer(Protocol):
     """The tokenizer as the gateway sees it, with template and encoding apart."""
 
-    end_ids: frozenset[int]
-    """Tokens that end a turn."""
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        ...
 
     def render(
         self,
@@ -248,20 +240,7 @@ class ChatRenderer(Protocol):
         ...
 
 
-class Decoder(Protocol):
-    """The tokenizer as answer_text sees it."""
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a turn."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids."""
-        ...
-
-
-def answer_text(tokenizer: Decoder, token_ids: Sequence[int], *, shows_special: bool) -> str:
+def answer_text(tokenizer: ChatRenderer, token_ids: Sequence[int], *, shows_special: bool) -> str:
     """Return the text of a sampled answer without its end-of-turn token. `shows_special`: keep other special
     tokens as text (task.special_tokens=visible); otherwise they are removed.
     """

@@ -80,7 +80,7 @@ class Steps:
 
 
 class GrowingSteps:
-    """The steps of a live run; each read() parses only what is new in metrics.jsonl."""
+    """The steps of a live run; each read() parses only the new lines of metrics.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS_FILE
@@ -117,7 +117,7 @@ class GrowingSteps:
 
 
 def recent(num: int) -> slice:
-    """Select the recent ones of `num` steps: the last tenth, 5 to 50; below 10 steps the second half."""
+    """Select the recent steps of `num`: the last tenth, 5 to 50; below 10 steps the second half."""
     return slice(-max(1, min(50, num // 10), min(5, num // 2)), None)
 
 

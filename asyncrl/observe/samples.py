@@ -1,4 +1,4 @@
-"""samples.jsonl: a few rollouts of each step as text, one JSON object a line, and how they are shown.
+"""samples.jsonl: a few rollouts of each step as text, one JSON object a line.
 
 A model wrote the text: it may be hostile. Long texts are cut. The record of training is trained.jsonl.
 """

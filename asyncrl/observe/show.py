@@ -98,8 +98,7 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
     if as_json:
         return json.dumps(rows, indent=2)
     for row in rows:
-        if row["num_steps"] is not None:
-            row["steps"] = f"{row['steps']}/{row.pop('num_steps')}"
+        row["steps"] = f"{row['steps']}/{row.pop('num_steps') or '?'}"
         age_s = row.pop("age_s")
         age = f"{age_s / 86400:.0f} days" if age_s > 2 * 86400 else numbers.duration(age_s)
         row["last written"] = f"{age} ago"

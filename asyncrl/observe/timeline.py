@@ -97,6 +97,7 @@ class TimelineWriter:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / TIMELINE_FILE
         self._is_open = False
+        self._is_refused = False
         self._rows: list[Row] = []
         self._offset_s = time.time() - time.monotonic()
         self._busy_s: Mapping[str, float] = {}
@@ -129,9 +130,9 @@ class TimelineWriter:
         self._is_open = False
 
     def _add(self, lane: str, kind: str, start_s: float, end_s: float, number: int, text: Any) -> None:
-        self._rows.append(
-            Row(lane, kind, round(start_s + self._offset_s, 6), round(end_s - start_s, 6), number, text)
-        )
+        if not self._is_refused:
+            at_s = round(start_s + self._offset_s, 6)
+            self._rows.append(Row(lane, kind, at_s, round(end_s - start_s, 6), number, text))
 
     def _write(self) -> None:
         if not self._is_open:
@@ -142,6 +143,7 @@ class TimelineWriter:
                 self._path.replace(self._path.with_name(OLDER_FILE))
         except OSError as error:
             logger.warning("no more timeline: cannot write %s: %s", self._path, error)
+            self._is_refused = True
             self._is_open = False
         self._rows = []
 

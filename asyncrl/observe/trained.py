@@ -64,7 +64,8 @@ class _Step(NamedTuple):
     version: int
     num_trajectories: int
     num_loss_tokens: int
-    ages: list[int]
+    ages: tuple[int, int, int]
+    """Sum, number and largest of the ages of trajectories."""
     data: int
     faults: list[str]
 
@@ -119,8 +120,10 @@ class TrainedRecord:
         if self._earlier.get(line.version, data) != data:
             fault = f"step {line.version + 1} was trained again on other data than before a restore"
             self._replay_faults.append(fault)
+        ages = _ages(line)
+        counted = (sum(ages), len(ages), max(ages, default=0))
         num_loss_tokens = sum(entry["num_loss_tokens"] for entry in entries)
-        self._steps.append(_Step(line.version, len(entries), num_loss_tokens, _ages(line), data, faults))
+        self._steps.append(_Step(line.version, len(entries), num_loss_tokens, counted, data, faults))
 
     def violations(self) -> tuple[list[str], list[str]]:
         """Return the broken promises (too old, from the future, trained twice, wrong sums, missing steps),
@@ -145,13 +148,13 @@ class TrainedRecord:
 
     def totals(self) -> dict[str, Any]:
         """Return numbers of all steps."""
-        ages = [age for step in self._steps for age in step.ages]
+        num_ages = sum(step.ages[1] for step in self._steps)
         return {
             "num_steps": len(self),
             "num_trajectories": sum(step.num_trajectories for step in self._steps),
             "num_loss_tokens": sum(step.num_loss_tokens for step in self._steps),
-            "staleness_mean": fmean(ages) if ages else None,
-            "staleness_max": max(ages, default=None),
+            "staleness_mean": sum(step.ages[0] for step in self._steps) / num_ages if num_ages else None,
+            "staleness_max": max(step.ages[2] for step in self._steps) if num_ages else None,
         }
 
     @property

@@ -37,62 +37,11 @@ BALANCED_WAIT_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Judgment of a run, most important first. Each text is whole sentences.
-
-    `headline`: did it learn? If not, the likeliest reasons. `learning`: further sentences on that. `health`:
-    a sentence for each problem. `speed`: the bottleneck, the setting that would change it, and losses.
-    `reward_first`: mean of the first 5 steps (below 10 steps: of the first half); `reward_last`: mean of the
-    recent steps (run_recent); `reward_noise`: its standard error; `trend`: of the reward at the end.
-    `bottleneck`: training, generation, stragglers, publishing, handovers, other, balanced or unknown.
-    `trainer`: rows of a table.
-    """
-
-    num_steps: int
-    wall_s: float
-    headline: str
-    health: tuple[str, ...]
-    speed: tuple[str, ...]
-    reward_first: float | None
-    reward_last: float | None
-    reward_noise: float | None
-    trend: Trend
-    shares: TimeShares
-    bottleneck: str
-    num_skipped_steps: int = 0
-    trainer: tuple[tuple[str, str], ...] = ()
-
-
-def judge(steps: Steps, config: RunConfig) -> Verdict:
-    """Judge a run with at least one step."""
-    shares = TimeShares.of(steps.total)
-    reward = _reward_of(steps)
-    findings = _findings(steps, config, reward)
-    bottleneck = _bottleneck(steps, shares)
-    return Verdict(
-        num_steps=len(steps),
-        wall_s=float(steps.last.get("time_s", steps.total("perf/step_s"))),
-        headline=_headline(reward, steps, config, findings),
-        health=tuple(map(str, findings)),
-        speed=tuple(_speed(steps, config, shares, bottleneck)),
-        reward_first=None if reward is None else reward.first,
-        reward_last=None if reward is None else reward.last,
-        reward_noise=None if reward is None else reward.noise,
-        trend="unknown" if reward is None else reward.trend,
-        shares=shares,
-        bottleneck=bottleneck,
-        num_skipped_steps=int(steps.total("trainer/skipped_steps")),
-        trainer=tuple(numbers.trainer_rows(steps)),
-    )
-
-
-# ---- did it learn?
-
-
-@dataclass(frozen=True, slots=True)
-class _Reward:
-    """`best`: highest mean of as many steps as `last` has, ending at `best_step`; `margin`: smaller changes
-    from `first` to `last` are noise; `step_noise`: standard deviation of one step around the trend.
+class Reward:
+    """`first`: mean of the first 5 steps (below 10 steps: of the first half); `last`: mean of the recent
+    steps (run_numbers.recent), with standard error `noise`; `best`: highest mean of the same number of steps,
+    ending at `best_step`; `margin`: smaller changes from `first` to `last` are noise; `step_noise`: standard
+    deviation of one step around the trend; `trend`: at the end.
     """
 
     first: float
@@ -118,7 +67,49 @@ class _Reward:
         return self.first - self.last > self.margin
 
 
-def _reward_of(steps: Steps) -> _Reward | None:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Judgment of a run, most important first. Each text is whole sentences.
+
+    `headline`: did it learn? If not, the likeliest reasons. `health`: a sentence for each problem. `speed`:
+    the bottleneck, the setting that would change it, and losses. `bottleneck`: training, generation,
+    stragglers, publishing, handovers, other, balanced or unknown. `trainer`: rows of a table.
+    """
+
+    num_steps: int
+    wall_s: float
+    headline: str
+    health: tuple[str, ...]
+    speed: tuple[str, ...]
+    reward: Reward | None
+    shares: TimeShares
+    bottleneck: str
+    trainer: tuple[tuple[str, str], ...] = ()
+
+
+def judge(steps: Steps, config: RunConfig) -> Verdict:
+    """Judge a run with at least one step."""
+    shares = TimeShares.of(steps.total)
+    reward = _reward_of(steps)
+    findings = _findings(steps, config, reward)
+    bottleneck = _bottleneck(steps, shares)
+    return Verdict(
+        num_steps=len(steps),
+        wall_s=float(steps.last.get("time_s", steps.total("perf/step_s"))),
+        headline=_headline(reward, steps, config, findings),
+        health=tuple(map(str, findings)),
+        speed=tuple(_speed(steps, config, shares, bottleneck)),
+        reward=reward,
+        shares=shares,
+        bottleneck=bottleneck,
+        trainer=tuple(numbers.trainer_rows(steps)),
+    )
+
+
+# ---- did it learn?
+
+
+def _reward_of(steps: Steps) -> Reward | None:
     """Measure the reward at the start and at the end with its noise; None if no step has a reward."""
     columns = zip(steps.column("reward/mean"), steps.column("step"), strict=True)
     both = [(value, int(step)) for value, step in columns if value == value]
@@ -132,7 +123,7 @@ def _reward_of(steps: Steps) -> _Reward | None:
     step_noise = math.sqrt(fmean(changes) / 2) if changes else 0.0
     ends = [*range(size, num, max(1, size // 2)), num]
     best, end = max((fmean(rewards[end - size : end]), end) for end in ends)
-    return _Reward(
+    return Reward(
         first=fmean(rewards[:size_first]),
         last=fmean(rewards[-size:]),
         best=best,
@@ -156,7 +147,7 @@ def _trend(rewards: list[float], step_noise: float) -> Trend:
     return "rising" if change > 0 else "falling"
 
 
-def _headline(reward: _Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> str:
+def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> str:
     if reward is None:
         return "No step has a reward yet."
     first = f"{reward.first:.3f}"
@@ -176,7 +167,7 @@ def _headline(reward: _Reward | None, steps: Steps, config: RunConfig, findings:
     return f"Learned nothing: {ends}.{why}"
 
 
-def _reasons(reward: _Reward, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> Iterator[str]:
+def _reasons(reward: Reward, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> Iterator[str]:
     """Yield reasons why the reward did not rise, likeliest first."""
     yield from (finding.clause for finding in findings)
     learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
@@ -207,7 +198,7 @@ class _Finding:
         return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
 
 
-def _findings(steps: Steps, config: RunConfig, reward: _Reward | None) -> list[_Finding]:
+def _findings(steps: Steps, config: RunConfig, reward: Reward | None) -> list[_Finding]:
     """List the problems of the run, most serious first, mostly from its recent steps."""
     has_risen = reward is not None and reward.has_risen
     found = [*_gradient(steps, config, has_risen), *_answers(steps, config, has_risen)]

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
-from typing import Literal
+from typing import Literal, TypeVar
 
 from asyncrl.base.errors import EngineError, PublishError, RoomError
 from asyncrl.base.spans import note_span
@@ -18,7 +18,9 @@ from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner, Slots
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,18 @@ class EvalResult:
         return metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluator:
-    """Samples each prompt `samples` times, at most `slots` rollouts at once, without retries.
+@dataclass(eq=False, kw_only=True)
+class HeldOut:
+    """An evaluation of a run: each prompt is sampled `samples` times, at most `slots` rollouts at once,
+    without retries. `name` is '' for a single evaluation.
+
+    Evaluated versions: the first at or after each multiple of `every` (0 included with `at_start`), and the
+    last. `evaluated`: newest version evaluated before the run was resumed.
 
     `broken`: engine errors that reached a harness instead of the generator; with one, a failed rollout is no
     data.
 
-    Waits: evaluate sleeps in the generator, at most timeout_s per rollout (None: no limit).
+    Waits: evaluate waits in the generator, at most rollout_timeout_s per rollout (None: no limit).
     Invariant: every token of a result was sampled at its version, otherwise it raises. Seeds depend only on
         prompt and sample, so that two evaluations differ only by weights.
     """
@@ -102,21 +108,45 @@ class Evaluator:
     prompts: Sequence[Prompt]
     samples: int
     slots: int
-    timeout_s: float | None = None
+    name: str = ""
+    every: int = 1
+    last: int = 0
+    at_start: bool = True
+    timeout_s: float = math.inf
+    rollout_timeout_s: float | None = None
     broken: list[RoomError] = field(default_factory=list)
+    evaluated: int | None = None
+
+    def __post_init__(self) -> None:
+        self.is_over = self.evaluated is not None and self.evaluated >= self.last
+        evaluated = self.evaluated
+        if evaluated is None:
+            evaluated = -1 if self.at_start else 0
+        self._next = (evaluated // self.every + 1) * self.every
+
+    def is_next(self, version: int) -> bool:
+        return not self.is_over and version >= min(self._next, self.last)
+
+    def is_due_nowait(self, version: int) -> bool:
+        """Return whether `version` is due, and move on. Call it once per version, in order."""
+        if is_due := self.is_next(version):
+            self._next = (version // self.every + 1) * self.every
+        return is_due
 
     async def evaluate(self, version: int) -> EvalResult:
         """Return all samples, in prompt order. Raises RoomError if the engine is gone or serves another
         version.
         """
         self.broken.clear()
-        runner, slots = RolloutRunner(self.generator, timeout_s=self.timeout_s, retries=0), Slots(self.slots)
+        runner = RolloutRunner(self.generator, timeout_s=self.rollout_timeout_s, retries=0)
+        slots = Slots(self.slots)
         places = [(number, index) for number in range(len(self.prompts)) for index in range(self.samples)]
 
         async def run(number: int, index: int) -> Rollout | FailedRollout:
             group_id, prompt = GroupId(-1 - number), self.prompts[number]  # below ids of training groups
             name = f"eval-v{version}/{prompt.prompt_id}/s{index}"
-            return await runner.run(group_id, prompt, index, slots=slots, order=(number, index), name=name)
+            attempt = RolloutAttempt(name, group_id, prompt, index)
+            return await runner.run(attempt, slots=slots, order=(number, index))
 
         outcomes = await asyncio.gather(*(run(*place) for place in places), return_exceptions=True)
         if self.broken:
@@ -145,41 +175,6 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     return Sample(prompt_id, rollout[0].reward, length, is_truncated, rollout[0].metrics)
 
 
-class Schedule:
-    """Decides which versions are evaluated: the first at or after each multiple of `every` (0 included with
-    `at_start`), and the last.
-
-    Life: call is_due_nowait(v) once per version, in order: 0 if the engine starts with it, then each
-        published version.
-    """
-
-    def __init__(self, *, every: int, last: int, at_start: bool, evaluated: int | None = None) -> None:
-        """`evaluated`: newest version evaluated before the run was resumed."""
-        self.every, self.last = every, last
-        self.is_over = evaluated is not None and evaluated >= last
-        before = -1 if at_start else 0
-        self._next = ((before if evaluated is None else evaluated) // every + 1) * every
-
-    def is_next(self, version: int) -> bool:
-        return not self.is_over and version >= min(self._next, self.last)
-
-    def is_due_nowait(self, version: int) -> bool:
-        """Return whether `version` is due, and move to the next multiple."""
-        if is_due := self.is_next(version):
-            self._next = (version // self.every + 1) * self.every
-        return is_due
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """An evaluation of a run; `name` is '' for a single one."""
-
-    name: str
-    evaluator: Evaluator
-    schedule: Schedule
-    timeout_s: float
-
-
 @dataclass(slots=True)
 class EvaluationStats:
     """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: current or
@@ -194,14 +189,22 @@ class EvaluationStats:
     held_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A version to evaluate. `weights`: its kept export; None: the engines serve it."""
+
+    version: int
+    weights: ExportResponse | None
+    due: Sequence[HeldOut]
+
+
 class Evaluation:
     """Evaluates published versions, on an eval engine in parallel with training, or on the rollout engines.
 
     Life: idle -> a due version is published -> with an eval engine: loading (prepare, commit) -> sampling,
         one evaluation after another -> idle. Off for good once the eval engine is gone or the run stops.
-    Waits: run sleeps until a version is due, then at most timeout_s per evaluation; the run's end sleeps in
-        wait_last. On the rollout engines the next push and the trainer sleep in wait_released; with an eval
-        engine nothing waits.
+    Waits: run waits until a version is due, then at most timeout_s per evaluation. On the rollout engines the
+        next push and the trainer wait in wait_released; with an eval engine only the run's end waits.
     Invariant: all tokens of an evaluation have one version. An eval engine gets weights only between
         evaluations; versions due during one are skipped and counted, except the last. The rollout engines get
         none until wait_released returns, so nothing is skipped.
@@ -222,14 +225,15 @@ class Evaluation:
         is_fetched: bool = False,
     ) -> None:
         """`held_out`: in evaluation order. `target`: the eval engine; None: the rollout engines.
-
         `is_fetched`: published files are on the eval engine's node, kept by its launcher.
         """
-        self._held_out, self._target, self._folder = held_out, target, folder
+        self._held_out = held_out
+        self._target = target
+        self._folder = folder
         self._is_fetched = is_fetched
-        self._on_result, self._on_trouble = on_result, on_trouble
-        self._pending: tuple[int, ExportResponse | None, Sequence[HeldOut]] | None = None
-        """Version, kept weights (None: the engines have them), and due evaluations."""
+        self._on_result = on_result
+        self._on_trouble = on_trouble
+        self._pending: Pending | None = None
         self._changed = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self._stats = EvaluationStats()
@@ -238,11 +242,9 @@ class Evaluation:
         return self._stats
 
     def gauges(self) -> dict[str, float]:
-        """Return values for the metrics in observe/metrics.py."""
         stats = self._stats
-        num_ended = stats.finished + stats.skipped + stats.abandoned
         return {
-            "evaluation/ended": num_ended,
+            "evaluation/ended": stats.finished + stats.skipped + stats.abandoned,
             "evaluation/held_s": stats.held_s,
         }
 
@@ -252,45 +254,47 @@ class Evaluation:
 
     @property
     def is_over(self) -> bool:
-        return all(one.schedule.is_over for one in self._held_out)
+        return all(one.is_over for one in self._held_out)
 
     def wants(self, version: int) -> bool:
         """Return whether published_nowait would keep this version's weights."""
         is_open = self._target is not None and not self.is_off
-        return is_open and any(one.schedule.is_next(version) for one in self._held_out)
+        return is_open and any(one.is_next(version) for one in self._held_out)
 
     def served_nowait(self, version: int) -> None:
         """Evaluate the version that the sampling engines serve, if it is due."""
         if due := self._due_nowait(version):
-            self._keep(version, None, due)
+            self._keep(Pending(version, None, due))
 
     def _due_nowait(self, version: int) -> list[HeldOut]:
-        return [] if self.is_off else [one for one in self._held_out if one.schedule.is_due_nowait(version)]
+        return [] if self.is_off else [one for one in self._held_out if one.is_due_nowait(version)]
 
     def published_nowait(self, manifest: ExportResponse) -> None:
         """Keep this version's weights for the eval engine if it is due. Call it while the exported file is
         the newest.
         """
-        version, stats = manifest.version, self._stats
+        version = manifest.version
+        stats = self._stats
         due = self._due_nowait(version)
         if not due:
             return
-        is_last = version >= due[0].schedule.last
+        is_last = version >= due[0].last
         if self._pending is not None or (stats.state != "idle" and not is_last):
-            stats.skipped += len(self._pending[2] if self._pending is not None and is_last else due)
+            stats.skipped += len(self._pending.due if self._pending is not None and is_last else due)
             if not is_last:  # the last version replaces a waiting one
                 return
-        if self._is_fetched:
-            self._keep(version, manifest, due)
-            return
-        path = self._folder / f"eval-{version}.safetensors"
-        try:
-            os.link(manifest.path, path)
-        except OSError as error:
-            what = f"the weights of policy_version {version} cannot be kept for the eval engine: {error}"
-            self.give_up(RoomError(self.name, what, way_out="stage weights where hard links can be made."))
-            return
-        self._keep(version, manifest.model_copy(update={"path": str(path)}), due)
+        if not self._is_fetched:
+            path = self._folder / f"eval-{version}.safetensors"
+            try:
+                os.link(manifest.path, path)
+            except OSError as error:
+                what = f"cannot keep the weights of policy_version {version} for the eval engine: {error}"
+                self.give_up(
+                    RoomError(self.name, what, way_out="stage weights where hard links can be made.")
+                )
+                return
+            manifest = manifest.model_copy(update={"path": str(path)})
+        self._keep(Pending(version, manifest, due))
 
     async def run(self) -> None:
         try:
@@ -300,17 +304,19 @@ class Evaluation:
                 with waiting("a published version that is due", on="publisher"):
                     while self._pending is None:
                         await self._changed.wait()
-                (version, manifest, due), self._pending = self._pending, None
-                await self._evaluate(version, manifest, due)
-                for one in due:
-                    one.schedule.is_over = version >= one.schedule.last
+                pending = self._pending
+                self._pending = None
+                await self._evaluate(pending)
+                for one in pending.due:
+                    one.is_over = pending.version >= one.last
                 self._wake()
         finally:
             self._drop()
 
     async def wait_released(self) -> None:
         """Wait until no evaluation needs the rollout engines' version."""
-        clock, stats = asyncio.get_running_loop().time, self._stats
+        clock = asyncio.get_running_loop().time
+        stats = self._stats
         if self._target is not None or (self._pending is None and stats.state != "sampling"):
             return
         start_s = clock()
@@ -330,7 +336,7 @@ class Evaluation:
         """Stop evaluating: the eval engine is gone. Idempotent."""
         if not self.is_off:
             self.stop_nowait()
-            self._on_trouble(f"the run goes on without evaluation: {error}")
+            self._on_trouble(f"the run continues without evaluation: {error}")
 
     def stop_nowait(self) -> None:
         """End the current evaluation without a result and start no more. Idempotent."""
@@ -346,81 +352,89 @@ class Evaluation:
         except RoomError as error:
             self.give_up(error)
 
-    async def _evaluate(self, version: int, manifest: ExportResponse | None, due: Sequence[HeldOut]) -> None:
-        """Run the due evaluations; `manifest` None: the engines have the weights."""
-        stats, is_loaded = self._stats, manifest is None
-        for number, one in enumerate(due):
+    async def _evaluate(self, pending: Pending) -> None:
+        """Load the weights if needed, then run the due evaluations."""
+        clock = asyncio.get_running_loop().time
+        stats = self._stats
+        stats.version = pending.version
+        start_s = clock()
+        left = list(pending.due)
+        if pending.weights is not None:
+            stats.state = "loading"
+            if not await self._limited(left[0], pending.version, self._load(pending.weights)):
+                stats.abandoned += len(left)
+                left = []
+        for one in left:
             if self.is_off:
                 return
-            stats.state, stats.version = "sampling" if is_loaded else "loading", version
-            is_loaded = await self._evaluate_one(one, version, None if is_loaded else manifest)
-            if not is_loaded:
-                stats.abandoned += len(due) - number - 1
-                break
+            stats.state = "sampling"
+            result = await self._limited(one, pending.version, self._sample(one, pending.version))
+            if result is None:
+                stats.abandoned += 1
+            else:
+                stats.finished += 1
+                result = replace(result, name=one.name, seconds=clock() - start_s)
+                self._on_result(replace(result, num_skipped=stats.skipped, num_abandoned=stats.abandoned))
+            start_s = clock()
         if not self.is_off:
             stats.state = "idle"
 
-    async def _evaluate_one(self, one: HeldOut, version: int, manifest: ExportResponse | None) -> bool:
-        """Run one evaluation; return whether the engine has the weights."""
-        clock, stats = asyncio.get_running_loop().time, self._stats
-        started_s, is_loaded = clock(), manifest is None
+    async def _limited(self, one: HeldOut, version: int, work: Awaitable[Result]) -> Result | None:
+        """Return the result, or None if the time limit, a stop or a lost eval engine ended the work."""
+        lost: RoomError | None = None
         self._limit = limit = asyncio.timeout(one.timeout_s)
-        result: EvalResult | None = None
-        why = f"did not end within eval.timeout_s={one.timeout_s}; raise it, or lower eval.num_prompts"
         try:
             async with limit:
-                if manifest is not None:
-                    await self._load(manifest)
-                stats.state, is_loaded = "sampling", True
-                engines = "the rollout engines" if self._target is None else "engine-eval"
-                samples = f"the samples of policy_version {version}"
-                with waiting(samples, on=f"{engines}, the reward function"):
-                    result = await one.evaluator.evaluate(version)
+                return await work
         except TimeoutError:
             if not limit.expired():
                 raise
         except RoomError as error:
             if self._target is None:
                 raise
-            self._limit = None
-            self.give_up(error)  # the only part whose failure does not end the run
+            lost = error  # the only part whose failure does not end the run
         finally:
             self._limit = None
-        if result is not None:
-            stats.finished += 1
-            result = replace(result, name=one.name, seconds=clock() - started_s)
-            self._on_result(replace(result, num_skipped=stats.skipped, num_abandoned=stats.abandoned))
-        else:
-            stats.abandoned += 1
-            if not self.is_off:
-                what = f"the evaluation{one.name and f' {one.name}'} of policy_version {version}"
-                self._on_trouble(f"{what} is given up: {why}")
-        return is_loaded
+        if lost is not None:
+            self.give_up(lost)
+        elif not self.is_off:
+            what = (
+                f"the evaluation{one.name and f' {one.name}'} of policy_version {version} was abandoned: it"
+            )
+            why = f"did not end within eval.timeout_s={one.timeout_s}; raise it, or lower eval.num_prompts"
+            self._on_trouble(f"{what} {why}")
+        return None
 
-    async def _load(self, manifest: ExportResponse) -> None:
+    async def _sample(self, one: HeldOut, version: int) -> EvalResult:
+        engines = "the rollout engines" if self._target is None else "engine-eval"
+        with waiting(f"the samples of policy_version {version}", on=f"{engines}, the reward function"):
+            return await one.evaluate(version)
+
+    async def _load(self, manifest: ExportResponse) -> bool:
         """Load weights into the idle eval engine."""
         assert self._target is not None, "only an eval engine loads weights here"
         sent = (manifest.version, manifest.digest)
         try:
             with waiting(f"policy_version {manifest.version} in it", on=self._target.name):
-                found = (manifest.version, await self._target.prepare(manifest))
-                if found == sent:
+                loaded = (manifest.version, await self._target.prepare(manifest))
+                if loaded == sent:
                     report = await self._target.commit(*sent, "abort")
-                    found = (report.version, report.digest)
+                    loaded = (report.version, report.digest)
         finally:
             self._unlink(manifest)
-        if found != sent:
-            what = f"{self._target.name} has (policy_version, digest) {found}; the trainer sent {sent}"
+        if loaded != sent:
+            what = f"{self._target.name} has (policy_version, digest) {loaded}; the trainer sent {sent}"
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
+        return True
 
-    def _keep(self, version: int, manifest: ExportResponse | None, due: Sequence[HeldOut]) -> None:
+    def _keep(self, pending: Pending) -> None:
         self._drop()
-        self._pending = version, manifest, due
+        self._pending = pending
         self._wake()
 
     def _drop(self) -> None:
-        if self._pending is not None and self._pending[1] is not None:
-            self._unlink(self._pending[1])
+        if self._pending is not None and self._pending.weights is not None:
+            self._unlink(self._pending.weights)
         self._pending = None
         self._wake()
 

@@ -1,4 +1,4 @@
-"""Generators: ways to make one attempt of a rollout, each with run_attempt (Generator)."""
+"""Generators: ways to sample and score one attempt of a rollout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncrl.messages.records import (
     Work,
 )
 from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue, answer_text
-from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
+from asyncrl.rollouts.rollout import Generator, RolloutAttempt, Score, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
 
@@ -66,10 +66,8 @@ class SingleTurn:
     temperature: float
     stop: tuple[str, ...] = ()
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """Return one trajectory. Raises RolloutFailure if the prompt is too long, refused, or cannot be
-        scored.
-        """
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        """Sample one completion. Raises RolloutFailure if the prompt is too long or refused."""
         prompt, index = attempt.prompt, attempt.sample_index
         prompt_ids = self.prompts.ids_of(prompt)
         if not prompt_ids:
@@ -111,12 +109,15 @@ class SingleTurn:
             on_segment=keep,
             on_spent=spend,
         )
-        attempt.stopped_sampling()
         attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
-        shows_special = self.scorer.shows_special(prompt)
-        text = answer_text(self.prompts.tokenizer, completion.token_ids, shows_special=shows_special)
-        reward = await self.scorer.score(prompt, text)
-        return (make_trajectory(index, prompt_ids, completion, reward),)
+
+        async def score() -> Rollout:
+            shows_special = self.scorer.shows_special(prompt)
+            text = answer_text(self.prompts.tokenizer, completion.token_ids, shows_special=shows_special)
+            reward = await self.scorer.score(prompt, text)
+            return (make_trajectory(index, prompt_ids, completion, reward),)
+
+        return score
 
 
 def make_trajectory(
@@ -170,38 +171,42 @@ class HarnessGenerator:
     ) -> None:
         self._host, self._queue, self._scorer, self._on_overflow = host, queue, scorer, on_overflow
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """Return all branches. Raises RolloutFailure if the harness or its worker fails, or nothing can be
-        trained on.
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        """Let a worker run the harness in a session of its own. Raises RolloutFailure if the harness or its
+        worker fails, or nothing can be trained on.
         """
-        prompt, index, number = attempt.prompt, attempt.sample_index, attempt.attempt
+        prompt = attempt.prompt
+        index = attempt.sample_index
         name = attempt.rollout_id
         session = self._host.open_nowait(
             name,
             prompt_id=prompt.seed_id,
             sample_index=index,
-            attempt=number,
+            attempt=attempt.attempt,
             route_key=name,
             shows_special=self._scorer.shows_special(prompt),
         )
         attempt.seen.rollout = functools.partial(session.rollout, index, Outcome(), 0.0)
         attempt.seen.num_spent = lambda: session.num_spent
-        ends = "the rollout ran past rollout.timeout_s, or is not needed any more"
+        ends = "the rollout ran past rollout.timeout_s, or is no longer needed"
         try:
             attempt.clock.hold()
-            work = Work(name, prompt, index, number, session.key, attempt.clock.left_s)
+            work = Work(name, prompt, index, attempt.attempt, session.key, attempt.clock.left_s)
             outcome, is_cut = await self._outcome(session, work, attempt)
-            session.end_nowait("its harness has finished")  # leftover work would keep sampling
-            attempt.stopped_sampling()
-            reward = 0.0 if is_cut and not self._scorer.scores(prompt) else own_reward(outcome)
-            if reward is None:
-                reward = await self._scorer.score(prompt, session.last_text())
-            return session.rollout(index, outcome, reward)
+            ends = "its harness has finished"  # leftover work would keep sampling
         except RolloutFailure as failure:
             ends = f"the rollout failed: {failure.what}"
             raise
         finally:
             session.end_nowait(ends)
+
+        async def score() -> Rollout:
+            reward = 0.0 if is_cut and not self._scorer.scores(prompt) else own_reward(outcome)
+            if reward is None:
+                reward = await self._scorer.score(prompt, session.last_text())
+            return session.rollout(index, outcome, reward)
+
+        return score
 
     async def _outcome(
         self, session: RolloutSession, work: Work, attempt: RolloutAttempt
@@ -229,7 +234,7 @@ def own_reward(outcome: Outcome) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class DistillingGenerator:
     """Adds a teacher's logprobs to another generator's rollouts.
 
     The clock of rollout.timeout_s stops: teacher answers have their own limit.
@@ -238,10 +243,13 @@ class Taught:
     generator: Generator
     teacher: Teacher
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """Raises the generator's errors, and RequestRefused for unreadable tokens."""
-        rollout = await self.generator.run_attempt(attempt)
-        attempt.clock.hold()
-        judged = await self.teacher.judge(rollout)
-        attempt.clock.resume()
-        return judged
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        """Raises the generator's errors; scoring also raises RequestRefused for unreadable tokens."""
+        score = await self.generator.sample(attempt)
+
+        async def score_and_judge() -> Rollout:
+            rollout = await score()
+            attempt.clock.hold()
+            return await self.teacher.judge(rollout)
+
+        return score_and_judge

@@ -25,7 +25,7 @@ from asyncrl.messages.records import (
     UnfinishedGroup,
     by_task,
 )
-from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Seen, Slots
+from asyncrl.rollouts.rollout import FailedRollout, Phase, RolloutAttempt, RolloutRunner, Seen, Slots
 from asyncrl.tasks.prompt_source import PromptSource
 
 log = logging.getLogger(__name__)
@@ -133,10 +133,14 @@ class Producers:
     ) -> None:
         """`on_failed` is called with each permanently failed rollout."""
         self._on_failed = on_failed
-        self._sink, self._source, self._runner = sink, source, runner
-        self._spawn, self._journal = spawn, journal
+        self._sink = sink
+        self._source = source
+        self._runner = runner
+        self._spawn = spawn
+        self._journal = journal
         self.group_size = group_size
-        self.max_failed_groups, self.max_requeues = max_failed_groups, max_requeues
+        self.max_failed_groups = max_failed_groups
+        self.max_requeues = max_requeues
         self._groups: dict[GroupId, RunningGroup] = {}
         self._slots = Slots(capacity)
         self._failed_in_a_row = 0
@@ -244,31 +248,26 @@ class Producers:
             with contextlib.suppress(asyncio.CancelledError):
                 task.result()
 
-    def _samples_again(self, group: RunningGroup, index: int) -> None:
-        group.sampled.discard(index)
-        if self._groups.get(group.ticket.group_id) is group:
-            self._sink.samples_again_nowait(group.ticket.group_id)
-
-    def _sampled(self, group: RunningGroup, index: int) -> None:
-        """Report to the buffer when only rewards of the group are missing."""
-        group.sampled.add(index)
+    def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
+        """Report to the buffer when only rewards of the group are missing, and when it samples again."""
         group_id = group.ticket.group_id
-        if self._groups.get(group_id) is group and group.sampled.issuperset(group.to_run):
+        is_running = self._groups.get(group_id) is group
+        if phase == "sampling":
+            group.sampled.discard(index)
+            if is_running:
+                self._sink.samples_again_nowait(group_id)
+            return
+        group.sampled.add(index)
+        if is_running and group.sampled.issuperset(group.to_run):
             self._sink.sampled_nowait(group_id)
 
     async def _run_rollout(self, group: RunningGroup, index: int, order: tuple[int, ...]) -> None:
         group_id = group.ticket.group_id
-        outcome = await self._runner.run(
-            group_id,
-            group.prompt,
-            index,
-            slots=self._slots,
-            order=order,
-            journal=self._journal,
-            resumed=group.partials.get(index),
-            sampled=functools.partial(self._sampled, group, index),
-            again=functools.partial(self._samples_again, group, index),
-        )
+        number, partial = group.partials.get(index, (0, None))
+        name = f"g{group_id}/r{index}"
+        attempt = RolloutAttempt(name, group_id, group.prompt, index, number, partial, self._journal)
+        on_phase = functools.partial(self._on_phase, group, index)
+        outcome = await self._runner.run(attempt, slots=self._slots, order=order, on_phase=on_phase)
         if self._groups.get(group_id) is not group:
             return  # revoked in the meantime
         if isinstance(outcome, FailedRollout):
@@ -284,7 +283,7 @@ class Producers:
         if not group.to_run:
             self._complete(group)
         elif isinstance(outcome, FailedRollout):
-            self._sampled(group, index)
+            self._on_phase(group, index, "scoring")
 
     def _check_versions(self, ticket: Ticket, rollout: Rollout) -> None:
         oldest = min(branch.oldest_version for branch in rollout)

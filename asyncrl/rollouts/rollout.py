@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import heapq
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.base.waits import waiting
@@ -103,16 +102,11 @@ class Slots:
 
 
 class RolloutClock:
-    """A rollout's time budget over all attempts; None: no limit.
-
-    Life: for each attempt: start() and entering its result -> hold() and resume() any number of times ->
-        end(). Otherwise hold and resume do nothing.
-    Waits: a held clock ends no wait; the watchdog reports a stuck run.
-    """
+    """Time budget of a rollout over all attempts; None: no limit. A held clock ends no wait."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.left_s = timeout_s
-        """Remaining seconds at the last stop; None: no limit."""
+        """Remaining seconds when the clock was last held."""
         self._limit: asyncio.Timeout | None = None
 
     def start(self) -> asyncio.Timeout:
@@ -121,25 +115,18 @@ class RolloutClock:
         return self._limit
 
     def hold(self) -> None:
-        if self._limit is not None and not self._limit.expired():
-            self._count(self._limit)
+        if self._limit is None or self.left_s is None:
+            return
+        if self._limit.expired():
+            self.left_s = 0.0
+        elif (when_s := self._limit.when()) is not None:
+            self.left_s = max(0.0, when_s - asyncio.get_running_loop().time())
             self._limit.reschedule(None)
 
     def resume(self) -> None:
-        limit, left_s = self._limit, self.left_s
-        if limit is not None and left_s is not None and limit.when() is None and not limit.expired():
-            limit.reschedule(asyncio.get_running_loop().time() + left_s)
-
-    def end(self) -> None:
-        if self._limit is not None:
-            self._count(self._limit)
-            self._limit = None
-
-    def _count(self, limit: asyncio.Timeout) -> None:
-        when_s = limit.when()
-        if when_s is not None:
-            now_s = asyncio.get_running_loop().time()
-            self.left_s = 0.0 if limit.expired() else max(0.0, when_s - now_s)
+        limit = self._limit
+        if limit is not None and self.left_s is not None and limit.when() is None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
 
 @dataclass(slots=True)
@@ -157,8 +144,6 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class RolloutAttempt:
     """An attempt at a prompt. `rollout_id` (`g17/r3`) is the same for all attempts; `attempt` counts from 0.
-    `stopped_sampling` releases the engine slot.
-
     `partial`: tokens of this attempt from a killed run.
     """
 
@@ -166,8 +151,7 @@ class RolloutAttempt:
     group_id: GroupId
     prompt: Prompt
     sample_index: int
-    attempt: int
-    stopped_sampling: Callable[[], None]
+    attempt: int = 0
     partial: Completion | None = None
     journal: Journal | None = None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
@@ -195,10 +179,15 @@ class RolloutAttempt:
             self.journal.tokens_lost_nowait(self.group_id, num_lost)
 
 
+Score = Callable[[], Awaitable[Rollout]]
+"""Scores a sampled attempt and returns the finished rollout, all branches."""
+
+
 class Generator(Protocol):
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """Return the finished rollout, all branches. Raises RolloutFailure (data), or RoomError (ends the
-        run).
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        """Sample all tokens of an attempt.
+
+        Sampling and scoring raise RolloutFailure (data), or RoomError (ends the run).
         """
         ...
 
@@ -219,86 +208,80 @@ class FailedRollout:
         return f"failed {self.num_attempts} times, last" if self.num_attempts else "cannot be sampled"
 
 
+Phase = Literal["sampling", "scoring"]
+
+
 class RolloutRunner:
     """Runs rollouts within rollout.timeout_s each, retries included.
 
-    Waits: run sleeps for a slot before each attempt, then in the generator, at most timeout_s for all
+    Waits: run waits for a slot before each attempt, then in the generator, at most timeout_s for all
         attempts (None = no limit) unless the generator holds the clock.
-    Invariant: run returns data for any failure of a rollout; only RoomError and CancelledError pass.
+    Invariant: run returns data for any failure of a rollout; only RoomError and CancelledError pass. An
+        attempt holds a slot exactly while it samples.
     """
 
     def __init__(self, generator: Generator, *, timeout_s: float | None, retries: int) -> None:
         self._generator = generator
-        self.timeout_s, self.retries = timeout_s, retries
+        self.timeout_s = timeout_s
+        self.retries = retries
         self.num_retried = 0
         self.started_s: dict[str, float] = {}
         """Time of the first slot of each running rollout, oldest first."""
 
     async def run(
         self,
-        group_id: GroupId,
-        prompt: Prompt,
-        sample_index: int,
+        attempt: RolloutAttempt,
         *,
         slots: Slots,
         order: tuple[int, ...],
-        journal: Journal | None = None,
-        resumed: tuple[int, Completion] | None = None,
-        name: str = "",
-        sampled: Callable[[], None] = lambda: None,
-        again: Callable[[], None] = lambda: None,
+        on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Rollout | FailedRollout:
-        """Run a rollout with retries. An attempt holds a slot until it has sampled, then calls `sampled`; a
-        retry calls `again` first.
-
-        `resumed`: (attempt, tokens) of a killed run; the time budget restarts. `name`: rollout_id outside
-        groups.
+        """Run a rollout from its first attempt, with retries. `on_phase` is called after sampling, and before
+        a retry samples again. A resumed rollout starts with a new time budget.
         """
-        rollout_id = name or f"g{group_id}/r{sample_index}"
-        number, partial = resumed or (0, None)
         clock = RolloutClock(self.timeout_s)
-        give_back = functools.partial(slots.give_back_nowait, rollout_id)
-
-        def stopped() -> None:
-            give_back()
-            sampled()
-
         try:
             while True:
-                attempt = RolloutAttempt(
-                    rollout_id, group_id, prompt, sample_index, number, stopped, partial, journal, clock
-                )
-                attempt.seen.num_kept = 0 if partial is None else len(partial.token_ids)
-                slots.ask_nowait(rollout_id, order)
+                num_kept = 0 if attempt.partial is None else len(attempt.partial.token_ids)
+                attempt = replace(attempt, clock=clock, seen=Seen(num_kept=num_kept))
+                slots.ask_nowait(attempt.rollout_id, order)
                 outcome: Rollout | RolloutFailure | None = None
                 try:
-                    await slots.wait(rollout_id)
-                    self.started_s.setdefault(rollout_id, asyncio.get_running_loop().time())
-                    outcome = await self._run_attempt(attempt)
+                    await slots.wait(attempt.rollout_id)
+                    self.started_s.setdefault(attempt.rollout_id, asyncio.get_running_loop().time())
+                    outcome = await self._run_attempt(attempt, slots, on_phase)
                 finally:
-                    give_back()
+                    slots.give_back_nowait(attempt.rollout_id)
                     attempt.count_lost(outcome)
                 if not isinstance(outcome, RolloutFailure):
                     return outcome
-                log.warning(
-                    "%s attempt %d of %d failed: %s", rollout_id, number + 1, self.retries + 1, outcome
-                )
+                num_attempts = attempt.attempt + 1
+                tries = f"{num_attempts} of {self.retries + 1}"
+                log.warning("%s attempt %s failed: %s", attempt.rollout_id, tries, outcome)
                 if isinstance(outcome, PromptUnusable):
-                    return FailedRollout(sample_index, 0, outcome, attempt.seen)
-                if number >= self.retries or clock.left_s == 0.0:  # above it if a killed run had more retries
-                    return FailedRollout(sample_index, number + 1, outcome, attempt.seen)
-                number, partial = number + 1, None
+                    return FailedRollout(attempt.sample_index, 0, outcome, attempt.seen)
+                if num_attempts > self.retries or clock.left_s == 0.0:
+                    return FailedRollout(attempt.sample_index, num_attempts, outcome, attempt.seen)
+                attempt = replace(attempt, attempt=num_attempts, partial=None)
                 self.num_retried += 1
-                again()
+                on_phase("sampling")
         finally:
-            self.started_s.pop(rollout_id, None)
+            self.started_s.pop(attempt.rollout_id, None)
 
-    async def _run_attempt(self, attempt: RolloutAttempt) -> Rollout | RolloutFailure:
+    async def _run_attempt(
+        self, attempt: RolloutAttempt, slots: Slots, on_phase: Callable[[Phase], None]
+    ) -> Rollout | RolloutFailure:
         name = f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id})"
         limit = attempt.clock.start()
         try:
             async with limit:
-                rollout = await self._generator.run_attempt(attempt)
+                try:
+                    score = await self._generator.sample(attempt)
+                    slots.give_back_nowait(attempt.rollout_id)
+                    on_phase("scoring")
+                    rollout = await score()
+                finally:
+                    attempt.clock.hold()
             if not all(branch.version_spans for branch in rollout):
                 return RolloutFailure(f"{name} has a branch without a sampled token")
             return rollout
@@ -314,5 +297,3 @@ class RolloutRunner:
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             what = f"{name} raised {type(error).__name__}: {error}"
             return RolloutFailure(what, way_out="see logs/controller.log.")
-        finally:
-            attempt.clock.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -31,8 +31,8 @@ class Epochs:
     Learnability), used for language models in https://arxiv.org/abs/2502.12272.
 
     An epoch whose first draw is at policy_version v uses groups that started before v; at max_staleness 0
-    they have all ended, so that timing has no influence. `on_epoch` gets the prompts of each epoch sampled by
-    difficulty; load_epoch restores them.
+    they have all ended, so that timing has no influence. reach_nowait returns the prompts of a new
+    epoch sampled by difficulty; load_epoch restores them.
 
     Cost: O(num_prompts) in numpy per epoch, O(log epochs) per draw. By difficulty, 12 bytes per prompt, and a
     bit per prompt and epoch.
@@ -45,13 +45,11 @@ class Epochs:
         seed: int,
         shuffle: bool,
         by_difficulty: bool = False,
-        on_epoch: Callable[[int, str], None] = lambda epoch, text: None,
     ) -> None:
         self.num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
         self._by_difficulty = by_difficulty
-        self._on_epoch = on_epoch
         self._order = lru_cache(maxsize=4)(self._make_order)
         self._sums = np.zeros(num_prompts, np.int64)
         self._counts = np.zeros(num_prompts, np.int32)
@@ -72,21 +70,22 @@ class Epochs:
             "by_difficulty": self._by_difficulty,
         }
 
-    def reach_nowait(self, draw: int, version: int | None) -> None:
+    def reach_nowait(self, draw: int, version: int | None) -> tuple[int, str] | None:
         """Prepare a new draw for a group that starts at policy_version `version` (None: later than all groups
-        before).
+        before). Return an epoch sampled by difficulty, as for load_epoch, if it begins.
         """
         if not self._by_difficulty:
-            return
+            return None
         for earlier in [start for start in self._later if version is None or start < version]:
             for index, reward in self._later.pop(earlier):
                 self._sums[index] += reward
                 self._counts[index] += 1
-        if not self._ends or draw >= self._ends[-1]:
-            epoch = len(self._epochs)
-            text = _as_text(np.packbits(self._choose(epoch)))
-            self.load_epoch(epoch, text)
-            self._on_epoch(epoch, text)
+        if self._ends and draw < self._ends[-1]:
+            return None
+        epoch = len(self._epochs)
+        text = _as_text(np.packbits(self._choose(epoch)))
+        self.load_epoch(epoch, text)
+        return epoch, text
 
     def observe_nowait(self, index: int, reward: float, version: int) -> None:
         """Record the mean reward of a prompt's finished group, which started at policy_version `version`."""
@@ -108,7 +107,7 @@ class Epochs:
         return self._start(epoch) + place
 
     def load_epoch(self, epoch: int, text: str) -> None:
-        """Restore an epoch from on_epoch. Raises ValueError if it is not the next one, or from other data."""
+        """Restore an epoch from reach_nowait. Raises ValueError if it is not the next one or does not fit."""
         size = int(np.count_nonzero(self._has(text)))
         if epoch != len(self._epochs) or not size:
             raise ValueError(f"epoch {epoch} cannot follow {len(self._epochs)} epochs")

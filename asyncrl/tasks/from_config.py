@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from asyncrl.config import EvalConfig, RunConfig, TaskConfig
 from asyncrl.config.generation import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.epochs import Epochs
 from asyncrl.tasks.pinned_data import check_digest, whole_digest
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.sources import GymTask, VerifiersTask, math_reward, read_dataset, read_files
@@ -75,30 +73,21 @@ def make_prompt_source(
     in_order: bool = False,
     on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
 ) -> PromptSource:
-    """Build the prompt source of a run. `in_order`: do not shuffle. `on_epoch` is called with each epoch of a
-    task sampled by difficulty, before its first prompt.
-    """
-    sources = list[TaskPrompts]()
-    for name, settings in config.tasks.items():
-        shuffle = settings.shuffle and not in_order
-        epochs = Epochs(
-            len(tasks[name]),
-            seed=config.seed,
-            shuffle=shuffle,
-            by_difficulty=settings.sampling == "by_difficulty",
-            on_epoch=partial(on_epoch, name),
-        )
-        source = TaskPrompts(
+    """Build the prompt source of a run. `in_order`: do not shuffle."""
+    sources = [
+        TaskPrompts(
             tasks[name],
             seed=config.seed,
-            shuffle=shuffle,
+            shuffle=settings.shuffle and not in_order,
             system_prompt=settings.system_prompt,
             name=task_name(settings),
             label=name,
-            epochs=epochs,
+            by_difficulty=settings.sampling == "by_difficulty",
         )
-        sources.append(source)
-    return PromptSource(*sources, shares=config.shares if len(sources) > 1 else None)
+        for name, settings in config.tasks.items()
+    ]
+    shares = config.shares if len(sources) > 1 else None
+    return PromptSource(*sources, shares=shares, on_epoch=on_epoch)
 
 
 def task_name(config: TaskConfig) -> str | None:

@@ -62,53 +62,39 @@ def check_digest(config: TaskConfig, digests: Digests) -> None:
 
 
 class DataPin:
-    """Data that a run began with.
+    """Data that a run began with. Made first, which compares; written once nothing can refuse."""
 
-    Life: made, which compares -> write() once nothing can refuse.
-    """
+    def __init__(self, run_dir: Path, digests: Mapping[str, Digests], *, is_free: bool = False) -> None:
+        """`digests`: by task. `is_free`: accept any data as the run's.
 
-    def __init__(self, run_dir: Path, found: Mapping[str, Digests], *, is_free: bool = False) -> None:
-        """`found`: digests by task. `is_free`: accept any data as the run's.
-
-        Raises ConfigError that lists differences, or if the saved digests are unreadable.
+        Raises ConfigError that names changed files, or if the saved digests are unreadable.
         """
-        self.path, self._found = run_dir / DATA_PIN, {name: dict(one) for name, one in found.items() if one}
-        before = {} if is_free or not self.path.exists() else self._read()
-        differing = [
-            f"{file} {what}"
-            for name in before.keys() & self._found.keys()
-            for file, what in _differences(before[name], self._found[name])
-        ]
-        if differing:
+        self.path = run_dir / DATA_PIN
+        self._digests = {name: dict(files) for name, files in digests.items() if files}
+        saved = {} if is_free or not self.path.exists() else self._read()
+        changed = list[str]()
+        for name in sorted(saved.keys() & self._digests.keys()):
+            before = saved[name]
+            now = self._digests[name]
+            if list(before.values()) != list(now.values()):  # only file names may change
+                files = sorted({file for file, _ in before.items() ^ now.items()})
+                changed.append(", ".join(files) or f"the order of {', '.join(now)}")
+        if changed:
             raise ConfigError(
-                f"the data are not those that this run began with: {'; '.join(sorted(differing))}",
-                rule="a run goes on with the data that it was started with",
-                way_out="put the files back as they were, or accept these with --allow-change task.digest.",
+                f"the task's data have changed since this run began: {'; '.join(changed)}",
+                rule="a resumed run continues with the data that it was started with",
+                way_out="restore the files, or accept them with --allow-change task.digest.",
             )
 
     def write(self) -> None:
         """Save the digests. Raises OSError."""
-        if self._found:
-            write_whole(self.path, json.dumps(self._found, indent=1) + "\n")
+        if self._digests:
+            write_whole(self.path, json.dumps(self._digests, indent=1) + "\n")
 
     def _read(self) -> dict[str, dict[str, str]]:
         try:
             return _SAVED.validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
-            what = f"the digests of the data {self.path} cannot be read: {str(error).splitlines()[0]}"
-            way_out = "put it back as it was, or accept the data as they are with --allow-change task.digest."
+            what = f"the saved digests {self.path} cannot be read: {str(error).splitlines()[0]}"
+            way_out = "restore the file, or accept the data with --allow-change task.digest."
             raise ConfigError(what, way_out=way_out) from error
-
-
-def _differences(before: Digests, now: Digests) -> list[tuple[str, str]]:
-    """Return (file, difference). Only file names may change."""
-    if list(before.values()) == list(now.values()):
-        return []
-    both = [
-        (file, f"had the digest xxh3:{before[file]}, and has xxh3:{now[file]}")
-        for file in before.keys() & now.keys()
-        if before[file] != now[file]
-    ]
-    gone = [(file, "is not read any more") for file in before.keys() - now.keys()]
-    new = [(file, "was not read then") for file in now.keys() - before.keys()]
-    return both + gone + new or [("the files", "are in another order")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -25,9 +25,9 @@ class TaskPrompts:
         system_prompt: str | None = None,
         name: str | None = None,
         label: str = "",
-        epochs: Epochs | None = None,
+        by_difficulty: bool = False,
     ) -> None:
-        """`name` is the task's name in errors. `epochs`: by default all prompts, shuffled by `seed`."""
+        """`name` is the task's name in errors. For `by_difficulty`, see Epochs."""
         self._name = name or repr(task)
         if len(task) == 0:
             what = f"the task {self._name} has no prompts"
@@ -36,7 +36,7 @@ class TaskPrompts:
         self._system_prompt = system_prompt
         self.label = label
         self._prefix = f"{label}/" if label else ""
-        self.epochs = epochs or Epochs(len(task), seed=seed, shuffle=shuffle)
+        self.epochs = Epochs(len(task), seed=seed, shuffle=shuffle, by_difficulty=by_difficulty)
 
     def prompt_id(self, draw: int) -> str:
         return self._prefix + "{}/{}".format(*self.epochs.place(draw))
@@ -76,10 +76,18 @@ class PromptSource:
         prompts.
     """
 
-    def __init__(self, *tasks: TaskPrompts, shares: Mapping[str, int] | None = None) -> None:
-        """`shares`: integer share of each task, by label."""
+    def __init__(
+        self,
+        *tasks: TaskPrompts,
+        shares: Mapping[str, int] | None = None,
+        on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
+    ) -> None:
+        """`shares`: integer share of each task, by label. `on_epoch` is called with each epoch of a task
+        sampled by difficulty, before its first prompt.
+        """
         self._tasks = {task.label: task for task in tasks}
         self._rota = Rota(shares or dict.fromkeys(self._tasks, 1))
+        self._on_epoch = on_epoch
         self.num_drawn = 0
         """Draws so far, without repeats."""
         self._requeued: dict[int, int] = {}  # draw -> num_requeued
@@ -89,7 +97,8 @@ class PromptSource:
         draw = min(self._requeued, default=self.num_drawn)
         if draw == self.num_drawn:
             name, number = self._rota.turn(draw)
-            self._tasks[name].epochs.reach_nowait(number, version)
+            if (epoch := self._tasks[name].epochs.reach_nowait(number, version)) is not None:
+                self._on_epoch(name, *epoch)
             self.num_drawn += 1
         return self._make(draw, self._requeued.pop(draw, 0))
 

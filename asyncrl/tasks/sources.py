@@ -129,11 +129,11 @@ class GymTask:
         try:
             self._dataset = create_dataset(name, size=size, seed=seed, **settings)
         except (TypeError, ValueError, AssertionError) as error:
-            known = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"size", "seed"})
+            known = ", ".join(sorted(set(DATASETS[name][1].__dataclass_fields__) - {"size", "seed"}))
             what = f"task.args={dict(settings)} do not suit reasoning-gym's {name}: {error}"
-            rule = f"its settings are {', '.join(known)}"
-            raise ConfigError(what, rule=rule, way_out="correct task.args.") from error
-        self._name, self._extract = name, extract_answer
+            raise ConfigError(what, way_out=f"correct task.args; {name} has {known}.") from error
+        self._name = name
+        self._extract = extract_answer
 
     def __repr__(self) -> str:
         return f"<GymTask {self._name}, {len(self)} prompts>"
@@ -166,9 +166,6 @@ class VerifiersTask:
     def __init__(self, taskset: Any, *, size: int) -> None:
         """Raises ConfigError if a task cannot be made, or sent to a worker and rebuilt."""
         self._name = type(taskset).__name__
-        fields = type(taskset).task_type().data_type().model_fields
-        if hidden := [name for name, field in fields.items() if field.exclude]:
-            raise self._unfit(f"its data leave out {', '.join(hidden)} when they are written as JSON")
         found: list[Any] = []
         try:
             with user_code():
@@ -198,27 +195,21 @@ class VerifiersTask:
             row = data.model_dump(mode="json")
             json.dumps(row, allow_nan=False)
         except ValueError as error:
-            raise self._unfit(f"task {index} has a value that is not JSON ({error})") from error
-        messages = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
-        if isinstance(data.prompt, str):
-            messages.append({"role": "user", "content": data.prompt})
-        else:
-            said = data.prompt or ()
-            messages += [{"role": one.role, "content": self._text(one.content, index)} for one in said]
+            what = f"{self._name}: task {index} has a value that is not JSON ({error})"
+            raise ConfigError(what, way_out="correct the environment's task data.") from error
+        prompt = row.get("prompt") or []
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if data.system_prompt is not None:
+            prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
+        messages = [{"role": each["role"], "content": _shown(each.get("content"))} for each in prompt]
         opening = {"role": "user", "content": "(the environment opens the conversation)"}
         return Item(messages or [opening], info={VERIFIERS_KEY: row})
 
-    def _text(self, content: Any, index: int) -> str:
-        """Return the text of a message; tool calls may have none."""
-        if content is None or isinstance(content, str):
-            return content or ""
-        if others := [part.type for part in content if part.type != "text"]:
-            raise self._unfit(f"the prompt of task {index} has a part of type {others[0]}, and not of text")
-        return "\n".join(part.text for part in content)
 
-    def _unfit(self, what: str) -> ConfigError:
-        rule = "the data of a task are text that goes to a worker as JSON, whole"
-        return ConfigError(f"{self._name}: {what}", rule=rule, way_out="correct the environment's task data.")
+def _shown(content: Any) -> str:
+    """Return a message's content as text."""
+    return content if isinstance(content, str) else "" if content is None else json.dumps(content)
 
 
 # The `math` reward: does the final answer equal the reference mathematically? math-verify decides:

@@ -30,7 +30,7 @@ from asyncrl.trainer.model.policy import Policy, Scores
 from asyncrl.trainer.model.support_mask import AllowedSets, find_allowed
 from asyncrl.trainer.model.tree import IntN
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
-from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
@@ -89,7 +89,7 @@ class Learner:
         of threads give the same bits.
     """
 
-    def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
+    def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         """Raises ConfigError if the model or a function is missing, or memory is short."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)

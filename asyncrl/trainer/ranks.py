@@ -68,7 +68,7 @@ class Ranks:
         self._timeout = timeout
         self.is_first = rank == 0
 
-    def beside(self) -> Ranks:
+    def with_own_group(self) -> Ranks:
         """Return the same ranks for another thread's calls. Collective."""
         group = dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
         return Ranks(self.rank, self.size, group=group, timeout=self._timeout)
@@ -122,7 +122,7 @@ class Ranks:
         return Command(**json.loads(_to_bytes(text[:head])), body=_to_bytes(text[head:]))
 
 
-ALONE = Ranks()
+ONE_RANK = Ranks()
 
 
 def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
@@ -135,7 +135,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
         what = "trainer.cpu_offload=true, and the trainer runs on the CPU"
         raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=0.")
     if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
-        return ALONE
+        return ONE_RANK
     use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
     timeout = timedelta(seconds=spec.trainer.timeout_s)
 

@@ -86,7 +86,7 @@ class TrainerState:
         self._model_path = spec.model_path
         lora = spec.trainer.lora
         self._lora = None if lora is None else lora.model_dump(mode="json", exclude={"merge"})
-        self._ranks = ranks.beside()
+        self._ranks = ranks.with_own_group()
         self._group: dict[str, Any] = {
             "process_group": self._ranks.group,
             "no_dist": self._ranks.group is None,

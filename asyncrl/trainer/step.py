@@ -36,7 +36,7 @@ from asyncrl.trainer.model.lora import save_adapter
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.offload import Offload
-from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.saved_model import save_folder
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -65,7 +65,7 @@ class TrainStep(Learner):
     is refused, except for a checkpoint.
     """
 
-    def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
+    def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"

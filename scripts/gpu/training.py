@@ -72,7 +72,7 @@ def _config(model: str, tokens: int, *, checkpointing: bool) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"path": model, "dtype": "bfloat16"},
-            "task": {"python": "asyncrl.tasks.letters:Letters"},
+            "task": {"python": "asyncrl.tasks.toy:Letters"},
             "rollout": {
                 "group_size": GROUP_SIZE,
                 "max_prompt_tokens": PROMPT,

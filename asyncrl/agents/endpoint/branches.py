@@ -34,7 +34,7 @@ class ChatNode:
 
     ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `name`:
     id of the answer. `order`: (number of the call, choice). `num_path_ids`, `path_hash`: of all_ids(), as
-    little-endian int32. `chat`: None for a prompt of ids. Not `is_trained`: its tokens are context.
+    little-endian int32. A prompt of ids has no `chat`. Not `is_trained`: its tokens are context.
     """
 
     name: str

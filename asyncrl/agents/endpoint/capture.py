@@ -46,8 +46,8 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`. `match`: None for a
-    prompt of ids.
+    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`. A prompt of ids has no
+    `match`.
     """
 
     number: int

@@ -26,8 +26,8 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
 How = Literal["new", "extended", "realigned", "edited", "uncut"]
-"""Origin of a prompt. new: the session's first. edited and uncut start a branch: the chat's last answer is
-not recorded as it is, or the text has no place to cut after it.
+"""Origin of a prompt. new: the session's first. edited and uncut start a branch: the chat's last answer was
+edited or never recorded, or the text has no place to cut after it.
 """
 
 Prefill = Callable[[str], str]

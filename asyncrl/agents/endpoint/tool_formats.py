@@ -67,7 +67,15 @@ class ToolFormat:
         """Parse a whole answer, including its prefill. An answer with a malformed call is all text. `tools`
         give unquoted arguments their types.
         """
-        return ParsedAnswer(text)
+        try:
+            content, calls = self._read(text, tools)
+        except MALFORMED:
+            return ParsedAnswer(text)
+        return ParsedAnswer(content or None, tuple(calls)) if calls else ParsedAnswer(text)
+
+    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
+        """Return (text outside the calls, calls). Raises MALFORMED errors."""
+        return text, ()
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         """Return (final text from `start` on, the next start). A possible call is held back, with the white
@@ -108,23 +116,18 @@ class MarkedFormat(ToolFormat):
 
     read: ReadCalls = json_calls("")
 
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
         calls: list[ToolCall] = []
         content: list[str] = []
         begin = self.marks[0]
         end = 0
         at = text.find(begin, text.find(self.thinking[1]) + 1)
-        try:
-            while at >= 0:
-                content.append(text[end:at].rstrip())
-                found, end = self.read(text, at + len(begin), tools)
-                calls += found
-                at = text.find(begin, end)
-        except MALFORMED:
-            return ParsedAnswer(text)
-        if not calls:
-            return ParsedAnswer(text)
-        return ParsedAnswer("".join([*content, text[end:].rstrip()]) or None, tuple(calls))
+        while at >= 0:
+            content.append(text[end:at].rstrip())
+            found, end = self.read(text, at + len(begin), tools)
+            calls += found
+            at = text.find(begin, end)
+        return "".join([*content, text[end:].rstrip()]), calls
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         return _show_until(self.marks[0], text, start)
@@ -145,20 +148,17 @@ class LlamaFormat(ToolFormat):
     marks: Sequence[str] = (PYTHON_TAG,)
     call: str = '{"name": "NAME", "parameters": ARGUMENTS}'
 
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
         before, tag, after = text.partition(PYTHON_TAG)
         if not tag:
             before, after = "", text
         calls: list[ToolCall] = []
         at = 0
-        try:
-            while at < len(after) or not calls:
-                value, at = read_json(after, at)
-                calls.append(call_of(value, ("parameters", "arguments")))
-                at = skip(_BETWEEN, after, at)
-        except MALFORMED:
-            return ParsedAnswer(text)
-        return ParsedAnswer(before.rstrip() or None, tuple(calls))
+        while at < len(after) or not calls:
+            value, at = read_json(after, at)
+            calls.append(call_of(value, ("parameters", "arguments")))
+            at = skip(_BETWEEN, after, at)
+        return before.rstrip(), calls
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         if text.startswith("{", skip(SPACE, text, 0)):
@@ -276,19 +276,17 @@ class ResponseTemplateFormat(ToolFormat):
             raise ConfigError(f"{what}tool calls: {error}", way_out=way_out) from error
         return cls(template=loaded)
 
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
         from transformers.utils.chat_parsing import parse_response
 
         begun = self._opening.search(text, text.find(self.thinking[1]) + 1)
         if begun is None:
-            return ParsedAnswer(text)
-        try:
-            found = parse_response(text, self.template, prefix="", tools=list(tools) or None)
-            functions = [call["function"] for call in found.get("tool_calls") or ()]
-            calls = tuple(make_call(each["name"], each["arguments"]) for each in functions)
-        except (*MALFORMED, KeyError):
-            return ParsedAnswer(text)
-        return ParsedAnswer(text[: begun.start()].rstrip() or None, calls) if calls else ParsedAnswer(text)
+            return text, ()
+        found = parse_response(text, self.template, prefix="", tools=list(tools) or None)
+        functions = [call["function"] for call in found.get("tool_calls") or ()]
+        return text[: begun.start()].rstrip(), [
+            make_call(each["name"], each["arguments"]) for each in functions
+        ]
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         begun = self._opening.search(text, start, partial=True)
@@ -318,12 +316,12 @@ class UserFormat(ToolFormat):
         found = load_function(spec, "gateway.tool_format", usage=USAGE, arguments=("",))
         return cls(name=spec, function=found)
 
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
         """Raises RolloutFailure for other errors or results."""
         try:
             found: Any = self.function(text)
         except (ValueError, RecursionError):
-            return ParsedAnswer(text)
+            return text, ()
         except Exception as error:  # an error in user code is data, as in a reward function
             raise self._misused(raised(error)) from error
         has_content = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None)
@@ -332,14 +330,11 @@ class UserFormat(ToolFormat):
             pairs = [(name, arguments) for name, arguments in pairs or ()]
         except (TypeError, ValueError):
             raise self._misused(f"returned {found!r:.200}") from None
-        try:
-            calls = tuple(
-                make_call(name, from_json(arguments) if isinstance(arguments, str) else arguments)
-                for name, arguments in pairs
-            )
-        except MALFORMED:
-            return ParsedAnswer(text)
-        return ParsedAnswer(content or None, calls) if calls else ParsedAnswer(text)
+        calls = [
+            make_call(name, from_json(arguments) if isinstance(arguments, str) else arguments)
+            for name, arguments in pairs
+        ]
+        return content, calls
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         return "", 0

@@ -15,7 +15,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tools of a request: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
-MALFORMED = (ValueError, TypeError, RecursionError)
+MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 """Errors of text that stays text."""
 _DECODER = json.JSONDecoder()
 

@@ -10,13 +10,11 @@ from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError
 from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, Expired
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import Outcomes
-from asyncrl.messages.records import Outcome, Work
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import WorkItem
 
 WorkerId = tuple[str, str]
 """Worker name, and a random text of its process, since names may repeat."""
-
-MAX_BYTES = 2**22
-"""Most bytes of one answer's items, without the last."""
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
@@ -27,22 +25,17 @@ def outcome_refused(outcomes: Outcomes) -> ApiError:
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """A work item. `started` is called whenever a worker takes it, `ended` once, with the result.
-    `outcome_key`: None if outcomes are not posted.
-    """
+    """A work item. `started` is called whenever a worker takes it, `ended` once, with the result."""
 
-    item_id: str
-    work: Work
-    body: bytes
+    item: WorkItem
     started: Callable[[], None]
     ended: Callable[[Outcome | RolloutFailure], None]
-    outcome_key: str | None = None
     worker: WorkerId | None = None
     posted: Outcome = field(default_factory=Outcome)
 
     @property
     def keys(self) -> list[str]:
-        return [key for key in (self.work.key, self.outcome_key) if key is not None]
+        return [key for key in (self.item.key, self.item.outcome_key) if key is not None]
 
 
 @dataclass(eq=False, slots=True)
@@ -80,9 +73,9 @@ class WorkItems:
         return len(self._items) - len(self._queue)
 
     def add(self, item: QueuedItem) -> None:
-        self._items[item.item_id] = item
+        self._items[item.item.item_id] = item
         self._by_key |= dict.fromkeys(item.keys, item)
-        self._queue[item.item_id] = item
+        self._queue[item.item.item_id] = item
 
     def seen(self, worker_id: WorkerId, now_s: float) -> None:
         self.workers.setdefault(worker_id, WorkerRecord()).last_seen_s = now_s
@@ -104,12 +97,12 @@ class WorkItems:
         return True
 
     def take(self, worker_id: WorkerId, max_items: int) -> list[QueuedItem]:
-        """Give the worker at most `max_items`, and no more after MAX_BYTES."""
+        """Give the worker at most `max_items`."""
         taken: list[QueuedItem] = []
-        while self._queue and len(taken) < max_items and sum(len(item.body) for item in taken) < MAX_BYTES:
-            _, item = self._queue.popitem(last=False)
+        while self._queue and len(taken) < max_items:
+            item_id, item = self._queue.popitem(last=False)
             item.worker = worker_id
-            self.workers[worker_id].held[item.item_id] = item
+            self.workers[worker_id].held[item_id] = item
             taken.append(item)
         for item in taken:
             item.started()
@@ -129,7 +122,7 @@ class WorkItems:
             return self._why(item_id)
         if isinstance(result, Outcome):
             result = self._counted(item, result)
-        self._end(item, result, "its result was accepted before")
+        self._end(item, result, "its result was already accepted")
         return None
 
     def find_postable(self, key: str) -> QueuedItem:
@@ -139,7 +132,7 @@ class WorkItems:
         item = self._by_key.get(key)
         if item is None:
             raise self._ended.error(key)
-        if key != item.outcome_key:
+        if key != item.item.outcome_key:
             raise outcome_refused(self.outcomes)
         return item
 
@@ -149,18 +142,19 @@ class WorkItems:
 
     def drop_worker(self, worker_id: WorkerId, what: str, *, rule: str, way_out: str) -> int:
         """Remove a worker and fail its items as data; return their number."""
-        worker, why = self.workers.pop(worker_id), f"worker {worker_id[0]} {what}"
+        worker = self.workers.pop(worker_id)
+        why = f"worker {worker_id[0]} {what}"
         for item in list(worker.held.values()):
-            self._end(item, RolloutFailure(f"{item.work.rollout_id}: {why}", rule=rule, way_out=way_out), why)
+            self._end(item, RolloutFailure(f"{item.item.rollout_id}: {why}", rule=rule, way_out=way_out), why)
         return len(worker.held)
 
     def _end(self, item: QueuedItem, result: Outcome | RolloutFailure | None, why: str) -> None:
-        del self._items[item.item_id]
+        del self._items[item.item.item_id]
         if item.worker is None:
-            del self._queue[item.item_id]
+            del self._queue[item.item.item_id]
         elif item.worker in self.workers:
-            del self.workers[item.worker].held[item.item_id]
-        self._ended.add(item.item_id, why)
+            del self.workers[item.worker].held[item.item.item_id]
+        self._ended.add(item.item.item_id, why)
         for key in item.keys:
             del self._by_key[key]
             self._ended.add(key, why)
@@ -175,11 +169,11 @@ class WorkItems:
         if self.outcomes == "returned":
             return returned
         if returned.reward is not None or returned.turn_rewards or returned.branch_rewards:
-            rule = "generator.outcomes=posted takes rewards that are posted, and no others"
-            return RolloutFailure(f"{item.work.rollout_id}: the harness returned a reward", rule=rule)
+            rule = "with generator.outcomes=posted, only posted rewards count"
+            return RolloutFailure(f"{item.item.rollout_id}: the harness returned a reward", rule=rule)
         return Outcome(posted.reward, metrics, posted.turn_rewards, posted.branch_rewards)
 
     def _why(self, item_id: str) -> str:
         if item_id in self._items:
             return "it was given to another worker"
-        return self._ended.why(item_id) or "this run has not given it to a worker, or it ended long ago"
+        return self._ended.why(item_id) or "this run never gave it out, or it ended long ago"

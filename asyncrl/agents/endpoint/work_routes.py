@@ -8,12 +8,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-import json
-import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
@@ -35,17 +32,12 @@ from asyncrl.messages.records import Outcome, Work
 
 Read = TypeVar("Read")
 FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
-Handler = Callable[[Request], Awaitable[Message | bytes]]
-ROUNDING_S = 1e-6
-"""A timer may fire this much too early."""
+Handler = Callable[[Request], Awaitable[Message]]
+CHECKS_PER_LEASE = 20
 LATE_S = 1.0
-"""Delay of a silence check that means this process was stopped. The check is repeated once waiting messages
-are read.
-"""
+"""Delay of a silence check that means this process was stopped; waiting messages are read before the next."""
 
-_TAKEN_BACK = (
-    "the rollout was taken back: it ran past rollout.timeout_s, its group was handed back, or the run ends"
-)
+_WITHDRAWN = "the rollout ran past rollout.timeout_s, its group was requeued, or the run ends"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -71,7 +63,8 @@ class RolloutQueue:
     def __post_init__(self) -> None:
         self._items = WorkItems(self.outcomes)
         self._takers: dict[str, Callable[[Outcome], None] | None] = {}
-        self._run_id, self._numbers = secrets.token_hex(4), itertools.count()
+        self._run_id = secrets.token_hex(4)
+        self._numbers = itertools.count()
         self._changed = asyncio.Event()
         self._silence: asyncio.TimerHandle | None = None
         self._clock = asyncio.get_running_loop().time
@@ -79,7 +72,8 @@ class RolloutQueue:
         self._is_closed = False
         self.is_over = False
         """The run is done: workers are dismissed. Set before aclose."""
-        self._num_given = self._num_lost = 0
+        self._num_given = 0
+        self._num_lost = 0
 
     def gauges(self) -> dict[str, float]:
         workers = self._items.workers.values()
@@ -98,22 +92,20 @@ class RolloutQueue:
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Run the work on a worker. `started` is called again if the item never reached the first worker."""
-        item_id = f"{self._run_id}-{next(self._numbers)}"
-        outcome_key = secrets.token_hex(24) if self.outcomes == "posted" else None
-        body = self._body(item_id, work, outcome_key)
+        item = self._make_item(work)
         done: asyncio.Future[Outcome | RolloutFailure] = asyncio.get_running_loop().create_future()
 
         def ended(result: Outcome | RolloutFailure) -> None:
             if not done.done():  # run() was just cancelled otherwise
                 done.set_result(result)
 
-        self._items.add(QueuedItem(item_id, work, body, started, ended, outcome_key))
+        self._items.add(QueuedItem(item, started, ended))
         self._wake()
         try:
             with waiting(self._what_runs, on="a worker's result"):
                 result = await done
         finally:
-            self._items.withdraw(item_id, _TAKEN_BACK)
+            self._items.withdraw(item.item_id, _WITHDRAWN)
         if isinstance(result, RolloutFailure):
             raise result
         return result
@@ -157,12 +149,11 @@ class RolloutQueue:
                 way_out = "start the worker with the key that the run prints."
                 raise Refused(401, "wrong or missing worker key", way_out=way_out)
             answered = await handler(request)
-            body = answered if isinstance(answered, bytes) else answered.model_dump_json()
-            return Response(body, media_type="application/json")
+            return Response(answered.model_dump_json(), media_type="application/json")
 
         return answer
 
-    async def _take(self, request: Request) -> bytes:
+    async def _take(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.TakeRequest)
         if self._is_closed and not self.is_over:  # after an empty answer it would ask again at once
             raise Refused(503, "the run ends", way_out="wait until it is started again.")
@@ -170,10 +161,12 @@ class RolloutQueue:
         is_new = self._items.ask(worker_id, message.number, message.holding)
         items = await self._wait_items(request, message, worker_id) if is_new else []
         self._num_given += len(items)
-        head = f'"model":{json.dumps(self.model)},"lease_timeout_s":{self.lease_timeout_s}'
-        if self._is_closed and self.is_over:
-            head += ',"is_over":true'
-        return b'{"items":[' + b",".join(item.body for item in items) + b"]," + head.encode() + b"}"
+        return wire.TakeAnswer(
+            items=[item.item for item in items],
+            model=self.model,
+            lease_timeout_s=self.lease_timeout_s,
+            is_over=self._is_closed and self.is_over,
+        )
 
     async def _wait_items(
         self, request: Request, message: wire.TakeRequest, worker_id: WorkerId
@@ -238,26 +231,26 @@ class RolloutQueue:
         self._last_seen_s = self._clock()
         self._items.seen(worker_id, self._last_seen_s)
         if self._silence is None and not self._is_closed:
-            self._check_silence()
+            self._check_silence(self._last_seen_s)
         return message, worker_id
 
-    def _check_silence(self, due_s: float = math.inf, *, was_late: bool = False) -> None:
-        now_s, workers = self._clock(), self._items.workers
-        if now_s - due_s > LATE_S and not was_late:
-            again = partial(self._check_silence, now_s + LATE_S, was_late=True)
-            self._silence = asyncio.get_running_loop().call_later(LATE_S, again)
-            return
-        for worker_id, worker in list(workers.items()):
-            silent_s = now_s - worker.last_seen_s
-            if silent_s > self.lease_timeout_s - ROUNDING_S:
-                rule = f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit"
-                way_out = "read its log; move what blocks its event loop into asyncio.to_thread, or raise it."
-                what = f"gave no sign of life for {silent_s:.1f} s"
-                self._drop(worker_id, what, rule=rule, way_out=way_out)
+    def _check_silence(self, due_s: float) -> None:
+        """Drop silent workers, and check again as long as there are workers."""
+        now_s = self._clock()
+        if now_s - due_s < LATE_S:
+            for worker_id, worker in list(self._items.workers.items()):
+                silent_s = now_s - worker.last_seen_s
+                if silent_s > self.lease_timeout_s:
+                    rule = f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit"
+                    way_out = (
+                        "read its log; run what blocks its event loop in asyncio.to_thread, or raise it."
+                    )
+                    what = f"gave no sign of life for {silent_s:.1f} s"
+                    self._drop(worker_id, what, rule=rule, way_out=way_out)
         self._silence = None
-        if workers:
-            next_s = min(worker.last_seen_s for worker in workers.values()) + self.lease_timeout_s
-            self._silence = asyncio.get_running_loop().call_at(next_s, self._check_silence, next_s)
+        if self._items.workers:
+            due_s = now_s + self.lease_timeout_s / CHECKS_PER_LEASE
+            self._silence = asyncio.get_running_loop().call_at(due_s, self._check_silence, due_s)
 
     def _drop(
         self, worker_id: WorkerId, what: str, *, rule: str = "a rollout ends with its worker", way_out: str
@@ -265,11 +258,11 @@ class RolloutQueue:
         self._num_lost += self._items.drop_worker(worker_id, what, rule=rule, way_out=way_out)
         self._wake()
 
-    def _body(self, item_id: str, work: Work, outcome_key: str | None) -> bytes:
+    def _make_item(self, work: Work) -> wire.WorkItem:
         prompt = work.prompt
         try:
             item = wire.WorkItem(
-                item_id=item_id,
+                item_id=f"{self._run_id}-{next(self._numbers)}",
                 rollout_id=work.rollout_id,
                 prompt_id=prompt.prompt_id,
                 messages=[dict(each) for each in prompt.messages],
@@ -280,13 +273,14 @@ class RolloutQueue:
                 attempt=work.attempt,
                 seed=self.task_seed(work),
                 key=work.key,
-                outcome_key=outcome_key,
+                outcome_key=secrets.token_hex(24) if self.outcomes == "posted" else None,
                 timeout_s=work.timeout_s,
             )
-            return item.model_dump_json().encode()
+            item.model_dump_json()
         except (ValueError, TypeError, RecursionError) as error:  # pydantic's errors are ValueErrors
             what = f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}"
-            raise PromptUnusable(what, rule="its `answer` and `info` travel as JSON") from error
+            raise PromptUnusable(what, rule="its `answer` and `info` must be JSON values") from error
+        return item
 
     def _wake(self) -> None:
         self._changed.set()

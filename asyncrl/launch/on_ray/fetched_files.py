@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from http import HTTPStatus
 from pathlib import Path
 
 import aiohttp
@@ -53,34 +52,23 @@ class FetchedFiles:
 
 
 async def download(request: FileRequest, path: Path) -> None:
-    """Download a file, resuming broken connections with Range requests. Raises ConnectionError after
-    SILENT_S without data.
-    """
+    """Download a file, again if the connection breaks. Raises ConnectionError after SILENT_S without data."""
     clock = asyncio.get_running_loop().time
     part = path.with_suffix(".part")
     limits = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S)
-    tag = ""
+    headers = {"Authorization": f"Bearer {request.secret}", "Accept-Encoding": "identity"}
     heard_s = clock()
-    with part.open("wb") as file:
-        async with aiohttp.ClientSession(raise_for_status=True, timeout=limits) as session:
-            while True:
-                headers = {"Authorization": f"Bearer {request.secret}", "Accept-Encoding": "identity"}
-                if file.tell():
-                    headers |= {"Range": f"bytes={file.tell()}-", "If-Match": tag}
-                try:
-                    async with session.get(request.url, headers=headers) as answer:
-                        tag = answer.headers["ETag"]
+    async with aiohttp.ClientSession(raise_for_status=True, timeout=limits, headers=headers) as session:
+        while True:
+            try:
+                with part.open("wb") as file:
+                    async with session.get(request.url) as answer:
                         async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
                             await asyncio.to_thread(file.write, chunk)
                             heard_s = clock()
-                    break
-                except aiohttp.ClientResponseError as error:
-                    if error.status != HTTPStatus.PRECONDITION_FAILED:
-                        raise
-                    file.seek(0)  # the file changed after the first part arrived
-                    file.truncate()
-                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                    if clock() - heard_s > SILENT_S:
-                        raise ConnectionError(f"{request.url} is silent: {error}") from error
-                    await asyncio.sleep(RETRY_S)
+                break
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                if clock() - heard_s > SILENT_S:
+                    raise ConnectionError(f"{request.url} is silent: {error}") from error
+                await asyncio.sleep(RETRY_S)
     part.rename(path)

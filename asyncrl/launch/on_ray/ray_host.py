@@ -11,7 +11,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.base.errors import ConfigError
@@ -44,12 +44,6 @@ seconds, kills surviving groups, frozen or not, and removes the folder $2.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    url: str
-    pid: int
-
-
 def start_guard(folder: Path, wait_s: int = ORPHANS_S) -> subprocess.Popen[bytes]:
     """Return the guard of process groups written to its standard input."""
     return subprocess.Popen(
@@ -72,7 +66,7 @@ def describe(num_cuda: int) -> tuple[Machine, NodeReport]:
 class Host:
     """Starts, watches and ends the processes of a run on its node.
 
-    Life: ready() -> start(), any number -> ends() reports those that have ended -> end().
+    Life: ready() -> start(), any number -> ends() reports exit codes -> end().
     Waits: ends() sleeps at most as long as its caller allows.
     """
 
@@ -94,8 +88,8 @@ class Host:
         self._cuda = {number: CudaDevice(name) for number, name in zip(self._numbers, names, strict=True)}
         return await asyncio.to_thread(inspect_node, requirements)
 
-    async def start(self, key: str, spec: ProcessSpec) -> Started | ConfigError:
-        """Start a process under a new key."""
+    async def start(self, key: str, spec: ProcessSpec) -> tuple[str, int | None] | ConfigError:
+        """Start a process under a new key; return its URL and process id."""
         if fork_server.current is None and spec.python is None:
             fork_server.current = fork_server.ForkServer()
         child = ChildProcess(spec, child_environ(spec.devices, self._cuda), self._address)
@@ -103,12 +97,11 @@ class Host:
             await child.start()
         except ConfigError as error:
             return error
-        assert child.pid is not None, "it has been started"
         self._children[key] = child
         self._tell_guard()
         self._waits[key] = asyncio.ensure_future(child.wait())
         self._waits[key].add_done_callback(lambda _: self._changed.set())
-        return Started(child.url, child.pid)
+        return child.url, child.pid
 
     async def ends(self, wait_s: float) -> Mapping[str, int]:
         """Return the exit codes of ended processes, after at most `wait_s` seconds."""

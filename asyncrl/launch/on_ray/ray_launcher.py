@@ -52,7 +52,6 @@ class RayLauncher(Launcher):
         """Versions of packages that all nodes share."""
         self._held = dict[int, RayNode]()
         self._group: Any = None
-        self._needs: Mapping[int, NodeRequirements] = {}
 
     def open(self) -> None:
         self._join()
@@ -104,7 +103,6 @@ class RayLauncher(Launcher):
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
         """Reserve one bundle per node, in one placement group, and start an actor in each."""
-        self._needs = needs
         bundles = list[dict[str, float]]()
         for number, devices in parts.items():
             num_cuda = len({name for name in devices if name.startswith("cuda:")})
@@ -117,10 +115,9 @@ class RayLauncher(Launcher):
         await self._reserve(bundles)
         for index, (number, devices) in enumerate(parts.items()):
             make = partial(self._make_actor, index, self.nodes[number], devices)
-            check = partial(unmet, self.nodes[number].name, versions=self._versions)
-            self._held[number] = RayNode(self.nodes[number], make, check)
-        opening = [node.open(needs.get(number, NodeRequirements())) for number, node in self._held.items()]
-        await asyncio.gather(*opening)
+            requirements = needs.get(number, NodeRequirements())
+            self._held[number] = RayNode(self.nodes[number], make, requirements, self._versions)
+        await asyncio.gather(*(node.open() for node in self._held.values()))
 
     def _refuse_too_little(self, number: int, wanted: Mapping[str, float]) -> None:
         for name, value in wanted.items():
@@ -134,7 +131,7 @@ class RayLauncher(Launcher):
 
     async def _reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
         group = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
-        with waiting("the devices of the run, until Ray has them free", on="Ray"):
+        with waiting("the devices of the run, until Ray frees them", on="Ray"):
             for _ in range(int(HOLD_S)):  # short waits leave no thread in Ray at the end
                 if await asyncio.to_thread(group.wait, 1.0):
                     self._group = group
@@ -144,7 +141,7 @@ class RayLauncher(Launcher):
             "launcher",
             f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
             rule="the devices of a run are reserved until it ends",
-            way_out="end other programs there (`ray status` lists what is in use), or place less.",
+            way_out="end other programs there (`ray status` lists the usage), or place less.",
         )
 
     def _make_actor(self, index: int, node: Node, devices: Sequence[str]) -> Any:
@@ -163,8 +160,7 @@ class RayLauncher(Launcher):
         return actor.remote(node.address, numbers)
 
     def process(self, node: int, spec: ProcessSpec) -> RayProcess:
-        requirements = self._needs.get(node, NodeRequirements())
-        return RayProcess(self._held[node], spec, requirements, is_here=node == 0)
+        return RayProcess(self._held[node], spec, is_here=node == 0)
 
     async def free_port(self, node: int) -> int:
         port: int = await self._held[node].call("free_port")

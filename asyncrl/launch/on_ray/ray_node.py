@@ -17,8 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from asyncrl.base.errors import ConfigError, NodeLost, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.launch.fork_server import ONE_THREAD
-from asyncrl.launch.nodes import Node, NodeReport, NodeRequirements
-from asyncrl.launch.on_ray.ray_host import Started
+from asyncrl.launch.nodes import Node, NodeRequirements, unmet
 from asyncrl.launch.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, Process, ProcessSpec
 
 logger = logging.getLogger("asyncrl.launch.on_ray.ray_node")
@@ -47,17 +46,23 @@ class RayNode:
     """
 
     def __init__(
-        self, node: Node, make_actor: Callable[[], Any], check: Callable[[NodeReport], ConfigError | None]
+        self,
+        node: Node,
+        make: Callable[[], Any],
+        requirements: NodeRequirements,
+        versions: dict[str, str],
     ) -> None:
-        """Initialize. `check` returns the reason that a node does not fit."""
+        """Initialize. `make` creates the actor; `versions`: of the packages of all nodes."""
         self.node = node
-        self._make = make_actor
-        self._check = check
+        self.processes = dict[str, RayProcess]()
+        """Running ones by key."""
+        self._make = make
+        self._requirements = requirements
+        self._versions = versions
         self._actor: Any = None
         self._lost = "it was not opened"
         self._polling: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
-        self._processes = dict[str, RayProcess]()
 
     def gone(self, name: str, how: str = "") -> NodeLost:
         """Return the loss of this node, as the end of a process on it."""
@@ -68,7 +73,7 @@ class RayNode:
             way_out="see `ray status`; start Ray there again.",
         )
 
-    async def open(self, requirements: NodeRequirements) -> None:
+    async def open(self) -> None:
         """Start an actor unless one answers. Raises NodeLost, ConfigError for unmet requirements."""
         async with self._turn:
             if not self._lost:
@@ -77,12 +82,12 @@ class RayNode:
             try:
                 self._actor = await asyncio.to_thread(self._make)
                 with waiting("its actor", on=self.node.name):
-                    report = await self._within(ACTOR_S, "ready", requirements)
+                    report = await self._within(ACTOR_S, "ready", self._requirements)
             except LOST_ERRORS as error:
-                self._lost = f"Ray starts no actor of ours there: {_reason(error)}"
+                self._lost = f"Ray starts no actor there: {_reason(error)}"
                 raise self.gone(self.node.name) from error
-            if unmet := self._check(report):
-                raise unmet
+            if misfit := unmet(self.node.name, report, self._versions):
+                raise misfit
             self._lost = ""
             self._polling = asyncio.ensure_future(self._poll())
 
@@ -101,17 +106,6 @@ class RayNode:
         if not self._lost:
             with contextlib.suppress(*LOST_ERRORS):
                 getattr(self._actor, method).remote(*arguments)
-
-    async def start(self, process: RayProcess, spec: ProcessSpec) -> Started | ConfigError:
-        """Start a process; its end is reported from then on."""
-        answer: Started | ConfigError = await self.call("start", process.key, spec, timeout_s=START_S)
-        self._processes[process.key] = process
-        return answer
-
-    async def end(self, process: RayProcess) -> tuple[int | None, str]:
-        self._processes.pop(process.key, None)
-        ended: tuple[int | None, str] = await self.call("end", process.key, timeout_s=END_S)
-        return ended
 
     async def aclose(self) -> None:
         if not self._lost:
@@ -150,35 +144,32 @@ class RayNode:
                 return
             heard_s = clock()
             for key, code in ended.items():
-                if key in self._processes:
-                    self._processes.pop(key).end_nowait(code)
+                if key in self.processes:
+                    self.processes.pop(key).end_nowait(code)
 
     def _lose(self, error: Exception) -> None:
         self._lost = _reason(error)
         logger.warning("the node %s is lost: %s", self.node.name, error)
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.lose_nowait(self.gone(process.name))
-        self._processes.clear()
+        self.processes.clear()
 
 
 class RayProcess(Process):
     """Process on a Ray node."""
 
-    def __init__(
-        self, on: RayNode, spec: ProcessSpec, requirements: NodeRequirements, *, is_here: bool
-    ) -> None:
+    def __init__(self, on: RayNode, spec: ProcessSpec, *, is_here: bool) -> None:
         """Initialize. `is_here`: the node is the controller's own machine."""
         super().__init__(spec.name, spec.log_path)
         self.key = f"{spec.name}-{next(_keys)}"
         self._on = on
         self._spec = spec
-        self._requirements = requirements
         self._is_here = is_here
         self._pid: int | None = None
         self._returncode: int | None = None
         self._ended = asyncio.Event()
         self._gone: RoomError | None = None
-        self._starting: asyncio.Future[Started | ConfigError] | None = None
+        self._starting: asyncio.Future[tuple[str, int] | ConfigError] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -202,20 +193,20 @@ class RayProcess(Process):
             self._log_start = self._spec.log_path.stat().st_size
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
         try:
-            await self._on.open(self._requirements)
+            await self._on.open()
             spec = replace(self._spec, env={**threads, **self._spec.env})
-            self._starting = asyncio.ensure_future(self._on.start(self, spec))
+            self._starting = asyncio.ensure_future(self._on.call("start", self.key, spec, timeout_s=START_S))
             answer = await asyncio.shield(self._starting)
         except RoomError as error:
             raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
         if isinstance(answer, ConfigError):
             what = f"on the node {self._on.node.name}: {answer.what}"
             raise ConfigError(what, rule=answer.rule, way_out=answer.way_out)
-        self.url = answer.url
-        self._pid = answer.pid
+        self.url, self._pid = answer
+        self._on.processes[self.key] = self
 
     def renewed(self) -> RayProcess:
-        return RayProcess(self._on, self._spec, self._requirements, is_here=self._is_here)
+        return RayProcess(self._on, self._spec, is_here=self._is_here)
 
     async def wait(self) -> None:
         """Sleep until the process or its node is gone."""
@@ -234,7 +225,8 @@ class RayProcess(Process):
             return
         with contextlib.suppress(RoomError):  # a lost node has ended it
             await starting
-            code, self.left = await self._on.end(self)
+            self._on.processes.pop(self.key, None)
+            code, self.left = await self._on.call("end", self.key, timeout_s=END_S)
             if self._returncode is None and code is not None:
                 self.end_nowait(code)
 

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from asyncrl.base.errors import JournalError
-from asyncrl.config import RunConfig
 from asyncrl.config.load import sections
 from asyncrl.journal.read import reading
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import JOURNAL_FILE, SUMMARY_FILE, TIMELINE_FILE, read_object
-from asyncrl.observe.run_numbers import SHARES, Steps, duration, masked_tokens, recent, seconds_left
+from asyncrl.observe.run_numbers import Steps, duration, recent, seconds_left
 from asyncrl.observe.run_record import RunFiles, read_files
 from asyncrl.observe.samples import ShownRollout, read_samples
 from asyncrl.observe.timeline import read_timeline, timeline_view
@@ -65,10 +64,12 @@ def view_run(run_dir: str | Path, steps: Steps | None = None) -> dict[str, Any]:
     curves = curves_of(steps)
     x = {name: [at or 0.0 for at in curve["mean"]] for name, curve in curves.items()}
     num_points = len(x.get("step", ()))
-    num_recent = len(steps.values("reward/mean")[recent(len(steps.values("reward/mean")))])
+    rewards = steps.values("reward/mean")
+    num_recent = len(rewards[recent(len(rewards))])
     is_bad_end = files.state in ("failed", "crashed", "interrupted")
-    values = config.model_dump(mode="json")
-    secrets = [secret for secret in _secrets_in(values) if len(secret) >= MIN_SECRET_CHARS]
+    secrets: list[str] = []
+    values = _masked(config.model_dump(mode="json"), "", secrets)
+    long_secrets = sorted((secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS), key=len)
     view: dict[str, Any] = {
         "name": folder.resolve().name,
         "run_dir": str(folder),
@@ -85,21 +86,20 @@ def view_run(run_dir: str | Path, steps: Steps | None = None) -> dict[str, Any]:
         "curves": {name: curve for name, curve in curves.items() if name != "step"},
         "evaluations": files.evaluations[:: 1 + len(files.evaluations) // MAX_EVALUATIONS],
         "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
-        "shares": _shares(files),
         "timeline": timeline,
         "samples": _some_samples(folder, problems),
         "failures": failures,
         "warnings": _warnings(files.status, read_object(folder / SUMMARY_FILE, []), events),
-        "settings": settings_of(config),
+        "settings": _settings(values),
         "problems": problems,
     }
-    return {key: without_secrets(value, secrets) for key, value in view.items()}
+    return {key: without_secrets(value, long_secrets) for key, value in view.items()}
 
 
 def without_secrets(value: Any, secrets: list[str]) -> Any:
-    """Hide the secrets, and keys of well-known services, in all texts."""
+    """Hide the secrets (shortest first), and keys of well-known services, in all texts."""
     if isinstance(value, str):
-        for secret in sorted(secrets, key=len, reverse=True):
+        for secret in reversed(secrets):
             value = value.replace(secret, HIDDEN)
         return _SECRET_TEXT.sub(HIDDEN, value)
     if isinstance(value, Mapping):
@@ -110,40 +110,33 @@ def without_secrets(value: Any, secrets: list[str]) -> Any:
     return value
 
 
-def _secrets_in(value: Any, name: str = "", *, is_secret: bool = False) -> Iterator[str]:
-    """Yield texts of a config with a name such as api_key, and all of generator.env."""
+def _masked(value: Any, name: str, secrets: list[str]) -> Any:
+    """Hide values with a name such as api_key, and all of generator.env; add them to `secrets`."""
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            path = f"{name}.{key}" if name else str(key)
-            is_hidden = is_secret or name == "generator.env" or bool(_SECRET_NAME.search(str(key)))
-            yield from _secrets_in(item, path, is_secret=is_hidden)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _secrets_in(item, name, is_secret=is_secret)
-    elif is_secret and isinstance(value, str) and value:
-        yield value
+        return {key: _masked(item, f"{name}.{key}", secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item, name, secrets) for item in value]
+    is_secret = name.startswith(".generator.env.") or _SECRET_NAME.search(name.rpartition(".")[2])
+    if not is_secret or not isinstance(value, str) or not value:
+        return value
+    secrets.append(value)
+    return HIDDEN
 
 
-def settings_of(config: RunConfig) -> list[dict[str, Any]]:
-    """Return key, value and default of each setting as text, and whether they differ, without secrets."""
-    values = config.model_dump(mode="json")
+def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return key, value and default of each setting as text, and whether they differ."""
     keys = [key for _, _, of_section in sections() for key in of_section]
-    names = {key.name for key in keys}
+    names = {key.name.rpartition(".")[0] for key in keys}
     settings = []
     for key in keys:
         value: Any = values
         for name in key.name.split("."):
             value = value.get(name, ...) if isinstance(value, dict) else ...
-        is_section = isinstance(value, dict) and any(name.startswith(f"{key.name}.") for name in names)
-        if value is ... or is_section:
+        if value is ... or (isinstance(value, dict) and key.name in names):
             continue
         default = None if key.default == "must be given" else key.default
         text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
-        is_secret = bool(_SECRET_NAME.search(key.name.rpartition(".")[2]))
-        shown = text
-        for secret in _secrets_in(value, key.name, is_secret=is_secret):
-            shown = shown.replace(secret, HIDDEN)
-        settings.append({"key": key.name, "value": shown, "default": default, "differs": text != default})
+        settings.append({"key": key.name, "value": text, "default": default, "differs": text != default})
     return settings
 
 
@@ -188,26 +181,11 @@ def _tiles(files: RunFiles) -> Iterator[tuple[str, str, str]]:
     if means := [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]:
         best = f"best of {len(means)}: {max(means):.3f}"
         yield f"last evaluation {name}".strip(), f"{means[-1]:.3f}", best
-    if wall_s and (tokens := steps.total("tokens/trained")):
-        note = f"waits included; {masked_tokens(steps):,} tokens masked as too old"
-        yield "trained tokens a second", f"{tokens / wall_s:,.0f}", note
     if (age := steps.mean("sample/staleness_mean")) is not None:
         largest = f"largest {steps.largest('sample/staleness_max') or 0:.0f}"
         yield "staleness", f"{age:.2f} versions", f"{largest}, bound {config.buffer.max_staleness}"
     if (failed := steps.last.get("rollout/failed")) is not None:
         yield "failed rollouts", f"{failed:.0f}", f"{steps.last.get('rollout/retried', 0):.0f} retries"
-
-
-def _shares(files: RunFiles) -> list[dict[str, Any]]:
-    """Return the shares of the wall time of all steps."""
-    if files.verdict is None:
-        return []
-    seconds = files.steps.total("perf/step_s")
-    found = {words: float(getattr(files.verdict.shares, name)) for name, (words, *_) in SHARES.items()}
-    return [
-        {"name": words, "seconds": round(share * seconds, 3), "fraction": round(share, 4)}
-        for words, share in found.items()
-    ]
 
 
 def _some_samples(folder: Path, problems: list[str]) -> list[ShownRollout]:
@@ -263,7 +241,7 @@ def cause_of(why: str) -> str:
 
 
 def _is_shown(what: str) -> bool:
-    """Return whether an event has no span of its own."""
+    """Return whether no span shows the event."""
     return not (what.startswith("hand") or what.endswith(" up"))
 
 

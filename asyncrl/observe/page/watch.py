@@ -29,7 +29,7 @@ READ_SHARE = 0.2
 
 
 class LivePage:
-    """The page of runs, read again when their files have changed; runs without a config are left out."""
+    """The page of runs, read again when their files have changed; runs without a config are omitted."""
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
         self.page = make_page([], is_live=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -130,14 +130,7 @@ def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-ALLOCATOR_ENV = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def prepare_cuda(environ: Mapping[str, str]) -> None:
-    """Use expandable segments before the first allocation, since every micro-batch has another shape."""
-    if not any(name in environ for name in ALLOCATOR_ENV):
-        # a forked process has read the environment
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def should_compile(
@@ -167,8 +160,9 @@ class TrainedModel:
         self.device, self.dtype = resolve_device(spec)
         self.reference: Policy | None = None
         limit_memory(self.device, spec.share)
-        if self.device.type == "cuda":
-            prepare_cuda(os.environ)
+        if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
+            # before the first allocation, since every micro-batch has another shape
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         model, whole, self.adapters = _load(spec, ranks, self.device, self.dtype)
         if self.device.type == "cuda":
             flash = choose_flash(torch.cuda.get_device_capability())

@@ -92,12 +92,8 @@ def compile_layers(model: Any) -> None:
         forward = forward.__wrapped__ if is_checkpointing else forward
         if forward not in compiled:
             compiled[forward] = torch.compile(forward, backend=BACKEND, dynamic=True, fullgraph=is_whole)
-        run = partial(_checkpointed if is_checkpointing else _as_it_is, compiled[forward])
+        run = partial(_checkpointed, compiled[forward]) if is_checkpointing else compiled[forward]
         layer.forward = MethodType(run, layer)
-
-
-def _as_it_is(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return forward(layer, *args, **kwargs)
 
 
 def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:

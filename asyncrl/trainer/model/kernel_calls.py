@@ -4,7 +4,7 @@ paths share masked tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -59,7 +59,10 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
         return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in passes)
     paths, *later = layout.passes
     pieces = [piece for part in later for piece in part.pieces]
-    left = {path: _left_by(path, pieces) for path in paths.pieces}
+    left = {
+        path: [(one.key, one.num_keys) for one in pieces if 0 <= path.query - one.query < one.num_queries]
+        for path in paths.pieces
+    }
     calls, is_short_N = [], np.zeros(layout.num_tokens, np.bool_)
     for smallest, size in zip((0, *TILE_SIZES), TILE_SIZES, strict=False):
         short = [path for path in left if smallest < path.num_queries <= size >= _num_keys(left[path])]
@@ -83,10 +86,6 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
 
 
 Stretch = tuple[int, int]
-
-
-def _left_by(path: Piece, pieces: Sequence[Piece]) -> list[Stretch]:
-    return [(one.key, one.num_keys) for one in pieces if 0 <= path.query - one.query < one.num_queries]
 
 
 def _num_keys(stretches: Iterable[Stretch]) -> int:

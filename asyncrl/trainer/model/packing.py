@@ -22,7 +22,7 @@ from asyncrl.trainer.model.kernel_calls import to_device
 from asyncrl.trainer.model.load_balance import Costs, PassSize, assign
 from asyncrl.trainer.model.support_mask import ANY, AllowedRows, AllowedSets
 from asyncrl.trainer.model.tree import IntN, Layout, TokenRange, lay_out, places_of
-from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.ranks import ONE_RANK, Ranks
 
 BoolN = npt.NDArray[np.bool_]
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
@@ -115,7 +115,7 @@ def rank_micro_batches(
 def pack(
     header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
 ) -> list[MicroBatch]:
-    micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ALONE, Costs(0.0, 0.0))
+    micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ONE_RANK, Costs(0.0, 0.0))
     return [micro for micro, _ in micros]
 
 

@@ -35,7 +35,7 @@ function drawPage() {
   part("reward", [isTime, theme, wide, ...curves], () => drawChart("reward", rewardSpec(runs, isTime)));
   part("staleness", [isTime, theme, wide, ...curves], () => drawChart("staleness", stalenessSpec(runs, isTime)));
   part("differences", runs.flatMap(each => [each.settings, each.tiles, each.state]), () => showDifferences(runs));
-  part("shares", [run.shares, theme], () => showShares(run));
+  part("shares", [run.verdict, theme], () => showShares(run));
   part("timeline", [run.timeline, theme, wide], () => showTimeline(run.timeline));
   part("samples", [run.samples, run.run_dir], () => showSamples(run.samples, run));
   part("failures", [run.failures], () => showFailures(run));

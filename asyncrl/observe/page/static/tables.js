@@ -3,24 +3,24 @@
 const TRENDS = { rising: "still rising", flat: "flat at the end", falling: "falling", unknown: "too few steps for a trend" };
 
 function showVerdict(run) {
-  const told = run.verdict ?? { headline: "No step has ended yet.", health: null, speed: [], reward_last: null }, sentences = texts => texts.map(text => h("p", {}, text));
+  const told = run.verdict ?? { headline: "No step has ended yet.", health: null, speed: [], reward: null }, sentences = texts => texts.map(text => h("p", {}, text));
   const row = (label, ...content) => h("div", { class: "row" }, h("h2", {}, label), h("div", {}, ...content));
   byId("headline").replaceChildren(written(run.ended || told.headline));
   const health = told.health === null ? nothing("No step has ended yet.") : told.health.length
     ? h("ul", { class: "flags" }, told.health.map(text => h("li", {}, text))) : h("p", { class: "fine" }, "Nothing unusual.");
   bodyOf("verdict").replaceChildren(
-    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(run.ended ? [told.headline] : []), told.reward_last === null ? nothing("No step has a reward yet.") : bigReward(told, run.num_recent))),
+    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(run.ended ? [told.headline] : []), told.reward === null ? nothing("No step has a reward yet.") : bigReward(told.reward, run.num_recent))),
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
     h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
   byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
     h("div", { class: "label" }, tile.label), h("div", { class: "value" }, tile.value), h("div", { class: "hint" }, tile.note))));
 }
 
-function bigReward(told, num) {
+function bigReward(reward, num) {
   const number = value => value === null ? "–" : value.toFixed(3);
-  return h("p", { class: "big" }, h("span", { class: "label" }, "reward"), h("span", { class: "from" }, number(told.reward_first)), h("span", { class: "from" }, "→"),
-    h("strong", {}, number(told.reward_last)), h("span", { class: "from" }, `± ${number(told.reward_noise)}`),
-    h("span", { class: "hint" }, `from the start to the mean of the last ${num === 1 ? "step" : `${num} steps`}; ${TRENDS[told.trend] ?? told.trend}`));
+  return h("p", { class: "big" }, h("span", { class: "label" }, "reward"), h("span", { class: "from" }, number(reward.first)), h("span", { class: "from" }, "→"),
+    h("strong", {}, number(reward.last)), h("span", { class: "from" }, `± ${number(reward.noise)}`),
+    h("span", { class: "hint" }, `from the start to the mean of the last ${num === 1 ? "step" : `${num} steps`}; ${TRENDS[reward.trend] ?? reward.trend}`));
 }
 
 function showWarnings(run) {
@@ -29,8 +29,10 @@ function showWarnings(run) {
   byId("warnings").replaceChildren(...list("warn", "Warnings", run.warnings), ...list("bad", "Could not be read or believed", run.problems));
 }
 
+const SHARES = { training: "training", generation: "waiting for generation", stragglers: "waiting for stragglers", publishing: "waiting for publishing", handovers: "handovers", other: "other" };
+
 function showShares(run) {
-  const shares = run.shares.filter(share => share.seconds > 0);
+  const shares = Object.entries(run.verdict?.shares ?? {}).filter(([, fraction]) => fraction > 0).map(([name, fraction]) => ({ name: SHARES[name], fraction, seconds: fraction * run.verdict.wall_s }));
   if (!shares.length) return bodyOf("time").replaceChildren(nothing("No step has ended yet, so no time was shared out."));
   bodyOf("time").replaceChildren(
     h("div", { class: "shares", role: "img", "aria-label": shares.map(share => `${share.name} ${amount(share.fraction, "0..1")}`).join(", ") },
@@ -107,7 +109,7 @@ async function copyText(text, button, label) {
 function differencesOf(runs) {
   const values = runs.map(run => ({
     ...Object.fromEntries(run.settings.map(each => [each.key, each.value])), state: run.state, ...Object.fromEntries(run.tiles.map(tile => [tile.label, tile.value])),
-    ...(run.verdict?.reward_last != null && { "reward at the end": `${run.verdict.reward_last.toFixed(3)} ± ${(run.verdict.reward_noise ?? 0).toFixed(3)}` }),
+    ...(run.verdict?.reward && { "reward at the end": `${run.verdict.reward.last.toFixed(3)} ± ${run.verdict.reward.noise.toFixed(3)}` }),
   }));
   const keys = [...new Set(values.flatMap(Object.keys))];
   return keys.map(key => [key, values.map(each => each[key] ?? "-")]).filter(([, row]) => new Set(row).size > 1);

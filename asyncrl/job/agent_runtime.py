@@ -15,9 +15,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.base.errors import RolloutFailure, RoomError
@@ -34,12 +31,18 @@ from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.observe.console import outliving
 from asyncrl.observe.metrics import SpecialTokens, num_turns
 from asyncrl.observe.run_numbers import several
 from asyncrl.rollouts.generators import EncodedPrompts, HarnessGenerator, SingleTurn, own_reward
 from asyncrl.rollouts.recording import RolloutRecorder
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
+from asyncrl.rollouts.rollout import (
+    FailedRollout,
+    Generator,
+    RolloutAttempt,
+    RolloutRunner,
+    Slots,
+    derive_seed,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
 
@@ -61,8 +64,8 @@ def model_name(config: RunConfig) -> str:
     return Path(config.model.path).name if config.model.path else "policy"
 
 
-MAX_SAID = 500
-"""Limit per rollout that `serve gateway --rollouts` prints."""
+MAX_TEXT = 500
+"""Characters of a rollout that `serve gateway --rollouts` prints."""
 
 
 def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:
@@ -137,7 +140,7 @@ def make_gateway(
     return gateway, queue
 
 
-class Harnessing:
+class AgentRuntime:
     """Gateway, work queue, and the run's own `workers` (empty with generator.remote).
 
     Life: created with its port bound, its address and the key for remote workers in RUN_DIR/gateway.json ->
@@ -148,17 +151,19 @@ class Harnessing:
     def __init__(
         self, job: Lifecycle, engines: EnginePool, tokenizer: HFChatTokenizer, supervision: Supervision
     ) -> None:
-        path, is_remote = job.run_dir / "gateway.json", job.config.generator.remote
-        written = json.loads(path.read_text(encoding="utf-8")) if path.exists() and is_remote else {}
-        given = os.environ.get(WORKER_KEY_ENV) if is_remote else None
+        path = job.run_dir / "gateway.json"
+        is_remote = job.config.generator.remote
+        saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() and is_remote else {}
+        env_key = os.environ.get(WORKER_KEY_ENV) if is_remote else None
         # Remote workers reconnect to a resumed run with their old key. The key of local workers is in no
         # file: a program of the model, under the same user, could read it, lease rollouts and reward them.
-        self.worker_key = given or written.get("worker_key") or secrets.token_hex(24)
+        self.worker_key = env_key or saved.get("worker_key") or secrets.token_hex(24)
         self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
         self.url = self.gateway.bind()
-        where = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
-        write_whole(path, json.dumps(where) + "\n", is_private=True)
-        self.workers = () if is_remote else self._own_workers(job.config, job.run_dir)
+        address = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
+        write_whole(path, json.dumps(address) + "\n", is_private=True)
+        num_workers = 0 if is_remote else job.config.generator.workers
+        self.workers = tuple(self._worker(job, number) for number in range(num_workers))
         self.supervisors = tuple(
             WorkerSupervisor(
                 worker,
@@ -169,22 +174,24 @@ class Harnessing:
             for worker in self.workers
         )
 
-    def _own_workers(self, config: RunConfig, run_dir: Path) -> tuple[Server, ...]:
-        """Create workers, each with its own secret: the run's secret opens engines and trainer and must
-        stay hidden from programs of a harness.
+    def _worker(self, job: Lifecycle, number: int) -> Server:
+        """Create a worker with its own secret: the run's secret opens engines and trainer and must stay
+        hidden from programs of a harness.
         """
-        generator, num_slots = config.generator, num_rollouts(config)
-        if config.evaluates_agent:
-            num_slots += config.eval_slots
-        harness, slots = generator.model_dump(mode="json"), -(-num_slots // generator.workers)
-        workers, start_s = list[Server](), config.supervision.start_timeout_s
-        for name in (f"worker-{index}" for index in range(generator.workers)):
-            spec = json.dumps({"name": name, "url": self.url, "slots": slots, "harness": harness})
-            secret, keys = secrets.token_hex(24), {WORKER_KEY_ENV: self.worker_key}
-            module = "asyncrl.agents.worker"
-            child = ChildProcess(ProcessSpec(name, module, spec, run_dir, secret, secrets=keys))
-            workers.append(Server(child, Caller(name, "", secret), WorkerHealth, start_s))
-        return tuple(workers)
+        config = job.config
+        num_slots = num_rollouts(config) + (config.eval_slots if config.evaluates_agent else 0)
+        name = f"worker-{number}"
+        spec = {
+            "name": name,
+            "url": self.url,
+            "slots": -(-num_slots // config.generator.workers),
+            "harness": config.generator.model_dump(mode="json"),
+        }
+        secret = secrets.token_hex(24)
+        keys = {WORKER_KEY_ENV: self.worker_key}
+        module = "asyncrl.agents.worker"
+        child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), job.run_dir, secret, secrets=keys))
+        return Server(child, Caller(name, "", secret), WorkerHealth, config.supervision.start_timeout_s)
 
     async def open(self, job: Lifecycle) -> None:
         """Open the gateway, start the workers and wait until they answer; `job` closes both. Raises
@@ -216,9 +223,9 @@ class Harnessing:
             return None
         way_out = f"start one with: asyncrl work {self.url} --key-file RUN_DIR/gateway.json --python AGENT"
         if self.workers:
-            way_out = "the run starts its own again, and logs/worker-0.log says what they do"
-        unseen = f"no worker has been seen for {work['harness/unseen_s']:.0f} s"
-        return f"{work['harness/queued']:.0f} rollouts wait and {unseen}; {way_out}"
+            way_out = "the run restarts its own workers; see logs/worker-0.log"
+        waits = f"{work['harness/queued']:.0f} rollouts wait for a worker"
+        return f"{waits}, and none has been seen for {work['harness/unseen_s']:.0f} s; {way_out}"
 
     async def aclose(self) -> None:
         await self.queue.aclose()
@@ -236,11 +243,11 @@ def make_generator(
     engines: EnginePool,
     tokenizer: HFChatTokenizer,
     scorer: TaskScorer | Scorers,
-    harnessing: Harnessing | None,
+    agents: AgentRuntime | None,
 ) -> Generator:
-    if harnessing is not None:
-        gateway, queue, on_overflow = harnessing.gateway, harnessing.queue, config.generator.on_overflow
-        return HarnessGenerator(gateway, queue, scorer, on_overflow=on_overflow)
+    if agents is not None:
+        on_overflow = config.generator.on_overflow
+        return HarnessGenerator(agents.gateway, agents.queue, scorer, on_overflow=on_overflow)
     return SingleTurn(
         engines,
         EncodedPrompts(tokenizer),
@@ -298,10 +305,11 @@ class UserKey:
 
     def _take(self, outcome: Outcome) -> None:
         """Record a posted outcome. Raises RolloutFailure, without changes, if it does not fit the samples."""
-        reward, session = own_reward(outcome), self._session
-        is_empty = bool(session.num_completions) and not session.has_trained
-        rollout = None if is_empty else session.rollout(0, outcome, reward or 0.0)
-        session.end_nowait("an outcome was posted: it ended this rollout, and the key goes on with a new one")
+        reward = own_reward(outcome)
+        session = self._session
+        is_trainable = session.has_trained or not session.num_completions
+        rollout = session.rollout(0, outcome, reward or 0.0) if is_trainable else None
+        session.end_nowait("an outcome was posted: it ended this rollout, and the key starts a new one")
         self._session = self._open(session.sample_index + 1)
         if rollout is None:
             why = "its calls have set temperature or top_p (gateway.on_sampling_override)"
@@ -316,49 +324,27 @@ class UserKey:
     def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
         messages = tuple(session.opening or ())
         digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-        # equal opening messages are one prompt: a group to replay
+        # equal opening messages are one prompt
         prompt = Prompt(f"people/{digest}", messages)
         index = self._recorder.next_sample(prompt.prompt_id)
-        numbered = tuple(replace(branch, sample_index=index) for branch in rollout)
-        self._recorder.record(prompt, reward, numbered)
-        told = "none" if reward is None else f"{reward:.4g}"
-        self._life.log.info(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
-
-
-def num_sampled(rollout: Rollout) -> int:
-    return sum(branch.num_sampled for branch in rollout)
+        branches = tuple(replace(branch, sample_index=index) for branch in rollout)
+        self._recorder.record(prompt, reward, branches)
+        reward_text = "none" if reward is None else f"{reward:.4g}"
+        self._life.log.info(f"rollout {session.sample_index}: reward {reward_text}, {shape_text(rollout)}")
 
 
 def shape_text(rollout: Rollout) -> str:
-    text = f"{several(num_turns(rollout), 'turn')}, {num_sampled(rollout)} sampled tokens"
+    num_sampled = sum(branch.num_sampled for branch in rollout)
+    text = f"{several(num_turns(rollout), 'turn')}, {num_sampled} sampled tokens"
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
 
 
-def result_table(prompts: Sequence[Prompt], results: Sequence[Rollout | FailedRollout]) -> Table:
-    """Return one row per prompt. `results` is ordered by prompt and sample; the last prompt may have
-    fewer.
-    """
-    table = Table(box=None, padding=(0, 1))
-    for title in ("prompt", "done", "failed", "reward", "lowest", "highest", "turns", "tokens"):
-        table.add_column(title, justify="left" if title == "prompt" else "right", overflow="fold")
-    size = -(-len(results) // len(prompts))
-    for number, prompt in enumerate(prompts):
-        ended = results[number * size :][:size]
-        done = [one for one in ended if not isinstance(one, FailedRollout)]
-        rewards = [rollout[0].reward for rollout in done]
-        numbers = [fmean(rewards), min(rewards), max(rewards)] if done else []
-        numbers += [fmean(map(count, done)) for count in (num_turns, num_sampled) if done]
-        cells = [f"{value:.4g}" for value in numbers] or ["-"] * 5
-        table.add_row(prompt.prompt_id, str(len(done)), str(len(ended) - len(done)), *cells)
-    return table
-
-
-def said_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
+def sampled_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
     """Return the newest branch from its first sampled token, special tokens included."""
     branch = rollout[-1]
     first = int(branch.loss_mask.argmax())
     text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
-    return text if len(text) <= MAX_SAID else f"{text[:MAX_SAID]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
 
 
 async def try_rollouts(
@@ -370,47 +356,37 @@ async def try_rollouts(
     recorder: RolloutRecorder,
     tokenizer: HFChatTokenizer,
 ) -> bool:
-    """Run `rollout.group_size` rollouts per prompt, `num_tried` in total; print each, then a table. Return
-    True if any succeeded.
-
-    Recording follows the order of prompts and samples; in completion order, a recording would begin with the
-    short ones.
+    """Run `rollout.group_size` rollouts per prompt, `num_tried` in total; print and record each. Return True
+    if any succeeded.
     """
-    rollout, slots = life.config.rollout, Slots(num_rollouts(life.config))
+    rollout = life.config.rollout
+    slots = Slots(num_rollouts(life.config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
     places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)][:num_tried]
-    held, ended = dict[int, Rollout](), dict[int, Rollout | FailedRollout]()
+    rewards = list[float]()
+    failures = list[FailedRollout]()
 
-    async def one(place: int, prompt: Prompt, index: int) -> None:
+    async def run(place: int, prompt: Prompt, index: int) -> None:
         group_id = GroupId(place // rollout.group_size)
-        result = await runner.run(group_id, prompt, index, slots=slots, order=(place, index))
-        ended[place] = result
+        attempt = RolloutAttempt(f"g{group_id}/r{index}", group_id, prompt, index)
+        result = await runner.run(attempt, slots=slots, order=(place, index))
+        number = len(rewards) + len(failures) + 1
+        head = f"[{number}/{len(places)}] {prompt.prompt_id} sample {index}:"
         if isinstance(result, FailedRollout):
-            text = f"{result.how}: {result.failure.what}"
-        else:
-            held[place] = result
-            text = f"reward {result[0].reward:.4g}, {shape_text(result)}"
-        life.log.info(f"[{len(ended)}/{len(places)}] {prompt.prompt_id} sample {index}: {text}")
-        if not isinstance(result, FailedRollout):
-            life.log.info(f"    {said_text(result, tokenizer)!r}")
+            failures.append(result)
+            life.log.info(f"{head} {result.how}: {result.failure.what}")
+            return
+        rewards.append(result[0].reward)
+        recorder.record(prompt, result[0].reward, result)
+        life.log.info(f"{head} reward {result[0].reward:.4g}, {shape_text(result)}")
+        life.log.info(f"    {sampled_text(result, tokenizer)!r}")
 
-    def record(place: int) -> None:
-        if (done := held.pop(place, None)) is not None:
-            recorder.record(places[place][0], done[0].reward, done)
-
-    tasks = [life.spawn(one(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
-    try:
-        for place, task in enumerate(tasks):
-            await asyncio.wait({task})
-            record(place)
-    finally:  # cancelled: record rollouts that ended behind a running one
-        for place in range(len(places)):
-            record(place)
-    Console(file=outliving()).print(result_table(prompts, [ended[place] for place in range(len(places))]))
-    failures = [result.failure for result in ended.values() if isinstance(result, FailedRollout)]
-    rewards = [result[0].reward for result in ended.values() if not isinstance(result, FailedRollout)]
+    tasks = [life.spawn(run(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
+    await asyncio.wait(tasks)
     if rewards:
         life.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
     if failures:
-        life.log.info(f"{len(failures)} of {len(ended)} rollouts failed, the last one: {failures[-1]}")
+        life.log.info(
+            f"{len(failures)} of {len(places)} rollouts failed, the last one: {failures[-1].failure}"
+        )
     return bool(rewards)

@@ -16,7 +16,7 @@ from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.trainer_client import TrainerClient
 
 T = TypeVar("T")
-logger = logging.getLogger("asyncrl.job.supervision.supervise_trainer")
+logger = logging.getLogger("asyncrl.job.supervised_trainer")
 
 
 class SupervisedTrainer(Supervisor, TrainerClient):

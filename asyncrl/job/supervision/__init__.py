@@ -1,1 +1,0 @@
-"""Restart processes that died or hang, up to a limit."""
