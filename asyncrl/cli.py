@@ -112,10 +112,10 @@ def run(
     resume: Annotated[
         str,
         typer.Option(
-            help="auto: go on with the run in --run-dir, if any; never, must: refuse one, a new one."
+            help="auto: resume the run in --run-dir, if any; never: refuse that; must: refuse a new run."
         ),
     ] = "auto",
-    allow_change: Annotated[Texts, Option(help="Key or section that may differ from the run before.")] = None,
+    allow_change: Annotated[Texts, Option(help="Key or section that may change in a resumed run.")] = None,
 ) -> None:
     """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
 
@@ -176,13 +176,13 @@ def keys(
         Text,
         Argument(
             metavar="[WHAT]",
-            help="Only this section (buffer), this key (buffer.max_staleness), or what has this word.",
+            help="A section (buffer), a key (buffer.max_staleness), or a word to search for.",
         ),
     ] = None,
     list_all: Annotated[bool, Option("--all", help="Every setting, not only the basic ones.")] = False,
     schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
 ) -> None:
-    """Describe settings: the basic ones, or those of WHAT, with type, default and meaning."""
+    """Describe settings with type, default and meaning: the basic ones, or the settings that match WHAT."""
     from asyncrl.config.load import describe_keys, schema_text
 
     typer.echo(schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all))
@@ -217,7 +217,7 @@ def status(
     run_dir: RunDir = None,
     as_json: Json = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="With waits, queues, engines and where the time went.")
+        bool, typer.Option("--verbose", help="Add waits, queues, engines and time spent.")
     ] = False,
 ) -> None:
     """Describe a run, live or ended: whether it learns, its health, its speed."""
@@ -231,7 +231,7 @@ def inspect(
     run_dir: RunDir = None,
     as_json: Json = False,
     step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
-    group: Annotated[int | None, Option(help="This group's whole story, with its conversation.")] = None,
+    group: Annotated[int | None, Option(help="History of this group, with its conversation.")] = None,
     samples: Annotated[
         bool, typer.Option("--samples", help="Rollouts as text: the newest, or of --step.")
     ] = False,
@@ -296,7 +296,7 @@ def export(
     step: Annotated[
         str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
     ] = "last",
-    adapter: Annotated[bool, Option("--adapter", help="LoRA: the adapters alone, not merged.")] = False,
+    adapter: Annotated[bool, Option("--adapter", help="LoRA: only the adapters, not merged.")] = False,
     base: Annotated[Text, Option(metavar="NAME", help="Base model as others load it: a hub id.")] = None,
     dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an export in OUT.")] = False,
@@ -339,14 +339,14 @@ def work(
         Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
     ] = None,
     key_file: Annotated[
-        File, Option(metavar="FILE", help="A file with it, or the run's gateway.json.")
+        File, Option(metavar="FILE", help="A file with the worker key, or the run's gateway.json.")
     ] = None,
     slots: Annotated[int, typer.Option(help="Rollouts that this worker runs at once.")] = 8,
     name: Annotated[Text, Option(help="Its name in the run's messages (default: HOST/PID).")] = None,
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent, an object.")] = None,
     env: Annotated[Texts, Option(metavar="NAME=VALUE", help="Environment variable of the command.")] = None,
     pass_env: Annotated[
-        Texts, Option(metavar="NAME", help="Variable of ours that the command gets, too.")
+        Texts, Option(metavar="NAME", help="Environment variable to pass on to the command.")
     ] = None,
     sandbox: Annotated[Text, Option(metavar="KIND", help="Run a command in a sandbox: bubblewrap.")] = None,
     sandbox_paths: Annotated[
@@ -354,7 +354,7 @@ def work(
     ] = None,
     max_memory_mb: Annotated[int | None, Option(help="Memory of each process in a sandbox, in MiB.")] = None,
     give_up_after: Annotated[
-        float, Option(metavar="SECONDS", help="End if the gateway gives no answer for so long.")
+        float, Option(metavar="SECONDS", help="End after this long without an answer from the gateway.")
     ] = 1800.0,
     **harness: Text,
 ) -> None:

@@ -33,6 +33,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.launch.processes import run_module
 from asyncrl.messages.work import answer_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.from_config import build_task
@@ -112,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     config = load_config(arguments.config, arguments.overrides)
     arguments.run_dir.mkdir(parents=True, exist_ok=True)
-    model_path = asyncio.run(make_model_folder(config, arguments.run_dir))
+    model_path = asyncio.run(make_model_folder(config, arguments.run_dir, run_module))
     task, tokenizer = build_task(config.task, config.seed), HFChatTokenizer(model_path)
     shuffle = config.task.shuffle
     system = config.task.system_prompt

@@ -29,6 +29,7 @@ from asyncrl.launch.capacity import resolve_auto
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.nodes import single_node
+from asyncrl.launch.processes import run_module
 from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.messages.trainer_api import TrainResponse
@@ -56,7 +57,7 @@ class SyncRun:
         config, _ = resolve_auto(config, single_node())
         self.config, self.run_dir, self.one_by_one = config, run_dir, one_by_one
         run_dir.mkdir(parents=True, exist_ok=True)
-        model_path = asyncio.run(make_model_folder(config, run_dir))
+        model_path = asyncio.run(make_model_folder(config, run_dir, run_module))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
         placement = place(config, single_node())
         servers = Servers(config, placement, model_path, run_dir, LocalLauncher())

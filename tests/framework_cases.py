@@ -1,6 +1,4 @@
-"""Agent frameworks in their own venv (make setup-frameworks), and what plays the model for them: an engine
-that says what it is told to, with Qwen3's template over a byte-level tokenizer.
-"""
+"""Agent frameworks in their own venv (make setup-frameworks), and a scripted model with Qwen3's template."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ OFFLINE = {
     "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""What keeps frameworks from other servers than the gateway."""
+"""Settings that stop calls to other servers than the gateway."""
 PLAY_S = 240.0
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
 def frameworks_python() -> Path:
-    """The Python that has the frameworks. Skips the test if there is none, and fails it where
+    """Return the Python with the frameworks. Without one, skip the test, or fail it if
     ASYNCRL_REQUIRE_FRAMEWORKS=1.
     """
     python = ROOT / ".venv-frameworks" / "bin" / "python"
@@ -51,7 +49,7 @@ def frameworks_python() -> Path:
 
 
 class Framework:
-    """One script of tests/frameworks, imported once; each play is a process of its own, forked from it."""
+    """One script of tests/frameworks, imported once; each scenario runs in a fork."""
 
     def __init__(self, name: str, home: Path) -> None:
         kept = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), **OFFLINE}
@@ -66,7 +64,7 @@ class Framework:
         )
 
     async def play(self, scenario: str, url: str, key: str) -> Any:
-        """What the scenario made of the model at `url`. Fails with the framework's traceback."""
+        """Return the result of the scenario. Fails with the framework's traceback."""
         env = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
         env |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
         assert self.process.stdin is not None
@@ -87,7 +85,7 @@ class Framework:
 
 @contextmanager
 def playing(home: Path) -> Iterator[Callable[[str], Framework]]:
-    """Frameworks by the name of their script, each started when it is first asked for."""
+    """Return a function that starts frameworks by script name, once each."""
     running: dict[str, Framework] = {}
 
     def find(name: str) -> Framework:
@@ -103,7 +101,7 @@ def playing(home: Path) -> Iterator[Callable[[str], Framework]]:
 
 
 def qwen3_tokenizer(folder: Path) -> HFChatTokenizer:
-    """Qwen3's chat template as trl ships it; a token a byte, but for the special ones."""
+    """Save and load Qwen3's chat template with a byte tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -119,15 +117,15 @@ def qwen3_tokenizer(folder: Path) -> HFChatTokenizer:
 
 @dataclass(eq=False)
 class PlayedModel:
-    """In place of an EnginePool: says one answer after the other, with new weights in the middle of each.
-    Where an answer was begun for the model, or a stop text ends it, it says the rest, or no more.
+    """Replacement of an EnginePool that samples the answers of `says` in order, with a weight push in the
+    middle of each. It continues a prefilled answer and stops at stop texts.
     """
 
     tokenizer: HFChatTokenizer
     says: Sequence[str]
     requests: list[SamplingRequest] = field(default_factory=list)
     sampled: list[str] = field(default_factory=list)
-    """What was sampled, the end of the turn included."""
+    """Sampled texts, end of turn included."""
 
     async def generate(
         self, request: SamplingRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None, **_: Any

@@ -1,4 +1,4 @@
-"""A gateway on a real port over a scripted engine, a tokenizer of bytes, and the ways to call it."""
+"""A gateway on a real port with a scripted engine, a byte tokenizer, and helpers that call it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _run_by(runner: Callable[[Any], Any]) -> Callable[[Test], Callable[..., None
 
 
 in_loop, in_virtual_time = _run_by(asyncio.run), _run_by(run_virtual)
-"""Run an async test in an event loop of its own, or on a virtual clock."""
+"""Run an async test in a new event loop, or on a virtual clock."""
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8, and two special ones. Its template: <|start|>ROLE\\nCONTENT<|end|>."""
+    """One token per byte of UTF-8, plus two special tokens. Template: <|start|>ROLE\\nCONTENT<|end|>."""
 
     end_ids = frozenset({END})
     text_ids = frozenset(range(256))
@@ -74,10 +74,8 @@ class ByteTokenizer:
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """In place of an EnginePool, one that says `answer(request)`, a few bytes at a time, and is interrupted
-    by a publish in the middle of each answer.
-
-    With `gate`, an answer stands still in its middle until the gate is set.
+    """Replacement of an EnginePool that samples `answer(request)`, three bytes at a time, with a weight push
+    in the middle of each answer. With `gate`, an answer stops in its middle until the gate is set.
     """
 
     answer: Callable[[SamplingRequest], str] = lambda _: "Hello there."
@@ -141,7 +139,7 @@ class World:
         return self.gateway.open_nowait(name, prompt_id="p7", sample_index=0, attempt=0, route_key=name)
 
     async def post(self, body: Any, *, path: str = "/v1/chat/completions", **kwargs: Any) -> tuple[int, Any]:
-        """(status, JSON) of one call; `body` may be bytes."""
+        """Return (status, JSON) of one call; `body` may be bytes."""
         headers = self.headers | kwargs.pop("headers", {})
         content = {"data": body} if isinstance(body, bytes) else {"json": body}
         async with self.http.post(self.url + path, headers=headers, **content, **kwargs) as response:
@@ -152,25 +150,25 @@ class World:
         return await self.post({"model": "m", "messages": [{"role": "user", "content": text}], **more})
 
     async def ask_other(self, session: GatewaySession | None = None) -> tuple[int, Any]:
-        """A call of another session, left out: of a new one."""
+        """Call with the key of another session; None opens one."""
         key = {"Authorization": f"Bearer {(session or self.open()).key}"}
         return await self.post({"messages": HI}, headers=key)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Return once it holds. Sockets give no other sign that the gateway has seen what a client did."""
+    """Poll until the condition holds. Sockets do not report that the gateway has seen a disconnect."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
 def num_forked(world: World) -> int:
-    """Calls that went on from no recorded answer although they have a history."""
+    """Count calls with a history that continue no recorded answer."""
     stats = world.gateway.stats()
     return stats.edited + stats.uncut
 
 
 def is_deserted(world: World) -> bool:
-    """The gateway has seen that the clients of all calls in flight are gone."""
+    """Return whether the gateway has no open connection."""
     return not world.gateway.listener.connections
 
 
@@ -199,7 +197,7 @@ def make_gateway(
 
 @asynccontextmanager
 async def gateway_world(engine: Any = None, **config: Any) -> AsyncIterator[World]:
-    """`config`: of the gateway, of CallRules, or of make_gateway."""
+    """Open a gateway. `config`: settings of the gateway, CallRules or make_gateway."""
     engine, broken = engine or ScriptedEngine(), list[RoomError]()
     gateway = make_gateway(engine, broken, **config)
     url = await gateway.start()

@@ -1,6 +1,4 @@
-"""What a gateway that is served must do with a real model, whose words say nothing: it is conformant, answers
-have the form that was asked for, and calls that set their sampling are sampled so.
-"""
+"""Checks of a served gateway with a random model: conformance, structured output, sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ PERSON: dict[str, Any] = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
-"""An answer of it is short."""
+"""Its answers are short."""
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": PERSON, "strict": True}}
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 FORMAT: Any = {
@@ -33,7 +31,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "he
 
 
 def make_model(folder: Path) -> Path:
-    """A small Qwen with random weights, its chat template, and a tokenizer of bytes."""
+    """Save a small random Qwen with its chat template and a byte tokenizer."""
     from engine_in_process import make_qwen3
 
     make_qwen3(folder, vocab_size=440, eos_token_id=1, **SIZES)
@@ -46,7 +44,7 @@ def make_model(folder: Path) -> Path:
 
 
 def check_gateway(url: str, key: str) -> None:
-    """Of a gateway that honours what calls say of their sampling; `url` without /v1."""
+    """Check a gateway with on_sampling_override=honour; `url` without /v1."""
     results = asyncio.run(check_server(url, key))
     assert [(name, how) for name, how, _ in results] == [(name, "ok") for name in CHECKS], table(results)
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:

@@ -235,8 +235,8 @@ async def test_a_bad_answer_is_an_error_and_no_loss() -> None:
     pool, (fake,) = make_pool(1)
     for frame, says in (
         (BROKEN, r"no memory.\n  Way out: lower it."),
-        (b"<html>", "with what is no answer: not a frame of 6 bytes"),
-        (NO_TOKENS, r"with what is no answer: parts of \[0\]... are 0 of 1"),
+        (b"<html>", "invalid answer to /link: not a frame of 6 bytes"),
+        (NO_TOKENS, r"invalid answer to /link: parts of \[0\]... are 0 of 1"),
     ):
         fake._submit = lambda run, told=frame: run.link.tell(told)  # type: ignore[method-assign, misc]
         with pytest.raises(EngineError, match=says) as caught:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_in_process import make_qwen3
 from safetensors.torch import load_file
+from test_engine_lora import adapters, merged
 from torch import Tensor
 from vllm_house import House, vllm_house
 
@@ -19,7 +21,7 @@ from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.weights.export import export_weights
 
-RANK, SCALE = 4, 0.35
+RANK, SCALE = 4, 0.5
 Q_PROJ, DOWN_PROJ, UP_PROJ = (
     "model.layers.1.self_attn.q_proj",
     "model.layers.3.mlp.down_proj",
@@ -33,28 +35,6 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK, transport="lora"
     ) as house:
         yield house
-
-
-def make_adapters(
-    base: dict[str, Tensor], modules: tuple[str, ...], seed: int, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    tensors = {"scale": torch.tensor(SCALE)}
-    for module in modules:
-        out_features, in_features = base[f"{module}.weight"].shape
-        for name, shape in {"lora_A": (RANK, in_features), "lora_B": (out_features, RANK)}.items():
-            tensors[f"{module}.{name}.weight"] = (torch.randn(shape, generator=random) * 0.3).to(dtype)
-    return tensors
-
-
-def merge(base: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    merged = dict(base)
-    for name, lora_B in tensors.items():
-        if name.endswith(".lora_B.weight"):
-            lora_A = tensors[name.replace("lora_B", "lora_A")]
-            weight = name.replace("lora_B.", "")
-            merged[weight] = base[weight] + (lora_B @ lora_A) * tensors["scale"]
-    return merged
 
 
 def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any) -> ExportResponse:
@@ -76,14 +56,14 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
         assert house.gap(house.base, [10, 11, 12], before.token_ids, before.logprobs) <= 1e-4
         for interrupt, modules in modules_of.items():
             version = server.policy_version + 1
-            tensors = make_adapters(house.base, modules, version)
-            merged = merge(house.base, tensors)
-            manifest = stage(tensors, version, house.scratch, canary=house.canary(merged))
+            tensors = adapters(house.model_path, modules, seed=version)
+            weights = merged(house.model_path, tensors, torch.float32)
+            manifest = stage(tensors, version, house.scratch, canary=house.canary(weights))
             assert await server.prepare(manifest) == manifest.digest
             await server.commit(version, manifest.digest, interrupt)
             answer = await server.generate_segment(house.request(max_tokens=40))
             assert [span.version for span in answer.version_spans] == [version]
-            assert house.gap(merged, [10, 11, 12], answer.token_ids, answer.logprobs) <= 1e-4
+            assert house.gap(weights, [10, 11, 12], answer.token_ids, answer.logprobs) <= 1e-4
             assert house.gap(house.base, [10, 11, 12], answer.token_ids, answer.logprobs) > 0.01
             folders.append(house.scratch / f"engine-0-adapter-{version}")
         assert [folder.exists() for folder in folders] == [False, False, True]
@@ -91,30 +71,32 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
     house.run(story)
 
 
-def base_of() -> dict[str, Tensor]:
-    return {f"{module}.weight": torch.zeros(6, 5) for module in (Q_PROJ, DOWN_PROJ)}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3(tmp_path_factory.mktemp("model") / "qwen3")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peft_folder_holds_the_tensors_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = make_adapters(base_of(), (Q_PROJ, DOWN_PROJ), 1, dtype)
+def test_peft_folder_holds_the_tensors_bit_for_bit(tmp_path: Path, folder: Path, dtype: torch.dtype) -> None:
+    tensors = adapters(folder, (Q_PROJ, DOWN_PROJ), seed=1)
+    tensors = {name: one if name == "scale" else one.to(dtype) for name, one in tensors.items()}
     manifest = stage(tensors, 3, tmp_path)
-    folder = tmp_path / "engine-7-adapter-3"
-    assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest
-    found = load_file(folder / "adapter_model.safetensors")
+    written = tmp_path / "engine-7-adapter-3"
+    assert write_adapter_folder("engine-7", manifest, written) == manifest.digest
+    found = load_file(written / "adapter_model.safetensors")
     expected = {f"base_model.model.{name}": one for name, one in tensors.items() if name != "scale"}
     assert found.keys() == expected.keys()
     assert all(torch.equal(one, expected[name]) for name, one in found.items())
     from peft import LoraConfig
 
-    config = LoraConfig.from_pretrained(str(folder))
+    config = LoraConfig.from_pretrained(str(written))
     assert (config.r, config.lora_alpha / config.r) == (RANK, pytest.approx(SCALE, rel=1e-7))
     assert set(config.target_modules or ()) == {"q_proj", "down_proj"}
-    assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest
+    assert write_adapter_folder("engine-7", manifest, written) == manifest.digest
 
 
-def test_wrong_adapters_are_refused(tmp_path: Path) -> None:
-    tensors, folder = make_adapters(base_of(), (Q_PROJ,), 1), tmp_path / "adapter"
+def test_wrong_adapters_are_refused(tmp_path: Path, folder: Path) -> None:
+    tensors, written = adapters(folder, (Q_PROJ,), seed=1), tmp_path / "adapter"
     lonely = {name: one for name, one in tensors.items() if "lora_B" not in name}
     factors = {"A": torch.zeros(2, 5), "B": torch.zeros(6, 2)}
     other_rank = {f"{DOWN_PROJ}.lora_{factor}.weight": one for factor, one in factors.items()}
@@ -127,5 +109,5 @@ def test_wrong_adapters_are_refused(tmp_path: Path) -> None:
         (broken, "cannot make an adapter of"),
     ]:
         with pytest.raises(EngineError, match=says):
-            write_adapter_folder("e", manifest, folder)
-    assert not folder.exists()
+            write_adapter_folder("e", manifest, written)
+    assert not written.exists()

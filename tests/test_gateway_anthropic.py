@@ -1,4 +1,4 @@
-"""Anthropic's own client against /v1/messages: conversations, tools, thoughts, streams, errors."""
+"""Anthropic's client against /v1/messages: tools, thoughts, streams, threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def use(name: str, arguments: dict[str, Any]) -> str:
 
 
 class Claude:
-    """The client of one session. `ask` streams or not."""
+    """Client of one session. `ask` may stream."""
 
     def __init__(self, world: World, client: anthropic.AsyncAnthropic) -> None:
         self.world, self.client = world, client
@@ -42,7 +42,7 @@ class Claude:
         return [event async for event in stream]
 
     def prompts(self) -> list[str]:
-        """Text of each prompt that reached the engine."""
+        """Return the text of each prompt that reached the engine."""
         engine = self.world.engine
         return [
             engine.tokenizer.decode(each.prompt_ids.tolist(), skip_special_tokens=False)
@@ -64,8 +64,8 @@ async def claude(
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_coding_agent_loop_is_one_branch_trained_once(streamed: bool) -> None:
-    """As Claude Code does it: the system in parts, one of which is another in each call, many tools,
-    thoughts, several results in one message, tokens counted first.
+    """Calls like Claude Code's: a changing system part, many tools, thoughts, several results in a message,
+    and tokens counted first.
     """
     both = f"{use('read', {'path': 'a'})}\n{use('read', {'path': 'ü'})}"
     answers = [
@@ -184,7 +184,7 @@ async def test_forced_call_is_a_counted_tool_use() -> None:
 
 
 class Switching(ByteTokenizer):
-    """Its template may be told not to think."""
+    """Its template reads enable_thinking."""
 
     template = "{% if enable_thinking is false %}"
 

@@ -1,4 +1,4 @@
-"""What all dialects of the gateway have in common: refusals, ignored parameters, streams, logprobs."""
+"""All dialects of the gateway: refusals, ignored parameters, errors, logprobs."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def head(key: str, length: int, path: str = "/v1/chat/completions") -> bytes:
 
 
 async def all_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Everything until the gateway closes the connection."""
+    """Read until the gateway closes the connection."""
     try:
         return await reader.read()
     except ConnectionError:
@@ -132,7 +132,7 @@ async def test_every_route_checks_the_key_before_the_body() -> None:
 
 
 class WaitingTokenizer(ByteTokenizer):
-    """Rendering or encoding what is long takes as long as the test likes."""
+    """Rendering and encoding of long inputs block until the test allows them."""
 
     def __init__(self) -> None:
         self.has_begun, self.may_end, self.num_long = threading.Event(), threading.Event(), 0

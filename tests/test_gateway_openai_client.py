@@ -1,4 +1,4 @@
-"""The official openai client, unmodified, against a gateway: streams, tools, choices, retries, errors."""
+"""The official openai client against chats and completions: streams, tools, choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Talk:
         return await self.client.chat.completions.create(model="m", messages=messages, **more)
 
     async def told(self, **more: Any) -> list[str]:
-        """The text of each choice of a stream."""
+        """Return the text of each choice of a stream."""
         texts = [""] * more.get("n", 1)
         async for chunk in await self.ask(stream=True, **more):
             for choice in chunk.choices:

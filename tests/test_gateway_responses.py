@@ -1,6 +1,4 @@
-"""The official openai client against /v1/responses: whole and streamed, tools, thoughts, and calls that go on
-from a response by its id.
-"""
+"""The official openai client against /v1/responses: tools, thoughts, streams, kept responses."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ THINKS = f"<think>\nTwo sums.\n</think>\n\nLet me add.\n{CALL}\n{CALL}"
 
 
 class Responses:
-    """The client of one session. `ask` streams or not."""
+    """Client of one session. `ask` may stream."""
 
     def __init__(self, world: World, client: openai.AsyncOpenAI) -> None:
         self.world, self.client = world, client
@@ -186,7 +184,7 @@ CODEX_TOOLS: list[Any] = [
     {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [ADD]},
     {"type": "web_search", "external_web_access": False},
 ]
-"""As Codex 0.169 sends them."""
+"""Tools of Codex 0.169."""
 OF_AGENTS = "multi_agent_v1__add"
 
 

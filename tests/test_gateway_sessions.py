@@ -1,4 +1,4 @@
-"""Keys, ends and repeats: who may call until when, and which calls are one."""
+"""Sessions: keys, ends, limits, seeds, retries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.branches import ChatNode
 from asyncrl.agents.endpoint.dialects.dialect import KeptAnswer
-from asyncrl.agents.endpoint.gateway_call import GatewayCall
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
-from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewaySession
+from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewayCall, GatewaySession
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
@@ -108,7 +107,7 @@ async def test_calls_after_the_end_get_its_first_reason() -> None:
 
 
 async def cut_call(world: World, body: dict[str, Any]) -> None:
-    """A call whose client goes away before its answer."""
+    """Make a call whose client disconnects before the answer."""
     num_requests = len(world.engine.requests)
     asking = asyncio.ensure_future(world.post(body))
     await until(lambda: len(world.engine.requests) > num_requests)
@@ -336,7 +335,7 @@ async def test_forgotten_conversations_of_a_user_stay_truncated() -> None:
 
 
 class TalkingWorker:
-    """A queue whose worker talks on until a call is refused, and fails of that; and a task of reward 0.25."""
+    """A work queue whose worker calls until it is refused, then fails; and a task with reward 0.25."""
 
     def scores(self, prompt: Any) -> bool:
         return True

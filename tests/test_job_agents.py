@@ -69,15 +69,11 @@ def test_blocked_or_killed_worker_is_restarted(agents: Path) -> None:
     metrics = read_lines(agents / "metrics.jsonl")
     last = metrics[-1]
     assert len(metrics) == NUM_STEPS
-    assert (
-        last["harness/workers"],
-        last["rollout/failed"],
-        last["gateway/edited"] + last["gateway/uncut"],
-    ) == (1, 0, 0)
+    assert (last["harness/workers"], last["rollout/failed"], last["gateway/edited"]) == (1, 0, 0)
     assert min(last["harness/restarts"] - 1, last["harness/lost"], last["rollout/retried"]) > 0
     assert last["gateway/calls"] >= sum(step["task/tool_calls"] for step in metrics) * 16
     assert last["gateway/realigned"] + last["gateway/extended"] > 0
-    names = {"task/tool_calls", "task/right_name", "task/exact", "harness/leased"}
+    names = {"task/tool_calls", "task/right_name", "task/exact"}
     assert all(names <= set(step) for step in metrics)
     said = inspected(agents)
     assert said["bound_kept"] is True
@@ -144,7 +140,7 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
     assert last["rollout/retried"] > 0, "what failed was tried again; what ran out of time was not"
     assert (len(metrics), last["harness/restarts"]) == (4, 0)
     assert last["rollout/abandoned"] == 1
-    assert "rewards_for_test:JudgeThatNeverGivesUp did not end within" in ended.stdout + ended.stderr
+    assert "rewards_for_test:JudgeThatNeverGivesUp kept running" in ended.stdout + ended.stderr
     failed = [one for one in read_lines(run_dir / "samples.jsonl") if one["kind"] == "failed"]
     assert 0 < len(failed) <= 3 * 5
     assert all(one["error"] and one["messages"] and one["reward"] is None for one in failed)

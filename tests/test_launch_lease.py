@@ -32,7 +32,7 @@ class World:
         self.stays, self.resting = stays, {"weights", "optimizer"} if stays else set()
         self.trainer, self.trained, self.is_undoing = {*trainer, *self.resting}, 0, False
         self.engines = [FakeEngine(self, f"engine-{index}") for index in range(num_engines)]
-        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_event=self.tell, stays=stays)
+        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_event=self.tell, resident=stays)
 
     def tell(self, kind: str, details: Mapping[str, Any]) -> None:
         self.events.append((kind, details))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,14 +16,13 @@ import network_hosts
 import psutil
 import pytest
 from job_runs import all_gone
-from launcher_contract import FAULTS, LIMIT_S, OTHER, SECRET, STORIES, Stage
+from launcher_contract import FAULTS, OTHER, SECRET, STORIES, Stage
 from ray_cluster import FRUGAL, ray_cluster
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.launch import fork_server
 from asyncrl.launch.launchers import LocalLauncher, opened
 from asyncrl.launch.nodes import NodeReport, NodeRequirements, inspect_node, unmet
-from asyncrl.launch.on_ray.ray_host import start_guard
 
 RUN_S = 600.0
 pytestmark = pytest.mark.timeout(900)  # all stories, on a machine that is slow
@@ -128,32 +126,6 @@ def test_missing_ray_package_is_a_config_error(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="the package `ray` is not installed") as caught, opened("ray"):
         pass
     assert "'asyncrl[ray]'" in caught.value.way_out
-
-
-@pytest.mark.parametrize(
-    ("command", "is_frozen", "wait_s", "returncode"),
-    [("read _; exit 7", False, 600, 7), ("sleep 600", False, 0, -9), ("read _; exit 7", True, 0, -9)],
-    ids=["ends by itself", "does not end", "is frozen"],
-)
-def test_guard_ends_processes_that_outlive_their_actor(
-    command: str, is_frozen: bool, wait_s: int, returncode: int, tmp_path: Path
-) -> None:
-    folder = tmp_path / "host"
-    folder.mkdir()
-    guard = start_guard(folder, wait_s=wait_s)
-    child = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True)
-    assert guard.stdin is not None
-    assert child.stdin is not None
-    for groups in ("", f"{child.pid}"):
-        guard.stdin.write(f"{groups}\n".encode())
-    if is_frozen:
-        child.send_signal(signal.SIGSTOP)
-    assert (child.poll(), guard.poll()) == (None, None), "while its actor is there"
-    for pipe in (child.stdin, guard.stdin):
-        pipe.close()
-    assert child.wait(LIMIT_S) == returncode
-    assert guard.wait(LIMIT_S) == 0
-    assert not folder.exists()
 
 
 def test_missing_or_different_files_are_unmet(tmp_path: Path) -> None:

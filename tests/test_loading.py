@@ -63,7 +63,7 @@ def test_a_reward_function_scores_rows_and_needs_no_rows_to_be_built(here: Path)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere_here:Task", r"no module nowhere_here; modules are looked for in the working directory"),
+        ("nowhere_here:Task", "no module nowhere_here; modules are imported from the working directory"),
         ("needs_more_here:Task", r"importing needs_more_here raised ModuleNotFoundError: .*'a_package_that_"),
         ("broken_here:Task", r"importing broken_here raised AttributeError"),
         ("tasks_here:Goood", r"tasks_here has no Goood(.|\n)*did you mean Good\?"),

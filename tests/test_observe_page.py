@@ -291,17 +291,6 @@ def test_a_damaged_file_is_reported_and_the_rest_shown(tmp_path: Path, name: str
     assert is_reported or (damage is Path.unlink and may_be_missing)
 
 
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_a_sample_with_an_infinite_number_is_left_out(tmp_path: Path, number: str) -> None:
-    make_run(tmp_path / "run")
-    line = json.dumps(make_sample(step=7)).replace('"metrics": {}', f'"metrics": {{"format": {number}}}')
-    with (tmp_path / "run" / "samples.jsonl").open("a") as file:
-        file.write(f"{line}\n")
-    (run,) = embedded(render(page_of(tmp_path / "run")))["runs"]
-    assert [sample["step"] for sample in run["samples"]] == [0, 1, 2]
-    assert ["samples.jsonl" in problem for problem in run["problems"]] == [True]
-
-
 @pytest.mark.parametrize("num_steps", [0, 1])
 @pytest.mark.parametrize("state", ["starting", "running", "done", "failed", "interrupted", "???"])
 def test_a_run_in_any_state_is_shown(tmp_path: Path, num_steps: int, state: str) -> None:
@@ -465,14 +454,9 @@ def test_watch_on_a_network_requires_its_key(tmp_path: Path) -> None:
     watched(LivePage([make_run(tmp_path / "run")]), "secret", story)
 
 
-def test_a_live_page_follows_a_run_and_reads_only_new_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_page_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.observe.page.watch.READ_SHARE", 1e9)
     folder = tmp_path / "run"
-    added: list[float] = []
-    add = Steps.add
-    monkeypatch.setattr(Steps, "add", lambda self, line: (added.append(line["step"]), add(self, line))[1])
 
     async def story(client: ClientSession, url: str) -> None:
         async def data(since: float = 0.0) -> Any:
@@ -487,7 +471,6 @@ def test_a_live_page_follows_a_run_and_reads_only_new_steps(
         recorder = Recorder(folder)
         recorder.record_step({"step": 3, "time_s": 3.0})
         assert (await data(page["made_s"]))["runs"][0]["step"] == [1, 2, 3]
-        assert added == [1, 2, 3]
         recorder.keep_steps(1)  # a resume
         recorder.record_step({"step": 2, "time_s": 2.0})
         assert (await data())["runs"][0]["step"] == [1, 2]

@@ -157,7 +157,7 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [*((1, kind) for kind in kinds), (2, "failed")]
     with (tmp_path / "samples.jsonl").open("a") as half:
         half.write('{"step": 4, "kind"')
-    writer_of(tmp_path).goes_on_at(2)
+    writer_of(tmp_path).resume_at(2)
     assert steps_in(tmp_path) == [(1, kind) for kind in kinds]
 
 
@@ -176,9 +176,9 @@ def test_a_long_run_keeps_its_first_and_newest_samples(
     assert 20 <= len(steps[20:]) <= 40
     files = [*tmp_path.glob("samples*.jsonl")]
     assert max(path.stat().st_size for path in files) <= 21 * size
-    writer.goes_on_at(195)
+    writer.resume_at(195)
     assert [step for step, _ in steps_in(tmp_path)] == [step for step in steps if step < 195]
-    writer.goes_on_at(10)
+    writer.resume_at(10)
     assert [step for step, _ in steps_in(tmp_path)] == [*range(1, 10)]
     append_lines(writer.path, [a_sample(step) for step in range(10, 201)])
     assert [sample["step"] for sample in read_samples(tmp_path, [], newest=3)] == [198, 199, 200]
@@ -186,15 +186,18 @@ def test_a_long_run_keeps_its_first_and_newest_samples(
 
 def test_invalid_samples_are_skipped_and_reported(tmp_path: Path) -> None:
     assert read_samples(tmp_path, []) == []
-    (tmp_path / "samples.jsonl").write_text('{"step": 1}\nno\n' + json.dumps(a_sample(1)) + '\n{"step"')
+    good = json.dumps(a_sample(1))
+    odd = [good.replace('"metrics": {}', f'"metrics": {{"a": {number}}}') for number in ("NaN", "1e999")]
+    lines = ['{"step": 1}', "no", good, *odd, '{"step"']
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
     problems: list[str] = []
     assert len(read_samples(tmp_path, problems)) == 1
-    assert len(problems) == 3
+    assert len(problems) == 5
 
 
 def test_without_samples_no_file_is_made(tmp_path: Path) -> None:
     writer = writer_of(tmp_path, per_step=0)
-    writer.goes_on_at(1)
+    writer.resume_at(1)
     assert writer.step(make_batch([[1.0]], 0), {}, Letters()) == []
     fail(writer, 1)
     assert list(tmp_path.iterdir()) == []

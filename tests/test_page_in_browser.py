@@ -15,7 +15,6 @@ from screenshots import CHROMIUM, DRIVER, look, open_browser
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from test_observe_page import HOSTILE, make_run, page_of
 
@@ -123,20 +122,6 @@ def test_charts_and_the_timeline_zoom(browser: Chrome, tmp_path: Path) -> None:
     canvas.send_keys("0")
     assert ask(browser, "asyncrlPage.timeline()") == before
     is_well(browser)
-
-
-def test_the_keyboard_reaches_all_parts_in_order(browser: Chrome, tmp_path: Path) -> None:
-    show(browser, tmp_path, page_of(make_run(tmp_path / "run", 6)))
-    active = "((node) => node.id || node.closest('[id]')?.id || node.tagName)(document.activeElement)"
-    reached = []
-    for _ in range(160):
-        ActionChains(browser).send_keys(Keys.TAB).perform()
-        reached.append(ask(browser, active))
-        if reached[-1] == "BODY":
-            break
-    wanted = ["nav", "axis", "reward", "sample-tools", "sample-list", "staleness", "timeline"]
-    wanted += ["metric-filter", "config"]
-    assert [name for name in dict.fromkeys(reached) if name in wanted] == wanted
 
 
 def test_changes_arrive_in_an_open_page(browser: Chrome, tmp_path: Path) -> None:

@@ -275,6 +275,6 @@ def test_wrong_export_requests_are_refused(made: MadeRun, tmp_path: Path) -> Non
         with pytest.raises(AsyncrlError) as caught:
             made.export(tmp_path / "out", **wanted)
         assert words in str(caught.value)
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         export_run(tmp_path / "out", tmp_path / "more", tell=no_words)
     assert not (tmp_path / "out").exists()

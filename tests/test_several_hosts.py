@@ -202,4 +202,4 @@ def weights_left_on(host: network_hosts.Host) -> list[Path]:
 
 def works_on(host: network_hosts.Host, name: str) -> bool:
     """Whether a process of the run with this name is there."""
-    return any("asyncrl" in line and f"/{name}-" in line for line in host.commands())
+    return any(f"specs/{name}" in line for line in host.commands())

@@ -16,6 +16,7 @@ from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
+from asyncrl.launch.processes import run_module
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
@@ -88,7 +89,7 @@ def test_commit_of_the_hub_is_kept(
     )
     for _ in range(2):
         pin = ModelPin(tmp_path, config.model.source)
-        pin.read(asyncio.run(make_model_folder(config, tmp_path, commit=pin.revision)))
+        pin.read(asyncio.run(make_model_folder(config, tmp_path, run_module, commit=pin.revision)))
         pin.write()
     assert asked == [given, given or "commit1"]
     assert pin.revision == asked[1]
@@ -100,7 +101,7 @@ def test_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
     folder = str(make_tiny_model(tmp_path / "tiny"))
     config = load_config(write_config(tmp_path, model={"path": folder, "scratch": None, "revision": "main"}))
     with pytest.raises(ConfigError, match=rf"model\.revision=main, and model\.path={folder} is a folder"):
-        asyncio.run(make_model_folder(config, tmp_path))
+        asyncio.run(make_model_folder(config, tmp_path, run_module))
 
 
 # ---- a model from nothing

@@ -1,15 +1,10 @@
-"""Chunks of weights in memory that trainer and engine share: a file, or CUDA memory of a stub."""
+"""Chunks of weights in memory that trainer and engine share: a file, or CUDA memory."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,6 @@ import pytest
 import torch
 from engine_in_process import answered, make_qwen3, running_engine
 from engine_processes import SECRET, engine_process
-from torch import Tensor
 from trainer_cases import make_batch, make_spec
 
 from asyncrl.base.errors import ConfigError
@@ -35,72 +29,12 @@ from asyncrl.messages.engine_api import (
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
-from asyncrl.weights.ipc import CudaDriver, make_cuda_memory, make_file
+from asyncrl.weights.ipc import make_file
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.decode_loop import Engine
 
-DEVICE = torch.device("cuda", 1)
 BOTH: list[EnginePart] = ["kv", "weights"]
 MakeStep = Callable[..., TrainStep]
-
-
-def host_tensor(allocation: Any, _: torch.device) -> Tensor:
-    """Map memory of the stub, whose pointers are host pointers."""
-    interface = allocation.__cuda_array_interface__
-    assert interface["typestr"] == "|u1"
-    array = (ctypes.c_ubyte * interface["shape"][0]).from_address(interface["data"][0])
-    array.owner = allocation
-    return torch.frombuffer(array, dtype=torch.uint8)
-
-
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler for the stub of CUDA's driver")
-    path = tmp_path_factory.mktemp("stub") / "libcuda.so"
-    source = Path(__file__).with_name("cuda_driver_stub.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, source, "-lrt"], check=True)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ipc, "device_tensor", host_tensor)
-        yield str(path)
-
-
-OPEN_IN_ANOTHER = """
-import sys, torch
-from test_weights_ipc import DEVICE, host_tensor
-from asyncrl.weights import ipc
-from asyncrl.messages.engine_api import MemoryHandle
-
-ipc.device_tensor = host_tensor
-driver = ipc.CudaDriver(sys.argv[1])
-memory = ipc.open_cuda_memory(MemoryHandle.model_validate_json(sys.argv[2]), DEVICE, driver)
-print(memory.data[8:].sum().item())
-memory.data[:8] = torch.arange(8)
-del memory
-assert driver.library.num_held() == 0
-"""
-
-
-def test_device_memory_is_shared_through_its_handle(
-    stub: str,
-) -> None:
-    driver = CudaDriver(stub)
-    memory = make_cuda_memory(3 * 2**20, DEVICE, driver)
-    assert memory.handle.device == driver.uuid(1) != driver.uuid(0)
-    memory.data.random_(0, 256)
-    command = [sys.executable, "-c", OPEN_IN_ANOTHER, stub, memory.handle.model_dump_json()]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.check_output(command, env=env)
-    assert int(said) == memory.data[8:].sum().item()
-    assert memory.data[:8].tolist() == list(range(8))
-    held, view = driver.library.num_held(), memory.data[7:].view(-1)
-    del memory
-    gc.collect()
-    assert driver.library.num_held() == held, "a view keeps it"
-    del view
-    gc.collect()
-    assert driver.library.num_held() == held - 1
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def test_every_receiver_gets_the_bits_that_were_held(
     assert answer.digest == sent.digest == digest_tensors(expected)
     assert (answer.num_tensors, answer.num_bytes) == (4, sum(tensor.nbytes for tensor in expected.values()))
     assert hold(held, some_weights(2), 4).digest != answer.digest
-    with pytest.raises(Refused, match="what is held is version 4"):
+    with pytest.raises(Refused, match="the trainer holds version 4"):
         held.send(BroadcastRequest(version=3, member=first))
 
 
@@ -171,5 +171,5 @@ def test_trainer_process_sends_what_it_would_write(
         assert found.keys() == written.keys()
         assert all(torch.equal(found[name], written[name]) for name in written)
         assert sent.digest == exported.digest == digest_tensors(found)
-        with pytest.raises(CallRefused, match="what is held is version 1"):
+        with pytest.raises(CallRefused, match="the trainer holds version 1"):
             send(0)

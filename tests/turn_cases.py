@@ -21,8 +21,8 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated
-from asyncrl.job.supervise import EngineSupervisor
 from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.supervisors import EngineSupervisor
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
@@ -217,7 +217,7 @@ class House(EngineRooms):
                 timeout_s=TIMEOUT_S,
                 on_event=self.tell,
                 on_lost=self.on_lost,
-                stays=stays,
+                resident=stays,
                 wait_released=wait_released,
             ),
             ColocatedPush,

@@ -139,11 +139,13 @@ class CommandHarness:
                 await forwarder.wait_open()
             await process.ended.wait()
         finally:
-            await _end_group(transport.get_pid())
-            with contextlib.suppress(TimeoutError):  # a process outside the group may hold a pipe
-                async with asyncio.timeout(_DRAIN_S):
-                    await process.drained.wait()
-            transport.close()
+            try:
+                await _end_group(transport.get_pid())
+                with contextlib.suppress(TimeoutError):  # a process outside the group may hold a pipe
+                    async with asyncio.timeout(_DRAIN_S):
+                        await process.drained.wait()
+            finally:
+                transport.close()
         return self._checked(process, transport.get_returncode() or 0)
 
     def _environment(self, session: Session, folder: Path) -> dict[str, str]:
@@ -185,9 +187,10 @@ class _Process(asyncio.SubprocessProtocol):
         return self.output[fd].decode("utf-8", errors="replace")
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        if len(self.output[fd]) <= MAX_OUTPUT_BYTES:
-            self.output[fd] += data
-        else:
+        output = self.output[fd]
+        if len(output) <= MAX_OUTPUT_BYTES:
+            output += data
+        if len(output) > MAX_OUTPUT_BYTES:
             self.ended.set()
 
     def process_exited(self) -> None:
@@ -215,7 +218,6 @@ async def _end_group(group: int) -> None:
 
 
 def _signal(group: int, number: int) -> bool:
-    """Send a signal to a process group; return whether the group exists."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):

@@ -225,7 +225,6 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End idle threads; busy ones are abandoned."""
         super().shutdown(wait=False, cancel_futures=cancel_futures)
         while self._idle.acquire(blocking=False):
             self._calls.put(None)
@@ -272,12 +271,10 @@ def _leak_abandoned() -> None:
 
 
 def load_loss(spec: str) -> Callable[..., Any]:
-    """Return a loss function. Raises ConfigError if it cannot be imported or has other parameters."""
     usage = "loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings)"
     return load_function(spec, "algorithm.loss", usage=usage, arguments=(None,) * 6)
 
 
 def load_advantage(spec: str) -> Callable[..., Any]:
-    """Return an advantage function. Raises ConfigError if it cannot be imported or has other parameters."""
     usage = "advantage(reward_B, group_B)"
     return load_function(spec, "algorithm.advantage", usage=usage, arguments=(None, None))

@@ -20,7 +20,7 @@ STEP_FRACTION = 0.1
 """Fraction of weight_sync.timeout_s for forming a group and for each buffer."""
 Send = Callable[[BroadcastRequest], Awaitable[object]]
 Take = Callable[[GroupMember], Awaitable[None]]
-_FAILS_ALL = "weights are sent once, to all engines, and one that fails before ends it for all"
+_FAILS_ALL = "weights are sent once, to all engines; an early failure ends the broadcast for all"
 
 
 class SenderLost(EngineError):  # noqa: N818  a state of the trainer; a new one has other weights to send

@@ -136,7 +136,7 @@ class CallScope:
             what = f"answered {failure.status} to {failure.path}: {failure.body.error}"
             rule, way_out = failure.body.rule, failure.body.way_out or way_out
         elif isinstance(failure, CallGarbled):
-            what = f"answered {failure.path} with what is no answer: {failure.why}"
+            what = f"gave an invalid answer to {failure.path}: {failure.why}"
         else:
             return self.lost(f"{where} gave no answer to {failure.path}: {failure.why}")
         return EngineError(self.name, f"{where} {what}", rule=rule, way_out=way_out)
@@ -266,7 +266,7 @@ class EngineServer:
         """Stage the trainer's broadcast. Raises EngineLost after two failures, and WeightsLost if the trainer
         is lost.
         """
-        assert self._broadcast_group is not None, "what is expected comes through it"
+        assert self._broadcast_group is not None, "weights are expected only from a broadcast"
         announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
         async def take(member: GroupMember) -> None:

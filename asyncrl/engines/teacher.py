@@ -95,7 +95,7 @@ class Teacher:
                 with waiting("a teacher that is up", on="supervisor", who="rollouts"):
                     await self._changed.wait()
             try:
-                with waiting("logprobs of what was sampled", on=self.name, who="rollouts"):
+                with waiting("teacher logprobs", on=self.name, who="rollouts"):
                     async with self._places:
                         return await self._post(request)
             except EngineLost as lost:

@@ -255,7 +255,7 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
     if needed.starts_fresh and label not in (START_LABEL, ours):
         raise ConfigError(
             f"{there} has weights that another run pushed, under the label {label}",
-            rule=f"it must start with those of {needed.model_path}",
+            rule=f"it must start with the weights of {needed.model_path}",
             way_out="start that server again.",
         )
     await process.tell("/resume")  # an earlier run may have paused it and died

@@ -25,7 +25,7 @@ from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.supervise import WorkerSupervisor
+from asyncrl.job.supervisors import WorkerSupervisor
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision
@@ -217,7 +217,6 @@ class AgentRuntime:
             job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
-        """Return a warning if rollouts wait and no worker was seen for NO_WORKER_S."""
         work = self.queue.gauges()
         if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None

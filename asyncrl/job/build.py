@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,13 +26,14 @@ from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, ScaledEngine
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervise import EngineSupervisor, find_teacher
 from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.supervisors import EngineSupervisor, find_teacher
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.lease import ROUTINE
 from asyncrl.launch.plan import EVAL_ENGINE
+from asyncrl.launch.processes import run_module
 from asyncrl.messages.records import GroupId, Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import SpecialTokens
@@ -121,7 +122,7 @@ async def build(
     life.closes("rewards", scorer.aclose)
     log.activity("making the model" if config.model.scratch else "finding the model")
     model_pin = ModelPin(life.run_dir, config.model.source, is_free=may_change[0])
-    model_path = await make_model_folder(config, life.run_dir, commit=model_pin.revision)
+    model_path = await make_model_folder(config, life.run_dir, run_module, commit=model_pin.revision)
     tokenizer = await asyncio.to_thread(load_tokenizer, config, model_path)
     special = special_tokens(config, tokenizer)
 
@@ -255,13 +256,12 @@ def _make_evaluation(
     for line in earlier.get(config.best_eval or "", []):
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
     generator_of = partial(make_eval_generator, config, engine, tokenizer, harnessing)
-    sets, scorers = make_eval_sets(life, eval_tasks, generator_of, earlier)
+    sets = make_eval_sets(life, eval_tasks, generator_of, earlier)
 
     def evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
             checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
-        num_abandoned = sum(scorer.num_abandoned for scorer in scorers)
-        listener.evaluated(replace(result, num_abandoned_calls=num_abandoned))
+        listener.evaluated(result)
 
     return Evaluation(
         sets,
@@ -320,7 +320,6 @@ def _make_scheduler(
             on_published=published,
             on_lost=fleet.on_lost,
             interrupt=config.interrupt,
-            is_rolling=sync.rolling,
             is_collective=sync.facts.is_collective,
             locate=locate,
             wait_released=wait_released,
@@ -344,7 +343,7 @@ def _make_scheduler(
         timeout_s=sync.timeout_s,
         on_event=handed_over,
         on_lost=fleet.on_lost,
-        stays=fleet.placement.resident,
+        resident=fleet.placement.resident,
         wait_released=wait_released,
         export_for_evaluation=export_for_evaluation,
     )

@@ -33,7 +33,7 @@ from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.supervise import check_teacher
+from asyncrl.job.supervisors import check_teacher
 from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.fork_server import NEVER_INHERITED
 from asyncrl.launch.nodes import Node, single_node

@@ -28,7 +28,7 @@ async def recover_trainer(
     Raises JournalError if batches in between are gone, CheckpointError for an unreadable checkpoint,
     TrainerError.
     """
-    # Hold the lock until recovery ends: a checkpoint that completes meanwhile would prune this one and its
+    # Hold the lock until recovery ends: a checkpoint that completes during it would prune this one and its
     # journaled batches.
     async with checkpoints.in_use:
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)

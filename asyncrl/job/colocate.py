@@ -93,12 +93,12 @@ class Colocated:
         timeout_s: float,
         on_event: Callable[[str, Mapping[str, Any]], None],
         on_lost: Callable[[EngineLost], None] | None,
-        stays: bool = False,
+        resident: bool = False,
         wait_released: Callable[[], Awaitable[None]] = at_once,
         export_for_evaluation: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """Initialize. `on_lost` receives a lost engine, and the handover skips it; None: the handover
-        fails. `stays`: both sides stay in memory, and only the turn changes. `wait_released` returns once no
+        """Initialize. `on_lost` receives a lost engine, and the handover skips it; None: the handover fails.
+        `resident`: both sides stay in memory, and only the turn changes. `wait_released` returns once no
         evaluation needs the engines. `export_for_evaluation` is called while the trainer has a new version.
         """
         self._wait_released = wait_released
@@ -109,7 +109,7 @@ class Colocated:
         self._num_steps = num_steps
         self._on_event = on_event
         self._on_lost = on_lost
-        self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._lease_event, stays=stays)
+        self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._lease_event, resident=resident)
         self._handover = asyncio.Lock()
         self._num_needing = 0
         self._changed = asyncio.Event()
@@ -129,7 +129,6 @@ class Colocated:
             "perf/handover_s": sum(seconds.values()),
             "perf/to_trainer_s": seconds.get("trainer", 0.0),
             "perf/to_engines_s": seconds.get("engines", 0.0),
-            "perf/handover_bytes": sum(report.num_bytes for report in self.last.values()),
         }
 
     async def start(self, version: int) -> None:

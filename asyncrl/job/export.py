@@ -21,7 +21,7 @@ from asyncrl.base.files import whole_folder
 from asyncrl.base.serving import Refused
 from asyncrl.config import RunConfig
 from asyncrl.journal.checkpoints import MANIFEST, TRAINER, Checkpoints, read_whole
-from asyncrl.observe.run_dir import read_config, read_evaluations, read_metrics
+from asyncrl.observe.run_dir import SUMMARY_FILE, read_config, read_evaluations, read_metrics, read_object
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model, hub_source
@@ -118,9 +118,8 @@ def _refuse_wrong(
     config: RunConfig, *, adapter: bool, dtype: str | None, push: str | None, public: bool
 ) -> None:
     if adapter and config.trainer.lora is None:
-        raise ConfigError(
-            "--adapter: this run trains all weights (trainer.lora=none)", way_out="omit --adapter."
-        )
+        what = "--adapter: this run trains all weights (trainer.lora=none)"
+        raise ConfigError(what, way_out="omit --adapter.")
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"--dtype {dtype} is not known", rule=f"it is one of {', '.join(DTYPES)}")
     if public and push is None:
@@ -179,8 +178,8 @@ def find_weights(
     """
     versions = Checkpoints(run_dir, config.checkpoint).versions()
     final = _final_version(run_dir) if is_as_trained else None
-    available = sorted({*versions, *([] if final is None else [final])})
-    wanted = available
+    wanted = sorted({*versions, *([] if final is None else [final])})
+    available = f"steps {', '.join(map(str, wanted))}" if wanted else "none"
     if step == "best":
         rewards = {
             int(line["policy_version"]): line["eval/reward_mean"]
@@ -199,31 +198,25 @@ def find_weights(
             read_whole(folder, version)
         except CheckpointDamaged as error:
             if step != "last":
-                way_out = f"export another step ({_listed(available)}), or restore the folder."
+                way_out = f"export another step ({available}), or restore the folder."
                 raise CheckpointDamaged(error.what, rule=error.rule, way_out=way_out) from error
             tell(f"WARNING: skipped: {error.what}")
         else:
             return version, folder, False
     raise ConfigError(
-        f"{run_dir} has no weights for --step {step}; available: {_listed(available)}",
+        f"{run_dir} has no weights for --step {step}; available: {available}",
         rule="checkpoints are made every checkpoint.every steps and at a stop, final/ at the end (in the "
         "dtype of the run); best has the highest eval/reward_mean in eval.jsonl",
         way_out="use --step N with an available step, or --step last.",
     )
 
 
-def _listed(versions: list[int]) -> str:
-    return f"steps {', '.join(map(str, versions))}" if versions else "none"
-
-
 def _final_version(run_dir: Path) -> int | None:
     """Return None if final/ is missing or older than a resumed run."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        version = summary.get("num_steps")
-        if summary.get("state") == "done" and isinstance(version, int) and (run_dir / "final").is_dir():
-            return version
-    return None
+    summary = read_object(run_dir / SUMMARY_FILE, [])
+    version = summary.get("num_steps")
+    is_done = summary.get("state") == "done" and isinstance(version, int)
+    return version if is_done and (run_dir / "final").is_dir() else None
 
 
 def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:

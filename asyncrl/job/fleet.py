@@ -17,8 +17,8 @@ from asyncrl.engines.teacher import Teacher
 from asyncrl.job.checkpointer import recover_trainer
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervise import TeacherSupervisor
 from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.supervisors import TeacherSupervisor
 from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement

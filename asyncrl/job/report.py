@@ -50,7 +50,7 @@ logger = logging.getLogger("asyncrl.job.report")
 
 TRACKER_CLOSE_S = 30.0
 """Seconds at the end of a run for trackers to send their remaining data."""
-EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
+EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
 class Reporter:
@@ -146,10 +146,10 @@ class Reporter:
             else:
                 self._before[int(line["step"])] = totals_in(line)
         self._last = self._recorder.keep_steps(version)
-        self._samples.goes_on_at(version + 1)
+        self._samples.resume_at(version + 1)
         if (first := int(self._last.get("step", 0)) + 1) <= version:
             self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl ({LOST})")
-        self._console.goes_on(steps)
+        self._console.resume_from(steps)
         self._evaluations = [*read_evaluations(self.run_dir, [])]
         for before in (self._last, *self._evaluations[-1:]):
             self._totals.starts_from(totals_in(before))

@@ -21,7 +21,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
 from asyncrl.job.lifecycle import RunLog, run_again
-from asyncrl.job.supervise import EngineSupervisor
+from asyncrl.job.supervisors import EngineSupervisor
 from asyncrl.launch.server import Server, cancel_all
 from asyncrl.launch.supervise import NO_LOSS, Supervision, summary_of
 from asyncrl.observe.run_dir import judge_state, read_config, read_status
@@ -70,7 +70,7 @@ class EngineScale:
 
     def gauges(self) -> dict[str, float]:
         num_up = len(self._number) - len(self.pool.down)
-        return {} if self.is_fixed else {"engine/wanted": self.wanted, "engine/up": num_up}
+        return {} if self.is_fixed else {"engine/up": num_up}
 
     def state_of(self, name: str) -> str:
         """Return the state of an engine for `asyncrl status`; empty if it should work and does."""
@@ -237,7 +237,7 @@ def _in_range(asked: object, limits: EngineRange) -> int:
         return asked
     raise ConfigError(
         f"engines={asked!r} is outside rollout.num_engines={{min: {limits.min}, max: {limits.max}}}",
-        way_out="ask for a number in this range, for which memory is planned, or restart with another range.",
+        way_out="choose a number in this range (memory is planned for it), or restart with another range.",
     )
 
 
@@ -264,6 +264,7 @@ def scale_run(run_dir: Path, asked: str) -> str:
     state, why = judge_state(status, run_dir)
     if not status or state not in ("starting", "running", "unknown"):
         way_out = f"start it with `{run_again(run_dir)}`, then scale it."
-        raise ConfigError(f"no run is active in {run_dir}: {why}", way_out=way_out)
+        reason = f"{state}: {why}" if why else state
+        raise ConfigError(f"no run is active in {run_dir}: {reason}", way_out=way_out)
     write_wanted(run_dir, num)
     return f"asked for {num} engines; `asyncrl status {run_dir}` shows their progress"

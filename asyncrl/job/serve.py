@@ -48,6 +48,7 @@ from asyncrl.job.servers import Servers
 from asyncrl.launch.capacity import resolve_auto
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.processes import run_module
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision, heartbeat
 from asyncrl.observe.run_numbers import several
@@ -122,7 +123,7 @@ def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Ite
 async def _make_servers(life: Lifecycle) -> tuple[Servers, HFChatTokenizer]:
     config = life.config
     life.log.activity("making the model" if config.model.scratch else "finding the model")
-    model_path = await make_model_folder(config, life.run_dir)
+    model_path = await make_model_folder(config, life.run_dir, run_module)
     placement = place(config, life.launcher.nodes)
     servers = Servers(config, placement, model_path, life.run_dir, life.launcher)
     tokenizer = await asyncio.to_thread(load_tokenizer, config, model_path)

@@ -159,7 +159,7 @@ def group_ended(
     *,
     requeued: int | None = None,
 ) -> None:
-    """End a running group, or hand back a ready one. `requeued`: the prompt is repeated with that
+    """End a running group, or requeue a ready one. `requeued`: the prompt is repeated with that
     num_requeued.
     """
     found = _state(connection, group_id)

@@ -39,6 +39,7 @@ which spins while it waits.
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
 """Keys of the run. Every process of this user can read an environment in /proc."""
 PRELOADED = (
+    "asyncrl.trainer.model.random_init",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated",

@@ -87,7 +87,7 @@ FIRST: dict[Side, tuple[Phase, ...]] = {
 """Start of a run: nothing to return to, and repeatable."""
 
 
-def staying(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
+def resident_turns(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
     """Drop the trainer's calls, for sides that stay in memory."""
     return {
         side: tuple(
@@ -117,12 +117,13 @@ class Lease:
         *,
         timeout_s: float,
         on_event: Callable[[str, Mapping[str, Any]], None],
-        stays: bool = False,
+        resident: bool = False,
     ) -> None:
-        """Initialize. `calls` begins a call and returns pending answers by process name. `stays`: both
+        """Initialize. `calls` begins a call and returns pending answers by process name. `resident`: both
         sides stay in memory.
         """
-        self._first, self._turns = (staying(FIRST), staying(TURNS)) if stays else (FIRST, TURNS)
+        self._first = resident_turns(FIRST) if resident else FIRST
+        self._turns = resident_turns(TURNS) if resident else TURNS
         self._calls, self._timeout_s, self._on_event = calls, timeout_s, on_event
         self.state: State = "idle"
         self.owner: Side | None = None

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files as files_of
@@ -320,6 +321,22 @@ async def start_process(
         env=environ,
         start_new_session=True,
     )
+
+
+async def run_module(module: str, arguments: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+    """Run `python -m module`, forked if possible; return its exit code (None: too slow) and output."""
+    with tempfile.TemporaryFile() as output:
+        process = await start_process(module, arguments, files=[output.fileno()] * 3)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await process.wait()
+        finally:
+            returncode = process.returncode
+            if returncode is None:
+                process.kill()
+        output.seek(0)
+        return returncode, output.read().decode(errors="replace")
 
 
 def group_members(leader: int) -> list[psutil.Process]:

@@ -71,8 +71,8 @@ class Supervisor:
         self._restarts = Restarts(supervision.config)
         self.is_up = True
         self.is_starting = False
-        """Processes end or start, within limits of their own. False while they wait for devices or weights,
-        or train again: that progress is visible.
+        """Processes end or start, within their start limits. False while they wait for devices or weights, or
+        train again: that progress is visible.
         """
         self._report: RoomError | None = None
         self._reported = asyncio.Event()

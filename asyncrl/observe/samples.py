@@ -181,7 +181,7 @@ def _middle_cut(text: str, most: int | None) -> str:
 
 
 class SampleWriter:
-    """Writes samples.jsonl. Life: goes_on_at() in a resumed run -> step() and failed(). Raises OSError."""
+    """Writes samples.jsonl. Life: resume_at() in a resumed run -> step() and failed(). Raises OSError."""
 
     def __init__(self, run_dir: Path, *, seed: int, per_step: int) -> None:
         self._run_dir = run_dir
@@ -191,7 +191,7 @@ class SampleWriter:
         self._next_step = 1
         self._num_failed = 0
 
-    def goes_on_at(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         """Drop the lines of steps from `step` on, which are trained again."""
         self._next_step = step
         for name in (SAMPLES_FILE, MIDDLE_FILE, FIRST_FILE):

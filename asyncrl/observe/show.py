@@ -55,7 +55,8 @@ SHOWN_ROWS = 30
 SHOWN_FLAGS = 2
 """Limits of `status --json`, of a table of `inspect`, and of health sentences on the first screen."""
 _COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
-_NOT_DRAWN = ("version", "min_version", "group_ids")
+_ENDED = ("done", "failed", "interrupted")
+_NOT_DRAWN = ("version", "min_version", "group_ids", "tokens_sha")
 """Columns that tables leave out."""
 _WAITS = TypeAdapter(list[Wait])
 Decode = Callable[[Sequence[int]], str]
@@ -168,8 +169,9 @@ def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, Re
     """Yield state and progress, then whether the run learns, its health and its speed."""
     steps = files.steps
     verdict = files.verdict
-    explanation = f": {files.explanation}" if files.explanation else ""
-    yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), explanation)
+    ago = f" {numbers.duration(age_of(files.status))} ago" if files.state in _ENDED else ""
+    why = f": {files.explanation}" if files.explanation else ""
+    yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), ago, why)
     yield "steps", _progress(files)
     if files.state in ("starting", "running"):
         yield "now", Text(str(files.status.get("activity") or ""))
@@ -247,6 +249,8 @@ def render_inspect(
         return json.dumps(summary, indent=2)
     summary.pop("verdict")
     drawn = [*_tables(summary)]
+    if summary["bound_kept"] is False:
+        drawn.append(Text("BOUND OR RECORD BROKEN: see violations", "bold red"))
     if files.verdict:
         drawn.append(summary_panel(files.verdict, title="verdict"))
     return to_text(*drawn)
@@ -386,7 +390,7 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Draw values as a grid, then each mapping as a grid and each list of mappings as a table of its last
     rows.
     """
-    simple = [(name, value) for name, value in summary.items() if not _is_table(value)]
+    simple = [(str(name), value) for name, value in summary.items() if not _is_table(value)]
     yield numbers.grid((name, Text(harmless(numbers.plain(value)))) for name, value in simple)
     for name, value in summary.items():
         if not _is_table(value):
@@ -394,10 +398,25 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield Text(f"\n{name}", style="bold cyan")
         if isinstance(value, Mapping):
             yield from _tables(value)
+        elif name == "rollouts":
+            yield from _rollout_text(value)
         else:
             yield _table(value[-SHOWN_ROWS:])
             if len(value) > SHOWN_ROWS:
                 yield Text(f"the last {SHOWN_ROWS} of {len(value)}")
+
+
+def _rollout_text(rollouts: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """Show each rollout, its sampled text by version, and rewards of parts."""
+    for rollout in rollouts:
+        facts = {name: value for name, value in rollout.items() if name not in ("branches", "pieces")}
+        yield Text(harmless(numbers.plain(facts)), "green")
+        for branch in rollout.get("branches", (rollout,)):
+            for piece in branch.get("pieces", ()):
+                place = f"  [v{piece['version']}, {piece['start']}..{piece['end'] - 1}] "
+                content = piece.get("text") or numbers.plain(piece.get("token_ids"))
+                yield Text.assemble((place, "magenta"), harmless(content))
+            yield from (Text(f"  {numbers.plain(credit)}") for credit in branch.get("credits", ()))
 
 
 def _is_table(value: Any) -> bool:
@@ -412,7 +431,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in names:
         is_text = any(not isinstance(row.get(name, 0), int | float | None) for row in rows)
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+        title = name.removeprefix("num_").replace("_", " ")
+        table.add_column(title, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(harmless(numbers.plain(row.get(name)))) for name in names))
     return table

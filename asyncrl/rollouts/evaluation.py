@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, stdev
 from typing import Literal, TypeVar
 
 from asyncrl.base.errors import EngineError, PublishError, RoomError
@@ -39,8 +39,7 @@ class EvalResult:
     """Scored samples at `version`; `num_failed` others have no reward. `name` is '' for a single evaluation.
 
     `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: evaluations so far that
-    were due and did not begin, or did not end. `num_abandoned_calls`: reward calls so far that ignored their
-    cancellation.
+    were due and did not begin, or did not end.
     """
 
     version: int
@@ -50,16 +49,11 @@ class EvalResult:
     seconds: float = 0.0
     num_skipped: int = 0
     num_abandoned: int = 0
-    num_abandoned_calls: int = 0
     name: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """Return values by metric name, if there are enough samples and prompts.
-
-        eval/reward_mean, eval/reward_std: over prompts, each the mean of its samples (population standard
-        deviation); eval/standard_error: of reward_mean, over prompts; eval/length_mean: sampled tokens;
-        eval/truncated_fraction: rollouts that reached rollout.max_tokens; eval/task/NAME: over samples with
-        NAME; eval/failed: samples without a reward, excluded from all means.
+        """Return values by metric name, if there are enough samples and prompts. Reward: the mean of
+        the prompts' means; other means are over samples. Failed samples are in none.
         """
         metrics: dict[str, float] = {
             "eval/version": self.version,
@@ -67,7 +61,6 @@ class EvalResult:
             "eval/seconds": self.seconds,
             "eval/skipped": self.num_skipped,
             "eval/abandoned": self.num_abandoned,
-            "eval/abandoned_calls": self.num_abandoned_calls,
         }
         if self.samples:
             rewards: defaultdict[str, list[float]] = defaultdict(list)
@@ -76,7 +69,6 @@ class EvalResult:
             means = [fmean(found) for found in rewards.values()]
             metrics |= {
                 "eval/reward_mean": fmean(means),
-                "eval/reward_std": pstdev(means),
                 "eval/length_mean": fmean(sample.length for sample in self.samples),
                 "eval/truncated_fraction": fmean(sample.is_truncated for sample in self.samples),
             }
@@ -190,7 +182,7 @@ class EvaluationStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class DueVersion:
     """A version to evaluate. `weights`: its kept export; None: the engines serve it."""
 
     version: int
@@ -233,7 +225,7 @@ class Evaluation:
         self._is_fetched = is_fetched
         self._on_result = on_result
         self._on_trouble = on_trouble
-        self._pending: Pending | None = None
+        self._pending: DueVersion | None = None
         self._changed = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self._stats = EvaluationStats()
@@ -264,7 +256,7 @@ class Evaluation:
     def served_nowait(self, version: int) -> None:
         """Evaluate the version that the sampling engines serve, if it is due."""
         if due := self._due_nowait(version):
-            self._keep(Pending(version, None, due))
+            self._keep(DueVersion(version, None, due))
 
     def _due_nowait(self, version: int) -> list[HeldOut]:
         return [] if self.is_off else [one for one in self._held_out if one.is_due_nowait(version)]
@@ -294,7 +286,7 @@ class Evaluation:
                 )
                 return
             manifest = manifest.model_copy(update={"path": str(path)})
-        self._keep(Pending(version, manifest, due))
+        self._keep(DueVersion(version, manifest, due))
 
     async def run(self) -> None:
         try:
@@ -327,7 +319,6 @@ class Evaluation:
         note_span("weight sync", "held for an evaluation", start_s, clock(), stats.version)
 
     async def wait_last(self) -> None:
-        """Wait until the last version is evaluated or given up."""
         with waiting("the evaluation of the last version", on="evaluation"):
             while not self.is_over and not self.is_off:
                 await self._changed.wait()
@@ -352,8 +343,7 @@ class Evaluation:
         except RoomError as error:
             self.give_up(error)
 
-    async def _evaluate(self, pending: Pending) -> None:
-        """Load the weights if needed, then run the due evaluations."""
+    async def _evaluate(self, pending: DueVersion) -> None:
         clock = asyncio.get_running_loop().time
         stats = self._stats
         stats.version = pending.version
@@ -411,7 +401,6 @@ class Evaluation:
             return await one.evaluate(version)
 
     async def _load(self, manifest: ExportResponse) -> bool:
-        """Load weights into the idle eval engine."""
         assert self._target is not None, "only an eval engine loads weights here"
         sent = (manifest.version, manifest.digest)
         try:
@@ -427,7 +416,7 @@ class Evaluation:
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
         return True
 
-    def _keep(self, pending: Pending) -> None:
+    def _keep(self, pending: DueVersion) -> None:
         self._drop()
         self._pending = pending
         self._wake()

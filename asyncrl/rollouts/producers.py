@@ -148,7 +148,6 @@ class Producers:
         self._set_aside: list[tuple[int, Prompt]] = []
         # from earlier failures: each returns with the first ticket of a later version
         self._returning: list[tuple[int, Prompt]] = []
-        self._known_to_fail: set[str] = set()  # ids of repeated prompts: they failed while others did not
         self._counts, self._failed = Counter[str](), Counter[str]()
         self.last_failure = ""
 
@@ -169,7 +168,6 @@ class Producers:
         return self._slots.num_held
 
     def resize_nowait(self, capacity: int) -> None:
-        """Set the number of rollouts that sample at once."""
         self._slots.resize_nowait(capacity)
 
     def oldest(self) -> list[tuple[str, float]]:
@@ -299,8 +297,6 @@ class Producers:
         group = running.group()
         if group is not None:
             self._failed_in_a_row = 0
-            self._known_to_fail.discard(prompt.prompt_id)
-            self._known_to_fail.update(waiting.prompt_id for _, waiting in self._set_aside)
             self._returning += self._set_aside
             self._set_aside.clear()
             found = self._sink.finish_nowait(group)
@@ -310,7 +306,7 @@ class Producers:
                 self._source.observed_nowait(prompt.prompt_id, fmean(rewards), running.ticket.start_version)
             return
         self._counts["failed_groups"] += 1
-        self._failed_in_a_row += prompt.prompt_id not in self._known_to_fail
+        self._failed_in_a_row += not prompt.num_requeued  # a requeued prompt may itself be the cause
         reason, may_succeed = running.why_failed()
         again = self._end_unused(group_id, "failed", prompt, reason, may_succeed=may_succeed)
         if again is not None:
@@ -331,7 +327,6 @@ class Producers:
             again = replace(prompt, num_requeued=prompt.num_requeued + 1)
         else:
             self._counts["given_up"] += 1
-            self._known_to_fail.discard(prompt.prompt_id)
             log.warning("prompt %s is given up: %s", prompt.prompt_id, reason)
         requeued = None if again is None else again.num_requeued
         self._journal.group_ended_nowait(group_id, state, reason, requeued=requeued)

@@ -26,7 +26,6 @@ class RolloutRecorder:
         self.num_recorded = 0
 
     def open(self, path: Path) -> None:
-        """Open a file to append to. Raises ConfigError if it cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
@@ -37,7 +36,6 @@ class RolloutRecorder:
         return self._samples[prompt_id]
 
     def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
-        """Write a rollout. Raises RoomError if the file cannot be written."""
         self._samples[prompt.prompt_id] += 1
         if self._file is None:
             return

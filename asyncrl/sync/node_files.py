@@ -15,7 +15,6 @@ Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 Fetch = Callable[[int, FileRequest, float], Awaitable[str]]
 """Download a file to a node within a limit in seconds; return its path there. Raises RoomError."""
 Purpose = Literal["rollout", "evaluation"]
-PING_S = 5.0
 
 
 class NodeFiles:
@@ -43,20 +42,19 @@ class NodeFiles:
         Raises EngineLost if the node is lost, WeightsLost if the trainer is lost with the file, RoomError if
         the node cannot take it.
         """
-        node = self._node_of[engine]
-        if not sent.path or node == self._trainer_node:
+        if not sent.path or self._node_of[engine] == self._trainer_node:
             return sent
-        return await self._on_node(node, engine, sent, "rollout")
+        return await self._fetch_to(engine, sent, "rollout")
 
     async def for_evaluation(self, engine: str, sent: ExportResponse) -> ExportResponse:
         """Keep a file on the eval engine's node, apart from those of the rollout engines."""
-        return await self._on_node(self._node_of[engine], engine, sent, "evaluation")
+        return await self._fetch_to(engine, sent, "evaluation")
 
-    async def _on_node(self, node: int, engine: str, sent: Sent, purpose: Purpose) -> Sent:
+    async def _fetch_to(self, engine: str, sent: Sent, purpose: Purpose) -> Sent:
         url = f"{self._trainer.url}/staged/{Path(sent.path).name}"
         request = FileRequest(url=url, secret=self._trainer.secret, key=sent.digest, purpose=purpose)
         try:
-            path = await self._fetch(node, request, self._timeout_s)
+            path = await self._fetch(self._node_of[engine], request, self._timeout_s)
         except NodeLost as error:
             raise EngineLost(engine, error.fault, rule=error.rule, way_out=error.way_out) from error
         except RoomError as error:
@@ -66,7 +64,7 @@ class NodeFiles:
 
     async def _trainer_answers(self) -> bool:
         try:
-            await self._trainer.get("/health", TrainerHealth, timeout_s=PING_S)
+            await self._trainer.get("/health", TrainerHealth, timeout_s=5.0)
         except (CallLost, CallRefused):
             return False
         return True

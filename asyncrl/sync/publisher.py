@@ -18,15 +18,10 @@ from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
 
 T = TypeVar("T")
-OnServed = Callable[[int], None]
 OnPublished = Callable[[ExportResponse], Awaitable[None]]
 
 
-async def ignore(manifest: ExportResponse) -> None:
-    """Do nothing."""
-
-
-async def at_once() -> None:
+async def at_once(*_: object) -> None:
     """Return at once."""
 
 
@@ -34,7 +29,8 @@ class Publisher:
     """Engines that get pushes, the version that they serve, and the report of the last push.
 
     An engine is live, or down from down_nowait until it has the announced weights again. Without `on_lost` a
-    lost engine ends the run. The file of an export exists until on_published returns.
+    lost engine ends the run. The file of an export exists until on_published returns. `locate` fetches a file
+    to an engine's node.
     """
 
     def __init__(
@@ -42,15 +38,18 @@ class Publisher:
         trainer: WeightTrainer,
         targets: Sequence[EngineClient],
         *,
-        on_served: OnServed,
-        on_published: OnPublished = ignore,
+        timeout_s: float,
+        on_served: Callable[[int], None],
+        on_published: OnPublished = at_once,
         on_lost: OnLost | None = None,
+        locate: Locate = in_place,
     ) -> None:
         self._trainer = trainer
         self._targets = tuple(targets)
         self._on_served = on_served
         self._on_published = on_published
         self._on_lost = on_lost
+        self._push = partial(Push, timeout_s=timeout_s, locate=locate)
         self._down: set[str] = set()
         self.version = self.num_published = self.num_skipped = 0
         """num_skipped: versions that a newer one replaced before their turn."""
@@ -95,20 +94,7 @@ class Publisher:
 class ColocatedPush(Publisher):
     """Pushes during a handover of shared devices: push() in chunks, then announce()."""
 
-    def __init__(
-        self,
-        trainer: WeightTrainer,
-        targets: Sequence[EngineClient],
-        *,
-        timeout_s: float,
-        on_served: OnServed,
-        on_published: OnPublished = ignore,
-        on_lost: OnLost | None = None,
-        locate: Locate = in_place,
-    ) -> None:
-        super().__init__(trainer, targets, on_served=on_served, on_published=on_published, on_lost=on_lost)
-        self._push = partial(Push, timeout_s=timeout_s, locate=locate)
-        self._pushed: tuple[ExportResponse, PushReport] | None = None
+    _pushed: tuple[ExportResponse, PushReport] | None = None
 
     async def push(self) -> TransferStats:
         """Push the trainer's version to every live engine. Raises PublishError, or the errors of the
@@ -131,7 +117,7 @@ class ColocatedPush(Publisher):
 
 
 class PushLoop(Publisher):
-    """Pushes the newest weights to engines on devices of their own, one push at a time.
+    """Pushes the newest weights to engines on separate devices, one push at a time.
 
     Life: run(): idle -> exporting a new version (begun between two steps) -> pushing -> announced by
         on_served, then by on_published -> idle.
@@ -142,9 +128,8 @@ class PushLoop(Publisher):
         trainer sent. Versions are announced in order. The trainer never waits for a push.
 
     The trainer keeps its two newest exports, or one with `is_collective`, so it has the announced one for
-    bring_up. An export lost with the trainer's node is repeated, once per trainer restart. `is_rolling`:
-    engines swap one after the other. `locate` fetches a file to an engine's node. `wait_released` returns
-    once no evaluation needs the engines' present weights.
+    bring_up. An export lost with the trainer's node is repeated, once per trainer restart. `wait_released`
+    returns once no evaluation needs the engines' present weights.
     """
 
     def __init__(
@@ -153,19 +138,24 @@ class PushLoop(Publisher):
         targets: Sequence[EngineClient],
         *,
         timeout_s: float,
-        on_served: OnServed,
-        on_published: OnPublished = ignore,
+        on_served: Callable[[int], None],
+        on_published: OnPublished = at_once,
         on_lost: OnLost | None = None,
         interrupt: Interrupt = "abort",
-        is_rolling: bool = False,
         is_collective: bool = False,
         locate: Locate = in_place,
         wait_released: Callable[[], Awaitable[None]] = at_once,
     ) -> None:
-        super().__init__(trainer, targets, on_served=on_served, on_published=on_published, on_lost=on_lost)
-        self._push = partial(
-            Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling, locate=locate
+        super().__init__(
+            trainer,
+            targets,
+            timeout_s=timeout_s,
+            on_served=on_served,
+            on_published=on_published,
+            on_lost=on_lost,
+            locate=locate,
         )
+        self._push = partial(self._push, interrupt=interrupt)
         self._timeout_s = timeout_s
         self._is_collective = is_collective
         self._wait_released = wait_released

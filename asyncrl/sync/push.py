@@ -75,8 +75,7 @@ class Push:
 
     Life: whole() or chunks(), once. `on_lost` is called with each engine lost during the push; `live` holds
         the others. Without it the loss is an error.
-    Waits: for all engines at once, at most timeout_s per phase; `is_rolling`: in commit for one after the
-        other.
+    Waits: for all engines at once, at most timeout_s per phase.
     Invariant: both return only if every engine in `live` serves the version with the digest that the trainer
         sent. Except with nccl, no engine swaps before every engine has the right bytes. A chunk is requested
         only after every engine has loaded the previous one.
@@ -94,14 +93,13 @@ class Push:
         timeout_s: float,
         interrupt: Interrupt = "abort",
         on_lost: OnLost | None = None,
-        is_rolling: bool = False,
         is_down: Callable[[str], bool] = lambda _: False,
         locate: Locate = in_place,
     ) -> None:
         self.version, self.live = version, tuple(targets)
         self._timeout_s, self._on_lost = timeout_s, on_lost
         self._interrupt: Interrupt = interrupt
-        self._is_rolling, self._is_down, self._locate = is_rolling, is_down, locate
+        self._is_down, self._locate = is_down, locate
         self._serving: dict[str, str] = {target.name: str(served) for target in targets}
 
     async def whole(self, manifest: ExportResponse) -> PushReport:
@@ -110,9 +108,9 @@ class Push:
         start = clock()
 
         async def prepare(target: EngineClient) -> str:
-            if manifest.is_held:  # the trainer sends them; a file is only for evaluation
-                return await target.prepare(manifest)
-            return await target.prepare(await self._locate(target.name, manifest))
+            # If the trainer sends the weights, a file is only for evaluation.
+            located = manifest if manifest.is_held else await self._locate(target.name, manifest)
+            return await target.prepare(located)
 
         digests = await self._on(self.live, "prepare", prepare)
         self._check_digests("loaded", digests, manifest.digest)
@@ -130,19 +128,20 @@ class Push:
             start = clock()
             sent.append(chunk := await trainer.export_chunk(self.version, len(sent)))
             exported = clock()
-            is_asked_for = (chunk.version, chunk.index) == (self.version, len(sent) - 1)
-            if not is_asked_for or chunk.is_last != bool(chunk.whole_digest):
+            expected = (self.version, len(sent) - 1, bool(chunk.whole_digest))
+            if (chunk.version, chunk.index, chunk.is_last) != expected:
                 wrote = f"the trainer wrote chunk {chunk.index} of {chunk.version} as chunk {len(sent) - 1}"
-                how = f"is_last={chunk.is_last}, whole_digest={chunk.whole_digest or 'none'}"
-                raise self._error(f"{wrote} of policy_version {self.version}, {how}")
+                raise self._error(f"{wrote}, whole_digest={chunk.whole_digest or 'none'}")
             await self._load(chunk)
             export_s, load_s = export_s + exported - start, load_s + clock() - exported
-        digest = sent[-1].whole_digest
         note_span("weight sync", "chunks", began, clock(), self.version)
-        report = await self._commit(digest, export_s, load_s)
-        num_tensors, num_bytes = sum(one.num_tensors for one in sent), sum(one.num_bytes for one in sent)
+        report = await self._commit(sent[-1].whole_digest, export_s, load_s)
         return report, ExportResponse(
-            version=self.version, path="", digest=digest, num_tensors=num_tensors, num_bytes=num_bytes
+            version=self.version,
+            path="",
+            digest=sent[-1].whole_digest,
+            num_tensors=sum(chunk.num_tensors for chunk in sent),
+            num_bytes=sum(chunk.num_bytes for chunk in sent),
         )
 
     async def _load(self, chunk: ExportChunkResponse) -> None:
@@ -153,32 +152,28 @@ class Push:
         self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)
 
     async def _commit(self, digest: str, export_s: float, prepare_s: float) -> PushReport:
-        """Have all of them serve the version, at once or one after the other, and check that they do."""
+        """Have all of them serve the version, and check that they do."""
         clock = asyncio.get_running_loop().time
         start = clock()
 
         async def commit(target: EngineClient) -> CommitResponse:
-            before = self._serving[target.name]
-            self._serving[target.name] = f"{before} or {self.version}, it gave no answer"
+            self._serving[target.name] += f" or {self.version}, it gave no answer"
             report = await target.commit(self.version, digest, self._interrupt)
             self._serving[target.name] = str(report.version)
             if report.pause_s >= SHORTEST_S:
                 note_span(target.name, "pause", clock() - report.pause_s, clock(), self.version)
             return report
 
-        reports: dict[str, CommitResponse] = {}
-        for turn in [(target,) for target in self.live] if self._is_rolling else [self.live]:
-            targets = [target for target in turn if not self._is_down(target.name)]
-            answers = await self._on(targets, "commit", commit)
-            served = {name: f"{one.digest} of version {one.version}" for name, one in answers.items()}
-            self._check_digests("serves", served, f"{digest} of version {self.version}")
-            reports |= answers
+        targets = [target for target in self.live if not self._is_down(target.name)]
+        reports = await self._on(targets, "commit", commit)
+        served = {name: f"{one.digest} of version {one.version}" for name, one in reports.items()}
+        self._check_digests("serves", served, f"{digest} of version {self.version}")
         self.live = tuple(target for target in self.live if target.name in reports)
         pause_s = max((report.pause_s for report in reports.values()), default=0.0)
         num_interrupted = sum(report.num_interrupted for report in reports.values())
         paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
-        told = paused if pause_s else ""  # time-shared engines decode nothing during a push
-        note_span("weight sync", "commit", start, clock(), self.version, told)
+        # Time-shared engines decode nothing during a push.
+        note_span("weight sync", "commit", start, clock(), self.version, paused if pause_s else "")
         return PushReport(export_s, prepare_s, clock() - start, pause_s, num_interrupted)
 
     async def _on(

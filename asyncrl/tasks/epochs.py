@@ -62,7 +62,6 @@ class Epochs:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Settings that determine the order, for JSON."""
         return {
             "num_prompts": self.num_prompts,
             "seed": self._seed,
@@ -115,7 +114,6 @@ class Epochs:
         self._ends.append(self._start(epoch) + size)
 
     def memory(self) -> dict[str, Any]:
-        """Return state for JSON; {} if none."""
         if not self._by_difficulty:
             return {}
         return {

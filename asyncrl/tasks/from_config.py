@@ -156,7 +156,6 @@ def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
 
 
 def look_at_eval_task(config: EvalConfig, label: str = "") -> tuple[EvalTask | None, str]:
-    """Return the eval task before the start, like look_at_task."""
     with _named_eval(label):
         task, words = look_at_task(config.task, EVAL_SEED)
         return (None if task is None else _taken(config, task, label)), words
@@ -173,7 +172,6 @@ def _taken(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
 
 @contextlib.contextmanager
 def _named_eval(label: str) -> Iterator[None]:
-    """Name the section `eval` in errors of `task`."""
     try:
         yield
     except (ConfigError, TaskError) as error:  # all its prompts are made before the start

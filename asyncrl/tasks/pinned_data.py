@@ -87,7 +87,6 @@ class DataPin:
             )
 
     def write(self) -> None:
-        """Save the digests. Raises OSError."""
         if self._digests:
             write_whole(self.path, json.dumps(self._digests, indent=1) + "\n")
 

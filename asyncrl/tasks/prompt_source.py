@@ -115,7 +115,6 @@ class PromptSource:
         self._requeued[draw] = prompt.num_requeued
 
     def make_again(self, prompt_id: str, num_requeued: int) -> Prompt:
-        """Make a drawn prompt again. Raises TaskError."""
         return self._make(self._draw_of(prompt_id), num_requeued)
 
     def _make(self, draw: int, num_requeued: int) -> Prompt:
@@ -141,7 +140,6 @@ class PromptSource:
         return order
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
-        """Raise TaskError if a saved order differs."""
         now = self.order
         for key in now | dict(saved):
             if (before := saved.get(key)) != now.get(key):
@@ -200,7 +198,6 @@ class PromptSource:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises TaskError for another task, seed or order."""
         self.check_order(state["order"])
         self.remember_nowait(state["memory"], (), ())
         self.restore_nowait(state["num_drawn"], state["requeued"])
@@ -238,7 +235,6 @@ class Rota:
             self._places[name].append(turn - 1)
 
     def turn(self, draw: int) -> tuple[str, int]:
-        """Return (task, number of its previous draws)."""
         cycle, place = divmod(draw, self._length)
         name, before = self._turns[place]
         return name, cycle * self.shares[name] + before

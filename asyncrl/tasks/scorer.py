@@ -92,7 +92,6 @@ class TaskScorer:
             raise RewardFailure(what, rule="a reward is one finite number", way_out=way_out) from failure
 
     async def aclose(self) -> None:
-        """End the processes. Idempotent."""
         if self._processes is not None:
             await self._processes.aclose()
 
@@ -142,7 +141,6 @@ class Scorers:
         return await self._scorers[prompt.task].score(prompt, completion)
 
     async def aclose(self) -> None:
-        """End all processes. Idempotent."""
         for scorer in self._scorers.values():
             await scorer.aclose()
 
@@ -213,7 +211,6 @@ _score: Score | str = "never started"
 
 
 def _start(config: TaskConfig, seed: int) -> None:
-    """Build the score function of a worker process, which dies with its parent."""
     global _score
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()

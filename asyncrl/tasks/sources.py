@@ -208,7 +208,6 @@ class VerifiersTask:
 
 
 def _shown(content: Any) -> str:
-    """Return a message's content as text."""
     return content if isinstance(content, str) else "" if content is None else json.dumps(content)
 
 

@@ -9,9 +9,9 @@ import contextlib
 import hashlib
 import json
 import re
-import sys
 import urllib.error
 import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,13 @@ TOKENIZER = (
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
+RunModule = Callable[[str, Sequence[str], float], Awaitable[tuple[int | None, str]]]
+"""Runs `python -m` with arguments and a limit in seconds; returns its exit code (None: killed) and output."""
 
-async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | None = None) -> Path:
+
+async def make_model_folder(
+    config: RunConfig, run_dir: Path, run: RunModule, *, commit: str | None = None
+) -> Path:
     """Return the folder of the config's model. `commit`: the run's initial hub commit. Raises ConfigError."""
     if config.model.scratch is None:
         path = str(config.model.path)
@@ -52,21 +57,8 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | N
     scratch = config.model.scratch.model_dump()
     values = {"out": str(folder), "seed": config.seed, "scratch": scratch, "dtype": config.model.dtype}
     spec.write_text(json.dumps(values), encoding="utf-8")
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "asyncrl.trainer.model.random_init", "--spec", str(spec)),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    text = "no answer in time"
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MAKE_TIMEOUT_S):
-                text = (await process.communicate())[0].decode(errors="replace")
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode != 0:
+    returncode, text = await run("asyncrl.trainer.model.random_init", ["--spec", str(spec)], MAKE_TIMEOUT_S)
+    if returncode != 0:
         fatal = find_fatal(text)
         raise ConfigError(
             f"model.scratch cannot be made: {fatal.error if fatal else text[-500:]}",

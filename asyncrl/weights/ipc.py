@@ -99,9 +99,10 @@ def open_file(handle: MemoryHandle) -> SharedMemory:
     )
 
 
-def make_cuda_memory(num_bytes: int, device: torch.device, driver: CudaDriver | None = None) -> SharedMemory:
+def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
     """Allocate whole granules."""
-    driver, num_bytes = driver or CudaDriver(), -(-num_bytes // GRANULE) * GRANULE
+    driver = CudaDriver()
+    num_bytes = -(-num_bytes // GRANULE) * GRANULE
     pointer, shared = ctypes.c_uint64(), IpcHandle()
     with driver.on(_ordinal(device)):
         driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
@@ -109,24 +110,18 @@ def make_cuda_memory(num_bytes: int, device: torch.device, driver: CudaDriver | 
         driver.call("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
     name, uuid = base64.b64encode(bytes(shared)).decode(), driver.uuid(_ordinal(device))
     handle = MemoryHandle(kind="cuda", name=name, device=uuid, num_bytes=num_bytes)
-    return SharedMemory(handle, device_tensor(allocation, device))
+    return SharedMemory(handle, torch.as_tensor(allocation, device=device))
 
 
-def open_cuda_memory(
-    handle: MemoryHandle, device: torch.device, driver: CudaDriver | None = None
-) -> SharedMemory:
+def open_cuda_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
     """Open another process's allocation; CUDA cannot open this process's own."""
-    driver, pointer = driver or CudaDriver(), ctypes.c_uint64()
+    driver, pointer = CudaDriver(), ctypes.c_uint64()
     shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
     with driver.on(_ordinal(device)):
         flags = ctypes.c_uint(LAZY_PEER_ACCESS)
         driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, flags)
     allocation = _Allocation(driver, pointer, handle.num_bytes, _ordinal(device), "cuIpcCloseMemHandle")
-    return SharedMemory(handle, device_tensor(allocation, device))
-
-
-def device_tensor(allocation: Any, device: torch.device) -> Tensor:
-    return torch.as_tensor(allocation, device=device)
+    return SharedMemory(handle, torch.as_tensor(allocation, device=device))
 
 
 def name_of(device: torch.device) -> str:
@@ -165,8 +160,8 @@ class IpcHandle(ctypes.Structure):
 class CudaDriver:
     """CUDA driver. All calls raise OSError."""
 
-    def __init__(self, library: str = "libcuda.so.1") -> None:
-        self.library = ctypes.CDLL(library)
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
     @contextmanager
@@ -323,7 +318,7 @@ class TrainerMemory:
             except (OSError, ValueError) as error:
                 what = f"cannot open the {handles[0].kind} memory of {handles[0].num_bytes} bytes: {error}"
                 rule = "trainer and engine take turns on the same devices, and share a piece of their memory"
-                way_out = "give them the same (placement) and one container, or devices of their own."
+                way_out = "give them the same devices (placement) and one container, or separate devices."
                 raise Refused(400, what, rule=rule, way_out=way_out) from error
         memory = self._memory
         try:

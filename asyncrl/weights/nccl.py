@@ -47,11 +47,10 @@ from asyncrl.weights.ipc import copy_placed, lay_out, views
 from asyncrl.weights.transport import Exported, TrainerEnd, Transport, done, only_gathered
 
 T = TypeVar("T")
-SENDER = 0
 _LATE_S = 1.0
 """Extra time of a torch thread, so that its own error is reported."""
 _LOOK_S = 0.0005
-OPEN_PORTS = "let the nodes of the run reach each other at every TCP port of their own network"
+OPEN_PORTS = "let the nodes of the run reach each other at every TCP port"
 
 
 class BroadcastTransport(Transport):
@@ -108,8 +107,10 @@ class BroadcastTransport(Transport):
         member = request.member
         with self._in_use:
             if self.version != request.version:
-                what = f"policy_version {request.version} is to be sent, and what is held is version "
-                raise Refused(409, f"{what}{self.version}", rule="the newest export alone is held")
+                what = (
+                    f"cannot send policy_version {request.version}: the trainer holds version {self.version}"
+                )
+                raise Refused(409, what, rule="only the newest export is held")
             try:
                 if self._group is None or self._group.path != member.path:
                     self._leave()
@@ -120,7 +121,7 @@ class BroadcastTransport(Transport):
                 self._leave()
                 what = f"policy_version {request.version} was not sent: {broken}"
                 rule = "weights are sent once, to all workers of all engines"
-                way_out = "read the logs of the engines; they are sent anew once those were started again."
+                way_out = "read the logs of the engines; the weights are sent again after a restart."
                 raise Refused(409, what, rule=rule, way_out=way_out) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
             return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
@@ -211,7 +212,7 @@ class WeightGroup:
         if self._group is None:
             raise GroupBroken("the group is closed")
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = SENDER, 0, self._timeout
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         try:
             self._wait(self._group.broadcast([tensor], options))
         except RuntimeError as error:

@@ -91,7 +91,7 @@ def _raw(name: str, entry: Mapping[str, Any], data: memoryview) -> RawTensor:
     dtype, size = DTYPES[entry["dtype"]]
     start, end = entry["data_offsets"]
     if not 0 <= start <= end <= len(data) or end - start != math.prod(entry["shape"]) * size:
-        raise ValueError(f"{name} cannot lie in bytes {start} to {end} of {len(data)}")
+        raise ValueError(f"{name} cannot be in bytes {start} to {end} of {len(data)}")
     return RawTensor(dtype, tuple(entry["shape"]), data[start:end])
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.messages.engine_api import TransportName
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights.export import LazyWeights, begin_export, gather_along
 
@@ -84,18 +83,3 @@ class Transport:
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send the held copy: transport nccl. Raises Refused."""
         raise NotImplementedError
-
-
-def make_transport(name: TransportName, end: TrainerEnd) -> Transport:
-    from asyncrl.weights.adapters import AdapterTransport
-    from asyncrl.weights.nccl import BroadcastTransport
-
-    ways: dict[TransportName, type[Transport]] = {
-        "shm": Transport,
-        "disk": Transport,
-        "stream": Transport,
-        "ipc": Transport,
-        "lora": AdapterTransport,
-        "nccl": BroadcastTransport,
-    }
-    return ways[name](end)

@@ -45,13 +45,10 @@ class GenerateBody(Message):
     num_resumed: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    stop: list[str] = []
+    stop: tuple[str, ...] = ()
     seed: int = 0
     grammar: str | None = None
     top_logprobs: int = 0
-
-    def request(self) -> GenerateRequest:
-        return GenerateRequest(**{**dict(self), "stop": tuple(self.stop)})
 
 
 class ServedLink(Generic[Of]):
@@ -219,7 +216,7 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
 
     async def generate(body: GenerateBody) -> GenerateResponse:
         check_queue(MAX_QUEUED - engine.num_queued)
-        return await OneAnswer().answer(engine, body.request())
+        return await OneAnswer().answer(engine, GenerateRequest(**dict(body)))
 
     # prepare and load_chunk block a worker thread, not the event loop.
     async def prepare(body: PrepareRequest) -> PrepareResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -54,7 +55,9 @@ def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
     try:
         return kind.model_validate_json(text), fd
     except ValidationError as error:
-        fail(f"the spec of this server is wrong: {error}", rule=f"its fields are those of {kind.__name__}")
+        fail(
+            f"the spec of this server is wrong: {error}", rule=f"its fields are the fields of {kind.__name__}"
+        )
 
 
 class Listener(Protocol):
@@ -124,12 +127,12 @@ def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray
         and len(request.stop) <= MAX_STOP
         and 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS
     ):
-        what = f"{num_prompt} prompt ids, max_tokens {request.max_tokens}, temperature {request.temperature}"
-        what += f", top_p {request.top_p}, seed {request.seed}, {len(request.stop)} stop strings"
-        what += f", top_logprobs {request.top_logprobs}"
-        rule = "a prompt has an id, max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= seed < 2**63"
-        rule += f", at most {MAX_STOP} stop strings, 0 <= top_logprobs <= {MAX_TOP_LOGPROBS}"
-        raise Refused(400, f"{name} has {what}", rule=rule)
+        raise Refused(
+            400,
+            f"{name} has {num_prompt} prompt ids and {replace(request, prompt_ids=())}",
+            rule="a prompt has an id, max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= seed < 2**63, "
+            f"at most {MAX_STOP} stop strings, 0 <= top_logprobs <= {MAX_TOP_LOGPROBS}",
+        )
     return ids
 
 

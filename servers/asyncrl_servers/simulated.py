@@ -26,8 +26,6 @@ from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
-PART_BYTES = 2**20
-"""Reported size of a memory part."""
 SWAP_S = 0.001
 """Seconds that a weight swap stops decoding."""
 EPSILON = 1e-9
@@ -185,7 +183,7 @@ class SimulatedEngine:
     def _moved(self, parts: set[EnginePart]) -> asyncio.Future[TransferStats]:
         self._update()
         moved: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
-        moved.set_result(TransferStats(num_bytes=PART_BYTES * len(parts), seconds=0.0))
+        moved.set_result(TransferStats(num_bytes=2**20 * len(parts), seconds=0.0))
         return moved
 
     def _swap(self) -> None:

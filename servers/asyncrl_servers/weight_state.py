@@ -21,7 +21,6 @@ from asyncrl.messages.engine_api import (
 )
 from asyncrl.weights.tensor_files import RESEND
 
-PARTS: tuple[EnginePart, ...] = ("kv", "weights")
 PUSH_AGAIN = "push this version again, from chunk 0."
 Arrived = tuple[dict[str, bytes], int]
 """(digest of each tensor by name, total bytes)."""
@@ -38,7 +37,7 @@ def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | Load
             409,
             f"{place} holds {len(digests)} tensors of {num_bytes} bytes with digest {digest}, announced were "
             f"{expected[0]} of {expected[1]} with digest {expected[2]} (policy_version {announced.version})",
-            rule="a version is served only when what was loaded is what was sent",
+            rule="an engine serves a version only if it loaded the bytes that were sent",
             way_out=RESEND,
         )
     return digest
@@ -122,7 +121,7 @@ class ChunkedPush:
                 409,
                 f"commit of policy_version {version} with digest {digest}, but loaded is {state} with digest "
                 f"{loaded}, which lacks {len(missing)} tensors {missing[:3]}",
-                rule="a version is served only when all its chunks are here and are what was sent",
+                rule="an engine serves a version only if it loaded all chunks that were sent",
                 way_out=PUSH_AGAIN,
             )
 
@@ -182,8 +181,8 @@ class WeightState:
 
     @property
     def asleep(self) -> list[EnginePart]:
-        """Parts without memory, in sleeping order."""
-        return [part for part in PARTS if part in self._asleep]
+        """Parts without memory."""
+        return sorted(self._asleep)
 
     @property
     def can_serve(self) -> bool:
@@ -219,7 +218,7 @@ class WeightState:
             self._check_awake(what)
             if self.has_content:
                 rule = "chunks are loaded into weights that have slept"
-                raise Refused(409, f"{what} over those that are served", rule=rule, way_out="use /prepare.")
+                raise Refused(409, f"{what} over serving weights", rule=rule, way_out="use /prepare.")
             with self.push.receiving(request, self.version):
                 digest = self.push.add(request, self.load(request))
         return LoadChunkResponse(version=request.version, index=request.index, digest=digest)

@@ -1,40 +1,22 @@
 """anthropic: /v1/messages, as its documentation has it."""
 
 from anthropic import Anthropic, beta_tool
+from framework_tasks import ASKED, PARAMETERS, PARIS, City, add_of
 
-QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
-ADD = {
-    "name": "add",
-    "description": "Add two numbers.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-        "required": ["a", "b"],
-    },
-}
-CITY = {
-    "name": "city",
-    "description": "A city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "people": {"type": "integer", "minimum": 0, "maximum": 99},
-        },
-        "required": ["name", "people"],
-    },
-}
+ADD_TOOL = {"name": "add", "description": "Add two numbers.", "input_schema": PARAMETERS}
+CITY_TOOL = {"name": "city", "description": "A city.", "input_schema": City.model_json_schema()}
 
 
 def loop(ask, **more):
-    messages, calls = [{"role": "user", "content": QUESTION}], 0
+    messages, calls = [*ASKED], 0
     while True:
-        answer = ask(model="policy", max_tokens=2000, messages=messages, tools=[ADD], **more)
+        answer = ask(model="policy", max_tokens=2000, messages=messages, tools=[ADD_TOOL], **more)
         messages.append({"role": "assistant", "content": answer.content})
         results = []
         for block in answer.content:
             if block.type == "tool_use":
-                total, calls = str(block.input["a"] + block.input["b"]), calls + 1
+                calls += 1
+                total = add_of(block.input)
                 results.append({"type": "tool_result", "tool_use_id": block.id, "content": total})
         if not results:
             return ["".join(block.text for block in answer.content if block.type == "text"), calls]
@@ -77,7 +59,7 @@ def tool_runner(*, stream=False):
         model="policy",
         max_tokens=2000,
         system="Be brief.",
-        messages=[{"role": "user", "content": QUESTION}],
+        messages=ASKED,
         tools=[add],
         stream=stream,
     )
@@ -96,8 +78,8 @@ def forced_tool():
     answer = Anthropic().messages.create(
         model="policy",
         max_tokens=1000,
-        messages=[{"role": "user", "content": "Paris?"}],
-        tools=[CITY],
+        messages=PARIS,
+        tools=[CITY_TOOL],
         tool_choice={"type": "tool", "name": "city"},
     )
     return next(block.input for block in answer.content if block.type == "tool_use")

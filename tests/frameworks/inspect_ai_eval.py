@@ -6,22 +6,13 @@ import tempfile
 import acp  # noqa: F401  imported here, it is not imported anew in each play
 import anthropic  # noqa: F401
 import openai  # noqa: F401
+from framework_tasks import QUESTION, City
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.model import GenerateConfig, ResponseSchema, get_model
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import tool
 from inspect_ai.util import json_schema
-from pydantic import BaseModel, Field
-
-QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str = Field(max_length=12)
-    people: int = Field(ge=0, le=99)
 
 
 @tool

@@ -1,19 +1,10 @@
 """langchain: its agent (on langgraph), and with_structured_output in each of its methods."""
 
+from framework_tasks import QUESTION, City
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
-
-QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str = Field(max_length=12)
-    people: int = Field(ge=0, le=99)
 
 
 def calculator(**more):

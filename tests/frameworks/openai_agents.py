@@ -1,17 +1,8 @@
 """openai-agents: its Responses model, which is its default, and its chat model."""
 
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from framework_tasks import QUESTION, City
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
-
-QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str = Field(max_length=12)
-    people: int = Field(ge=0, le=99)
 
 
 def calculator(**more):

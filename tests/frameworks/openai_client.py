@@ -2,61 +2,31 @@
 
 import json
 
+from framework_tasks import ADD, ASKED, PARIS, City, add_of, chat_loop
 from openai import OpenAI, pydantic_function_tool
-from pydantic import BaseModel, Field
-
-QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
-PARAMETERS = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-}
-ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str = Field(max_length=12)
-    people: int = Field(ge=0, le=99)
 
 
 def tools():
-    client, messages, calls = OpenAI(), [{"role": "user", "content": QUESTION}], 0
-    while True:
-        answer = client.chat.completions.create(
-            model="policy", messages=messages, tools=[{"type": "function", "function": ADD}]
-        )
-        message = answer.choices[0].message
-        messages.append(message)
-        if not message.tool_calls:
-            return [message.content, calls]
-        for call in message.tool_calls:
-            arguments, calls = json.loads(call.function.arguments), calls + 1
-            messages.append(
-                {"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])}
-            )
+    client = OpenAI()
+
+    def ask(**given):
+        return client.chat.completions.create(model="policy", **given).choices[0].message
+
+    return chat_loop(ask)
 
 
 def streamed_tools():
-    client, messages, calls = OpenAI(), [{"role": "user", "content": QUESTION}], 0
-    while True:
-        with client.chat.completions.stream(
-            model="policy", messages=messages, tools=[{"type": "function", "function": ADD}]
-        ) as stream:
-            message = stream.get_final_completion().choices[0].message
-        messages.append(message.model_dump())
-        if not message.tool_calls:
-            return [message.content, calls]
-        for call in message.tool_calls:
-            arguments, calls = json.loads(call.function.arguments), calls + 1
-            messages.append(
-                {"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])}
-            )
+    client = OpenAI()
+
+    def ask(**given):
+        with client.chat.completions.stream(model="policy", **given) as stream:
+            return stream.get_final_completion().choices[0].message
+
+    return chat_loop(ask, kept=lambda message: message.model_dump())
 
 
 def responses_tools():
-    client, items, calls, previous = OpenAI(), [{"role": "user", "content": QUESTION}], 0, None
+    client, items, calls, previous = OpenAI(), ASKED, 0, None
     while True:
         answer = client.responses.create(
             model="policy", input=items, tools=[{"type": "function", **ADD}], previous_response_id=previous
@@ -64,17 +34,15 @@ def responses_tools():
         items, previous = [], answer.id
         for item in answer.output:
             if item.type == "function_call":
-                arguments, calls = json.loads(item.arguments), calls + 1
-                total = str(arguments["a"] + arguments["b"])
+                calls += 1
+                total = add_of(json.loads(item.arguments))
                 items.append({"type": "function_call_output", "call_id": item.call_id, "output": total})
         if not items:
             return [answer.output_text, calls]
 
 
 def parse():
-    answer = OpenAI().chat.completions.parse(
-        model="policy", messages=[{"role": "user", "content": "Paris?"}], response_format=City
-    )
+    answer = OpenAI().chat.completions.parse(model="policy", messages=PARIS, response_format=City)
     return answer.choices[0].message.parsed.model_dump()
 
 
@@ -90,7 +58,7 @@ def json_object():
 def strict_tool():
     answer = OpenAI().chat.completions.parse(
         model="policy",
-        messages=[{"role": "user", "content": "Paris?"}],
+        messages=PARIS,
         tools=[pydantic_function_tool(City)],
         tool_choice="required",
         parallel_tool_calls=False,

@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import traceback
+from pathlib import Path
 
 
 def play(scenario, environment, answer):
@@ -23,6 +24,7 @@ def play(scenario, environment, answer):
     os._exit(0)
 
 
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
 scenarios = runpy.run_path(sys.argv[1])
 for line in sys.stdin:
     order = json.loads(line)

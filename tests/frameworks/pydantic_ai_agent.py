@@ -1,16 +1,7 @@
 """pydantic-ai: its three kinds of OpenAI and Anthropic models, and its three kinds of typed output."""
 
-from pydantic import BaseModel, Field
+from framework_tasks import QUESTION, City
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
-
-QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str = Field(max_length=12)
-    people: int = Field(ge=0, le=99)
 
 
 def calculator(model):

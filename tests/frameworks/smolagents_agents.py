@@ -1,8 +1,7 @@
 """smolagents: agents that write code, and that call tools."""
 
+from framework_tasks import QUESTION
 from smolagents import CodeAgent, LiteLLMModel, OpenAIModel, ToolCallingAgent, tool
-
-QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 
 
 def calculator(kind, model, **more):

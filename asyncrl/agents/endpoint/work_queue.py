@@ -97,7 +97,6 @@ class WorkItems:
         return True
 
     def take(self, worker_id: WorkerId, max_items: int) -> list[QueuedItem]:
-        """Give the worker at most `max_items`."""
         taken: list[QueuedItem] = []
         while self._queue and len(taken) < max_items:
             item_id, item = self._queue.popitem(last=False)
@@ -109,7 +108,6 @@ class WorkItems:
         return taken
 
     def lost(self, worker_id: WorkerId, holding: Collection[str]) -> dict[str, str]:
-        """Return the items that are not this worker's, with the reason."""
         held = self.workers[worker_id].held
         return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
 

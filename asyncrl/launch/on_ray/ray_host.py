@@ -1,7 +1,7 @@
 """Ray actor that holds the processes of a run on one node. The controller's end is ray_node.py.
 
 The processes are children of the actor: when it ends in any way, their standard inputs close, and they clean
-up and exit; a guard kills the rest. Logs and specs go to the run directory, which all nodes share.
+up and exit, as on one machine. Logs and specs go to the run directory, which all nodes share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.launch import fork_server
@@ -23,37 +22,10 @@ from asyncrl.launch.on_ray.fetched_files import FetchedFiles
 from asyncrl.launch.processes import ChildProcess, ProcessSpec, free_port_at
 from asyncrl.messages.engine_api import FileRequest
 
-ORPHANS_S = 20
-"""Limit for processes whose actor has ended: longer than a vLLM server and its group take to end."""
 RUNTIME_ENV = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
 """Keeps Ray from sending SIGKILL to our processes, which would leave weights in shared memory."""
-_GUARD = """
-while read -r line; do groups=$line; done
-left=$(($1 * 10))
-for group in $groups; do
-    while kill -s 0 -- "-$group"; do
-        [ "$left" -gt 0 ] || { kill -s KILL -- "-$group"; break; }
-        left=$((left - 1))
-        sleep 0.1
-    done
-done
-rm -rf "$2"
-"""
-"""Script that reads all current process groups from each line until the actor ends. Then it waits up to $1
-seconds, kills surviving groups, frozen or not, and removes the folder $2.
-"""
-
-
-def start_guard(folder: Path, wait_s: int = ORPHANS_S) -> subprocess.Popen[bytes]:
-    """Return the guard of process groups written to its standard input."""
-    return subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, "guard", str(wait_s), str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        bufsize=0,
-    )
+REMOVE_AFTERWARDS = 'cat > /dev/null; rm -rf "$0"'
+"""Script that removes a folder once its standard input ends."""
 
 
 def describe(num_cuda: int) -> tuple[Machine, NodeReport]:
@@ -75,7 +47,11 @@ class Host:
         self._address = address
         self._numbers = numbers
         self._files = FetchedFiles()
-        self._guard = start_guard(self._files.folder)
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", REMOVE_AFTERWARDS, str(self._files.folder)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         self._children = dict[str, ChildProcess]()
         self._waits = dict[str, asyncio.Future[None]]()
         self._changed = asyncio.Event()
@@ -98,7 +74,6 @@ class Host:
         except ConfigError as error:
             return error
         self._children[key] = child
-        self._tell_guard()
         self._waits[key] = asyncio.ensure_future(child.wait())
         self._waits[key].add_done_callback(lambda _: self._changed.set())
         return child.url, child.pid
@@ -120,14 +95,7 @@ class Host:
         await child.aclose()
         self._children.pop(key)
         self._waits.pop(key).cancel()
-        self._tell_guard()
         return child.returncode, child.left
-
-    def _tell_guard(self) -> None:
-        assert self._guard.stdin is not None, "it has a pipe"
-        groups = " ".join(str(child.pid) for child in self._children.values())
-        with contextlib.suppress(BrokenPipeError):  # the guard was killed: frozen processes may remain
-            self._guard.stdin.write(f"{groups}\n".encode())
 
     async def kill(self, key: str) -> None:
         self._children[key].kill_nowait()

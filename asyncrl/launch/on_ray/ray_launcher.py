@@ -58,14 +58,16 @@ class RayLauncher(Launcher):
         own = ray.get_runtime_context().get_node_id()
         found = sorted(_alive(), key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
         fit = list[Node]()
-        for record, answer in zip(found, [_describe(node) for node in found], strict=True):
+        answers = [_describe(node) for node in found]
+        ray.wait(answers, num_returns=len(answers), timeout=DESCRIBE_S)
+        for record, answer in zip(found, answers, strict=True):
             name = record["NodeName"]
             try:
-                machine, report = ray.get(answer, timeout=DESCRIBE_S)
+                machine, report = ray.get(answer, timeout=0)
                 error = unmet(name, report, self._versions)
             except (ray.exceptions.RayError, ImportError, TimeoutError) as failure:
                 error = ConfigError(
-                    f"the node {name} cannot run asyncrl: {str(failure).strip().splitlines()[-1][:300]}",
+                    f"the node {name} cannot run asyncrl: {str(failure).strip()[-300:]}",
                     way_out="install asyncrl there, in the Python that runs Ray, or remove it from Ray.",
                 )
             if error is None:
@@ -108,10 +110,8 @@ class RayLauncher(Launcher):
             num_cuda = len({name for name in devices if name.startswith("cuda:")})
             wanted = {"CPU": float(len(devices)), "GPU": float(num_cuda)}
             self._refuse_too_little(number, wanted)
-            pin = next(
-                name for name in self._resources[number] if name.startswith("node:") and "__" not in name
-            )
-            bundles.append({name: value for name, value in wanted.items() if value} | {pin: PIN})
+            pin = {f"node:{self.nodes[number].address}": PIN}
+            bundles.append({name: value for name, value in wanted.items() if value} | pin)
         await self._reserve(bundles)
         for index, (number, devices) in enumerate(parts.items()):
             make = partial(self._make_actor, index, self.nodes[number], devices)

@@ -111,9 +111,9 @@ def check_determinism(runner: Runner, name: str) -> None:
         found = [*beside, resumed, *joined]
         if not all(map(torch.equal, [*alone, *[alone[-1]] * (1 + len(joined))], found)):
             fail(
-                f"{name}: a sequence's logits change with {n - 1} others beside it (dtype "
+                f"{name}: a sequence's logits change with {n - 1} others in the batch (dtype "
                 f"{runner.loaded.dtype}, {torch.get_num_threads()} threads)",
-                rule="rollout.deterministic (auto or true): tokens depend on prompt, seed and weights alone",
+                rule="rollout.deterministic (auto or true): tokens depend only on prompt, seed and weights",
                 way_out="set rollout.threads=1, model.dtype=float32, or rollout.deterministic=false.",
             )
 

@@ -177,7 +177,8 @@ class Engine:
         self._scheduler.hand_over()
 
     def _stop(self) -> None:
-        self._scheduler.abort_all()
+        own = self._scheduler
+        own.abort({*own.rows.sequences, *own.queued, *own.interrupted})
         self._is_stopping = True
 
     @torch.inference_mode(False)  # other threads load chunks into these tensors

@@ -20,8 +20,6 @@ from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, moves_after_removal, sample
 from asyncrl_servers.served_engine import Listener, check_request
 
-NO_IDS = np.zeros(0, np.int32)
-NO_LOGPROBS = np.zeros(0, np.float32)
 MIN_COPIED = 32
 """Minimum prefix length worth copying from the cache."""
 MIN_SHARED = 2
@@ -109,11 +107,9 @@ class Scheduler:
         for waiting in (self.queued, self.interrupted):
             for sequence in wanted & waiting.keys():
                 del waiting[sequence]
-                empty = Sampled(sequence.number, NO_IDS, NO_LOGPROBS, [], "abort")
+                ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+                empty = Sampled(sequence.number, ids, logprobs, [], "abort")
                 self._results.setdefault(sequence.listener, []).append(empty)
-
-    def abort_all(self) -> None:
-        self.abort({*self.rows.sequences, *self.queued, *self.interrupted})
 
     def interrupt(self) -> int:
         """Interrupt all running sequences; return their number."""
@@ -218,7 +214,7 @@ class Scheduler:
         for one in reads:
             sequences = self.rows.sequences
             logits = sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
-            assert logits is not None, "a source comes before those that use it"
+            assert logits is not None, "a source precedes its users"
             sequences[one.row].next_logits_V = logits
             found.append(logits)
         return torch.stack(found)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asyncrl_servers.embedded.decode_loop import Engine
 
 
-class Text(NamedTuple):
+class ScoredText(NamedTuple):
     ids: Ints
     request: ScoreRequest
     answer: Future[ScoreResponse]
@@ -36,7 +36,7 @@ class Scorer(Runner):
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec, *, is_exact: bool) -> None:
         super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)
-        self._waiting = deque[Text]()
+        self._waiting = deque[ScoredText]()
 
     def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
         """Queue the request. Raises Refused (400)."""
@@ -50,7 +50,7 @@ class Scorer(Runner):
         if is_unknown.any():
             rule = f"the model knows ids 0..{self.loaded.vocab_size - 1}"
             raise Refused(400, f"token id {ids[is_unknown][0]} is to be scored", rule=rule)
-        self._waiting.append(Text(ids, request, answer))
+        self._waiting.append(ScoredText(ids, request, answer))
 
     def run(self) -> None:
         """Answer waiting requests, oldest first."""
@@ -62,7 +62,7 @@ class Scorer(Runner):
                     raise FloatingPointError("the model gives logprobs that are not finite")
                 text.answer.set_result(ScoreResponse(logprobs=found.tolist()))
 
-    def _read(self, texts: list[Text]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+    def _read(self, texts: list[ScoredText]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Return float32 [T - 1] for each text, without the first token."""
         found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
         # The last token predicts nothing.

@@ -39,7 +39,7 @@ class BearerOnly:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            rule = "internal servers answer to the run that started them alone"
+            rule = "internal servers answer only to the run that started them"
             body = ErrorBody(error="wrong or missing bearer token", rule=rule)
             await JSONResponse(body.model_dump(), status_code=401)(scope, receive, send)
 

@@ -92,7 +92,7 @@ SETTINGS = {
     "trainer.lora.rank": ("max_lora_rank",),
     "algorithm.router_replay": ("enable_return_routed_experts", "aux_output_config"),
     "`vllm serve --help=all` in a shell": ("help",),
-    "nothing: the run and its trainer need it as it is": (
+    "nothing: the run and its trainer depend on it": (
         *("served_model_name", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls", "max_loras"),
         *("enable_scale_out", "tokens_only", "enable_prompt_tokens_details", "api_key", "middleware", "grpc"),
         *("host", "uds", "root_path", "ssl_keyfile", "ssl_certfile"),
@@ -171,7 +171,7 @@ def check_name(name: str, known: Collection[str]) -> None:
         near = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
         what = f"rollout.vllm has {name}, and vLLM has no argument of that name"
         way_out = f"did you mean {' or '.join(near)}?" if near else "see `vllm serve --help=all`."
-        raise Refused(400, what, rule="names are those of `vllm serve`, with - or _", way_out=way_out)
+        raise Refused(400, what, rule="names are the options of `vllm serve`, with - or _", way_out=way_out)
 
 
 def _words(name: str, value: Any, known: Collection[str]) -> list[str]:

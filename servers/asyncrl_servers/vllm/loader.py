@@ -159,7 +159,9 @@ class Loader:
             reload.begin()
             for chunk in self._chunks(staged, chunk_bytes):
                 reload.add(chunk)
-            _check_complete(reload, staged.request.version, "weights are loaded whole; those that serve stay")
+            _check_complete(
+                reload, staged.request.version, "weights are loaded whole; the serving weights stay"
+            )
             reload.finish()
         finally:
             twin.end_loading()

@@ -28,7 +28,9 @@ def patch_resumed() -> None:
         if num_resumed := given.get("num_resumed", 0):
             resumed = list(request.prompt_token_ids[-num_resumed:])
             if not grammar.accept_tokens(request.request_id, resumed):
-                raise ValueError(f"request {request.request_id} cannot go on from what was sampled of it")
+                raise ValueError(
+                    f"request {request.request_id} does not follow its grammar in its resumed tokens"
+                )
         return grammar
 
     StructuredOutputManager._create_grammar = create_and_resume

@@ -75,9 +75,6 @@ def _answer(method: Callable[..., dict[str, Any] | None], request: str) -> dict[
         return {"error": f"{type(error).__name__}: {error}", "rule": "", "way_out": "see this server's log."}
 
 
-BROADCAST = "broadcast"
-
-
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     """Backend for vLLM's native weight transfer (weight_sync.transport=nccl): every worker receives the
     broadcast and loads its part.
@@ -131,5 +128,5 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             group.close()
 
 
-if BROADCAST not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BROADCAST, BroadcastEngine)
+if "broadcast" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("broadcast", BroadcastEngine)

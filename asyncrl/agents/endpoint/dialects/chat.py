@@ -12,8 +12,9 @@ from asyncrl.agents.endpoint.answers import Answer, ApiError
 from asyncrl.agents.endpoint.dialects.dialect import KeptAnswers, Writer
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.gateway_call import GatewayCall
+    from asyncrl.agents.endpoint.dialects.dialect import Read
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 
 class ChatDialect:
@@ -25,7 +26,7 @@ class ChatDialect:
     event_object = "chat.completion.chunk"
     first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": "", "refusal": None}}
 
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> tuple[AnyRequest, Any]:
+    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
         return reader.chat(body), None
 
     def writer(self, call: GatewayCall, model: str, asked: AnyRequest, data: Any) -> Writer:
@@ -38,7 +39,6 @@ class ChatDialect:
         return {"delta": {"content": text}}
 
     def end(self, choice: Answer) -> list[dict[str, Any]]:
-        """Return the events after the last text: tool calls, logprobs."""
         calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
         parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
         if choice.logprobs is not None:
@@ -58,7 +58,7 @@ class TextDialect(ChatDialect):
     event_object = "text_completion"
     first = None
 
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> tuple[AnyRequest, Any]:
+    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
         return reader.text(body), None
 
     def choice(self, choice: Answer) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class ChoicesWriter:
         return b"data: " + error.body() + b"\n\n"
 
     def keep(self, kept: KeptAnswers) -> None:
-        """Keep nothing: clients send each chat whole."""
+        """Keep nothing: clients send whole chats."""
 
     def _begin(self) -> bytes:
         first = self._first

@@ -32,7 +32,7 @@ function optionsOf(spec, width) {
   for (const line of spec.lines) {
     series.push({
       label: line.label, scale: line.scale || "y", class: line.isQuiet ? "quiet" : undefined, stroke: line.stroke, width: line.width ?? 2, fill: line.fill,
-      dash: line.dash, paths: line.paths, spanGaps: Boolean(line.spansGaps),
+      dash: line.dash, spanGaps: Boolean(line.spansGaps),
       points: line.isPoints ? { show: true, size: 8, fill: line.stroke } : line.width === 0 || line.fill || line.dash || line.isEdge ? { show: false } : { size: 5 },
       value: (_, v, at, row) => amount(v, spec.unit),
     });
@@ -41,7 +41,7 @@ function optionsOf(spec, width) {
   return {
     width, height: spec.isSmall ? 120 : spec.height || 260, series, axes: axesOf(spec), legend: { show: !spec.isSmall, live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
     bands: (spec.bands || []).map(([high, low, fill]) => ({ series: [labels.indexOf(high) + 1, labels.indexOf(low) + 1], fill })),
-    scales: { x: { time: false, ...(spec.isBars && { range: (_, low, high) => [low - 0.5, high + 0.5] }) }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high || (low ? 0 : 1), 0.08, true) }, share: { range: [0, 1.05] } },
+    scales: { x: { time: false }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high || (low ? 0 : 1), 0.08, true) }, share: { range: [0, 1.05] } },
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
   };
 }
@@ -56,7 +56,7 @@ function drawChart(id, spec) {
     box.replaceChildren(head, nothing(spec.isEmpty || "No step has this number yet."));
     return;
   }
-  const data = joined(spec.lines), shape = JSON.stringify([spec.title, spec.what, spec.isTime, spec.isBars, spec.lines.map(line => [line.label, line.stroke])]);
+  const data = joined(spec.lines), shape = JSON.stringify([spec.title, spec.what, spec.isTime, spec.lines.map(line => [line.label, line.stroke])]);
   if (known && known.shape === shape) {  // a live change: where the reader has zoomed to stays
     known.lines.splice(0, known.lines.length, ...spec.lines);
     known.plot.setData(data, !known.isZoomed);
