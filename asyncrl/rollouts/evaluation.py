@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, stdev
 from typing import Literal, TypeVar
 
 from asyncrl.base.errors import EngineError, PublishError, RoomError
@@ -38,8 +38,8 @@ class Sample:
 class EvalResult:
     """Scored samples at `version`; `num_failed` others have no reward.
 
-    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: evaluations so far that did
-    not begin, or did not end. `num_abandoned_calls`: reward calls that ignored cancellation.
+    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: evaluations so far that
+    were due and did not begin, or did not end.
     """
 
     version: int
@@ -49,15 +49,11 @@ class EvalResult:
     seconds: float = 0.0
     num_skipped: int = 0
     num_abandoned: int = 0
-    num_abandoned_calls: int = 0
     name: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """Return values by metric name, if there are enough samples and prompts.
-
-        eval/reward_mean, eval/reward_std: over prompts, each the mean of its samples (population standard
-        deviation); eval/standard_error: over prompts; eval/task/NAME: over samples with NAME; eval/failed:
-        samples excluded from all means.
+        """Return values by metric name, if there are enough samples and prompts. Reward: the mean of
+        the prompts' means; other means are over samples. Failed samples are in none.
         """
         metrics: dict[str, float] = {
             "eval/version": self.version,
@@ -65,7 +61,6 @@ class EvalResult:
             "eval/seconds": self.seconds,
             "eval/skipped": self.num_skipped,
             "eval/abandoned": self.num_abandoned,
-            "eval/abandoned_calls": self.num_abandoned_calls,
         }
         if self.samples:
             rewards: defaultdict[str, list[float]] = defaultdict(list)
@@ -74,7 +69,6 @@ class EvalResult:
             means = [fmean(found) for found in rewards.values()]
             metrics |= {
                 "eval/reward_mean": fmean(means),
-                "eval/reward_std": pstdev(means),
                 "eval/length_mean": fmean(sample.length for sample in self.samples),
                 "eval/truncated_fraction": fmean(sample.is_truncated for sample in self.samples),
             }

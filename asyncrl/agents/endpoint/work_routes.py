@@ -74,7 +74,6 @@ class RolloutQueue:
         workers = self._items.workers.values()
         return {
             "harness/queued": self._items.num_queued,
-            "harness/leased": self._items.num_held,
             "harness/workers": len(workers),
             "harness/unseen_s": self._clock() - self._last_seen_s,
             "harness/leases": self._num_given,
