@@ -70,8 +70,6 @@ class WeightSyncConfig(FrozenConfig):
     interrupt: Literal["auto"] | Interrupt = "auto"
     """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed
     KV cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest."""
-    rolling: bool = False
-    """Swap engines one after another, so that the others continue sampling (false = all at once)."""
     canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
     """Maximum difference in nats between vLLM's logprobs of a fixed text and the trainer's after each push
     (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
@@ -135,8 +133,6 @@ def choose_transport(
         return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
     if shared := _used_twice(engines):
         return "shm", f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
-    if sync.rolling:
-        return "shm", "weight_sync.rolling=true, and a broadcast is for all engines at once"
     return "nccl", "trainer and engines are on CUDA devices of their own"
 
 
@@ -163,14 +159,11 @@ def refuse_transport(
     if is_turns and facts.sends_adapters:
         rule = "an engine that sleeps has freed the base weights that adapters are added to"
         raise ConfigError(f"{name}, and trainer and engines take turns", rule=rule, way_out=way_out)
-    if facts.is_collective:
-        if config.weight_sync.rolling:
-            what = f"{name} sends each version once, to all engines together, and weight_sync.rolling=true"
-            raise ConfigError(what, way_out=f"set weight_sync.rolling=false, or {TO_SHM}.")
-        if is_turns or _used_twice([*ranks, *engines]) or ("cpu" in ranks) != ("cpu" in engines):
-            what = f"{name} from {', '.join(ranks)} to {', '.join(engines)}"
-            rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
-            raise ConfigError(what, rule=rule, way_out=f"{way_out} In turns: weight_sync.transport=ipc.")
+    is_apart = not _used_twice([*ranks, *engines]) and ("cpu" in ranks) == ("cpu" in engines)
+    if facts.is_collective and (is_turns or not is_apart):
+        what = f"{name} from {', '.join(ranks)} to {', '.join(engines)}"
+        rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
+        raise ConfigError(what, rule=rule, way_out=f"{way_out} In turns: weight_sync.transport=ipc.")
     if facts.shares_device and (not is_turns or "cpu" in devices):
         raise ConfigError(
             f"{name} on {', '.join(sorted(devices))}, {'in turns' if is_turns else 'apart'}",

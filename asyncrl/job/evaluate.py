@@ -23,14 +23,13 @@ def make_eval_sets(
     held_out: Mapping[str, EvalTask],
     generator_of: Callable[[float, TaskScorer, list[RoomError]], Generator],
     earlier: Mapping[str, Sequence[Mapping[str, float]]],
-) -> tuple[list[HeldOut], list[TaskScorer]]:
-    """Return the evaluations of the config with their scorers. Those in `earlier`, by name, are not repeated.
+) -> list[HeldOut]:
+    """Return the evaluations of the config. Those in `earlier`, by name, are not repeated.
 
     `generator_of` makes a generator for a temperature; it appends errors that end the evaluation to the list.
     """
     config = life.config
     sets = list[HeldOut]()
-    scorers = list[TaskScorer]()
     for name, settings in config.evals.items():
         task, prompts = held_out[name]
         broken = list[RoomError]()
@@ -52,8 +51,7 @@ def make_eval_sets(
                 evaluated=max((int(line["policy_version"]) for line in earlier.get(name, [])), default=None),
             )
         )
-        scorers.append(scorer)
-    return sets, scorers
+    return sets
 
 
 def make_eval_generator(

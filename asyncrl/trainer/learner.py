@@ -150,7 +150,6 @@ class Learner:
             "sample/masked_fraction": 1.0 - num_loss_tokens / int(arrays.loss_mask.sum()),
             "tokens/trained": float(num_loss_tokens),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
-            "trainer/optimizer_steps": float(self.num_optimizer_steps),
             "trainer/skipped_steps": float(taken.num_skipped),
             **self._meter.numbers(),
         }

@@ -95,11 +95,10 @@ class TrainStep(Learner):
         OSError, or Refused if the weights give NaN.
         """
         self._offload.need("export", "weights")
-        with self._meter.export():
-            canary = self._canary()
-            adapters = None if self._adapters is None else self._adapters.export_tensors
-            exported = Exported(self.policy_version, self._lazy_weights, adapters)
-            exporting = self._exporting = self.transport.begin(exported, path)
+        canary = self._canary()
+        adapters = None if self._adapters is None else self._adapters.export_tensors
+        exported = Exported(self.policy_version, self._lazy_weights, adapters)
+        exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
 
     def export(self, path: Path) -> ExportResponse:
@@ -185,13 +184,12 @@ class TrainStep(Learner):
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
         """Write chunk `index`; the last has the canary. Raises OSError or Refused."""
-        with self._meter.export():
-            weights = self._lazy_weights()
-            canary = self._canary() if self._chunks.is_last(weights, index) else None
-            if not self.ranks.is_first:
-                self._chunks.write_along(weights, index, list(names))
-                return None
-            return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
+        weights = self._lazy_weights()
+        canary = self._canary() if self._chunks.is_last(weights, index) else None
+        if not self.ranks.is_first:
+            self._chunks.write_along(weights, index, list(names))
+            return None
+        return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
 
     @torch.no_grad()
     def _canary(self) -> Canary | None:

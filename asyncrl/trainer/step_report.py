@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -83,7 +83,6 @@ class StepMeter:
         self._peak_flops = peak_flops(device_name, dtype)
         if cuda is not None and self._peak_flops is None:
             log.warning("no perf/mfu: the peak FLOP/s of %s in %s are unknown", device_name, dtype)
-        self._export_s = 0.0
         self.start()
 
     def start(self) -> None:
@@ -105,15 +104,6 @@ class StepMeter:
         self._flops += flops
         self._num_tokens += num_tokens
 
-    @contextlib.contextmanager
-    def export(self) -> Iterator[None]:
-        """Time an export that blocks the trainer, for the next step's metrics."""
-        started_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._export_s += time.perf_counter() - started_s
-
     def numbers(self) -> dict[str, float]:
         """End the step and return its metrics by full name."""
         self.enter("")
@@ -122,7 +112,6 @@ class StepMeter:
         if self._cuda is not None:
             self._stamps[-1][1].synchronize()
             memory["perf/device_memory_bytes"] = self._cuda.max_memory_allocated()
-            memory["perf/device_reserved_bytes"] = self._cuda.max_memory_reserved()
             self._cuda.reset_peak_memory_stats()
         for (phase, start), (_, end) in pairwise(self._stamps):
             if phase:
@@ -134,8 +123,6 @@ class StepMeter:
         metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
         metrics |= {
             "perf/train_s": train_s,
-            "perf/export_s": self._export_s,
-            "perf/packed_tokens": float(sum(num_tokens)),
             "perf/device_tokens_per_s": sum(num_tokens) / device_s,
             **{name: float(max(of_rank[name] for of_rank in memories)) for name in memory},
         }
@@ -143,7 +130,6 @@ class StepMeter:
             metrics["perf/host_memory_bytes"] = float(sum(host_bytes))
         if self._peak_flops is not None:
             metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
-        self._export_s = 0.0
         return metrics
 
 
