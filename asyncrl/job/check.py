@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,13 +48,13 @@ from asyncrl.tasks.from_config import (
     look_at_task,
     make_prompt_source,
 )
-from asyncrl.tasks.task import PromptTask
+from asyncrl.tasks.task import PromptTask, RowTask, as_messages
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 
 NUM_PROMPTS = 100
 """Prompts to tokenize."""
 NUM_SCRATCH_PROMPTS = 1000
-"""Prompts to compare with the characters of a scratch model, instead."""
+"""Prompts of a Python task to compare with the characters of a scratch model. Rows are all compared."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 FINE = 64
 """Exit code after loading everything; unlikely as an exit code of user code."""
@@ -184,10 +184,9 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
         except TaskError as error:
             raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
     for name, (_, held_out) in found.evals.items():
-        by_task[f"eval task {name}".rstrip()] = list(held_out[:num_prompts])
+        by_task[f"eval task {name}".rstrip()] = list(held_out)
     if config.model.scratch is not None:
-        for name, prompts in by_task.items():
-            _refuse_outside_alphabet(name, prompts, config.model.scratch.characters)
+        _refuse_outside_alphabet(by_task, found.tasks, config.model.scratch.characters)
     if tokenizer is None:
         return
     if config.generator.is_harness or config.evaluates_agent:
@@ -251,16 +250,23 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
     )
 
 
-def _refuse_outside_alphabet(name: str, prompts: Sequence[Prompt], characters: str) -> None:
-    used = {
-        character for prompt in prompts for message in prompt.messages for character in message["content"]
-    }
-    if unknown := "".join(sorted(used - set(characters))):
-        raise ConfigError(
-            f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
-            rule="each would become the token <unk>",
-            way_out="add them to model.scratch.characters, or change the prompts.",
-        )
+def _refuse_outside_alphabet(
+    by_task: Mapping[str, Sequence[Prompt]], tasks: Mapping[str, PromptTask], characters: str
+) -> None:
+    """Compare these prompts, and all rows of the tasks, with the alphabet of a scratch model."""
+    chats = {name: [prompt.messages for prompt in prompts] for name, prompts in by_task.items()}
+    for name, task in tasks.items():
+        if isinstance(task, RowTask):
+            rows = (as_messages(task.prompt(index).content, task.place(index)) for index in range(len(task)))
+            chats.setdefault(f"task {name}".rstrip(), []).extend(rows)
+    for name, of_task in chats.items():
+        used = {character for chat in of_task for message in chat for character in message["content"]}
+        if unknown := "".join(sorted(used - set(characters))):
+            raise ConfigError(
+                f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
+                rule="each would become the token <unk>",
+                way_out="add them to model.scratch.characters, or change the prompts.",
+            )
 
 
 def _check_lengths(
