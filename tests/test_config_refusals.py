@@ -95,16 +95,14 @@ weight_sync.transport=shm weight_sync.disk_dir=/data -> disk writes each version
 HERE weight_sync.transport=nccl -> needs engines that the run itself starts
 HERE trainer.lora={rank: 4} weight_sync.transport=lora -> needs engines that the run itself starts
 rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read
-rollout.engine=vllm weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
 weight_sync.transport=lora -> set trainer.lora={rank: 16}
 weight_sync.transport=ipc -> a CUDA IPC handle names memory of a CUDA device
 rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rollout.engine=simulated has no
-weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
 """
 TAKEN = r"""
 rollout.num_engines={min: 2, max: 4}
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
-rollout.engine=vllm weight_sync.rolling=true weight_sync.canary_limit=none
+rollout.engine=vllm weight_sync.canary_limit=none
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1
 rollout.engine=embedded weight_sync.transport=nccl
 TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7

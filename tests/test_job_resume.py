@@ -287,7 +287,6 @@ def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
     log = (tmp_path / "run" / "logs" / "controller.log").read_text()
     assert ("both sides stay" in log) == (share == "auto")
     assert all(step["perf/to_trainer_s"] > 0 for step in steps)
-    assert all(step["perf/handover_bytes"] > 0 for step in steps[:-1])
     assert all(step["perf/to_engines_s"] > 0 for step in steps[:-1])
     assert steps[-1]["perf/to_engines_s"] == 0, "after the last step the trainer keeps the devices"
     assert "taking turns" in answer.stdout

@@ -372,7 +372,6 @@ EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_
         (2, [VLLM], "nccl", "trainer and engines are on CUDA devices of their own"),
         (8, EIGHT, "nccl", "trainer and engines are on CUDA devices of their own"),
         (2, [VLLM, "trainer.lora={rank: 4}"], "nccl", "trainer and engines are on CUDA devices of their own"),
-        (2, [VLLM, "weight_sync.rolling=true"], "shm", "weight_sync.rolling=true, and a broadcast"),
         (2, [VLLM, "placement.rollout=cpu"], "shm", "a side is on the CPU"),
         (2, [VLLM, *SERVED], "shm", "the run does not start the servers"),
         (2, [VLLM, "weight_sync.disk_dir=/shared"], "disk", "weight_sync.disk_dir is given"),

@@ -270,13 +270,13 @@ def test_a_resumed_run_continues_its_totals(
 
 def test_skipped_evaluations_are_counted_over_a_resume(tmp_path: Path) -> None:
     first = {"policy_version": 2, "eval/version": 2, "eval/seconds": 1.0, "eval/skipped": 3}
-    append_line(tmp_path / "eval.jsonl", first | {"eval/abandoned_calls": 7})
-    result = EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2, num_abandoned_calls=1)
+    append_line(tmp_path / "eval.jsonl", first | {"eval/abandoned": 7})
+    result = EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2, num_abandoned=1)
     with reporting_to(tmp_path) as reporter:
         reporter.resumes(2, {})
         reporter.evaluated(result)
     last = read_lines(tmp_path / "eval.jsonl")[-1]
-    assert (last["eval/skipped"], last["eval/abandoned_calls"]) == (5, 8)
+    assert (last["eval/skipped"], last["eval/abandoned"]) == (5, 8)
 
 
 def test_a_skipped_step_is_reported_with_its_groups(

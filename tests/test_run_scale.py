@@ -60,7 +60,6 @@ class House(EngineRooms):
         is_frozen: bool = True,
         prepare_s: float = 0.0,
         max_restarts: int = 3,
-        is_rolling: bool = False,
     ) -> None:
         fakes = [
             FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, prepare_s=prepare_s, swap_s=0.1)
@@ -77,7 +76,6 @@ class House(EngineRooms):
             FakeTrainer(is_frozen=is_frozen),
             self.supervision,
             lambda: Disaggregated(self.publisher, num_steps=0, spawn=tasks.create_task),
-            is_rolling=is_rolling,
         )
         self.announced = [0]
         self.running.append(tasks.create_task(self.publisher.run(), name="publisher"))
@@ -153,7 +151,7 @@ def test_scaling_keeps_versions_and_requests(live: Any, is_streamed: bool) -> No
         assert house.happened() == ["unparked 1", "unparked 2", "parked 2", "parked 1"]
         assert house.capacities == [1, 2, 3, 2, 1]
         assert (house.num_restarts(), house.told) == (0, [])
-        assert house.scale.gauges() == {"engine/wanted": 1, "engine/up": 1}
+        assert house.scale.gauges() == {"engine/up": 1}
 
     live(story)
 
@@ -198,14 +196,12 @@ def test_corrupt_weights_at_a_new_engine_end_the_run(live: Any) -> None:
     ),
     prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
     start=st.integers(1, 3),
-    is_rolling=st.booleans(),
 )
 def test_scaling_and_deaths_lose_or_double_no_token(
     folder: Path,
     moves: list[tuple[float, str, int]],
     prepare_s: float,
     start: int,
-    is_rolling: bool,
 ) -> None:
     (folder / WANTED_FILE).unlink(missing_ok=True)
 
@@ -240,7 +236,6 @@ def test_scaling_and_deaths_lose_or_double_no_token(
         start=start,
         prepare_s=prepare_s,
         max_restarts=1000,
-        is_rolling=is_rolling,
     )
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -247,13 +247,12 @@ def _make_evaluation(
     for line in earlier.get(config.best_eval or "", []):
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
     generator_of = partial(make_eval_generator, config, engine, tokenizer, harnessing)
-    sets, scorers = make_eval_sets(life, eval_tasks, generator_of, earlier)
+    sets = make_eval_sets(life, eval_tasks, generator_of, earlier)
 
     def evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
             checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
-        num_abandoned = sum(scorer.num_abandoned for scorer in scorers)
-        listener.evaluated(replace(result, num_abandoned_calls=num_abandoned))
+        listener.evaluated(result)
 
     return Evaluation(
         sets,
@@ -312,7 +311,6 @@ def _make_scheduler(
             on_published=published,
             on_lost=fleet.on_lost,
             interrupt=config.interrupt,
-            is_rolling=sync.rolling,
             is_collective=sync.facts.is_collective,
             locate=locate,
             wait_released=wait_released,

@@ -123,7 +123,6 @@ class Colocated:
             "perf/handover_s": sum(seconds.values()),
             "perf/to_trainer_s": seconds.get("trainer", 0.0),
             "perf/to_engines_s": seconds.get("engines", 0.0),
-            "perf/handover_bytes": sum(report.num_bytes for report in self.last.values()),
         }
 
     async def start(self, version: int) -> None:

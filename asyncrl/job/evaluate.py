@@ -23,13 +23,12 @@ def make_eval_sets(
     held_out: Mapping[str, EvalTask],
     generator_of: Callable[[float, TaskScorer, list[RoomError]], Generator],
     earlier: Mapping[str, Sequence[Mapping[str, float]]],
-) -> tuple[list[HeldOut], list[TaskScorer]]:
-    """Return evaluations with their scorers; those in `earlier` are not repeated. `generator_of` appends
+) -> list[HeldOut]:
+    """Return the evaluations of the config; those in `earlier` are not repeated. `generator_of` appends
     errors that end the evaluation to its list.
     """
     config = life.config
     sets = list[HeldOut]()
-    scorers = list[TaskScorer]()
     for name, settings in config.evals.items():
         task, prompts = held_out[name]
         broken = list[RoomError]()
@@ -51,8 +50,7 @@ def make_eval_sets(
                 evaluated=max((int(line["policy_version"]) for line in earlier.get(name, [])), default=None),
             )
         )
-        scorers.append(scorer)
-    return sets, scorers
+    return sets
 
 
 def make_eval_generator(

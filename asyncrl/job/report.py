@@ -50,7 +50,7 @@ logger = logging.getLogger("asyncrl.job.report")
 
 TRACKER_CLOSE_S = 30.0
 """Seconds for trackers to send their remaining data."""
-EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
+EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
 class Reporter:

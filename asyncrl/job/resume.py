@@ -43,7 +43,7 @@ FREE_KEYS = {
     trainer.num_steps trainer.timeout_s trainer.world_size trainer.micro_batch_tokens trainer.compile
     trainer.gradient_checkpointing trainer.cpu_offload trainer.logprob_gap_limit
     rollout.timeout_s rollout.slots rollout.max_failed_groups rollout.max_requeues
-    weight_sync.timeout_s weight_sync.chunk_bytes weight_sync.disk_dir weight_sync.rolling
+    weight_sync.timeout_s weight_sync.chunk_bytes weight_sync.disk_dir
     weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
     generator.workers generator.concurrency
     gateway.host gateway.port gateway.public_url gateway.max_calls gateway.max_concurrent_calls

@@ -65,7 +65,7 @@ class EngineScale:
 
     def gauges(self) -> dict[str, float]:
         num_up = len(self._number) - len(self.pool.down)
-        return {} if self.is_fixed else {"engine/wanted": self.wanted, "engine/up": num_up}
+        return {} if self.is_fixed else {"engine/up": num_up}
 
     def state_of(self, name: str) -> str:
         """Return an engine's state for `asyncrl status`; empty if it should work and does."""

@@ -128,9 +128,8 @@ class PushLoop(Publisher):
         trainer sent. Versions are announced in order. The trainer never waits for a push.
 
     The trainer keeps its two newest exports, or one with `is_collective`, so it has the announced one for
-    bring_up. An export lost with the trainer's node is repeated, once per trainer restart. `is_rolling`:
-    engines swap one after the other. `wait_released` returns
-    once no evaluation needs the engines' present weights.
+    bring_up. An export lost with the trainer's node is repeated, once per trainer restart. `wait_released`
+    returns once no evaluation needs the engines' present weights.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class PushLoop(Publisher):
         on_published: OnPublished = at_once,
         on_lost: OnLost | None = None,
         interrupt: Interrupt = "abort",
-        is_rolling: bool = False,
         is_collective: bool = False,
         locate: Locate = in_place,
         wait_released: Callable[[], Awaitable[None]] = at_once,
@@ -157,7 +155,7 @@ class PushLoop(Publisher):
             on_lost=on_lost,
             locate=locate,
         )
-        self._push = partial(self._push, interrupt=interrupt, is_rolling=is_rolling)
+        self._push = partial(self._push, interrupt=interrupt)
         self._timeout_s = timeout_s
         self._is_collective = is_collective
         self._wait_released = wait_released

@@ -75,8 +75,7 @@ class Push:
 
     Life: whole() or chunks(), once. `on_lost` is called with each engine lost during the push; `live` holds
         the others. Without it the loss is an error.
-    Waits: for all engines at once, at most timeout_s per phase; `is_rolling`: in commit for one after the
-        other.
+    Waits: for all engines at once, at most timeout_s per phase.
     Invariant: both return only if every engine in `live` serves the version with the digest that the trainer
         sent. Except with nccl, no engine swaps before every engine has the right bytes. A chunk is requested
         only after every engine has loaded the previous one.
@@ -94,14 +93,13 @@ class Push:
         timeout_s: float,
         interrupt: Interrupt = "abort",
         on_lost: OnLost | None = None,
-        is_rolling: bool = False,
         is_down: Callable[[str], bool] = lambda _: False,
         locate: Locate = in_place,
     ) -> None:
         self.version, self.live = version, tuple(targets)
         self._timeout_s, self._on_lost = timeout_s, on_lost
         self._interrupt: Interrupt = interrupt
-        self._is_rolling, self._is_down, self._locate = is_rolling, is_down, locate
+        self._is_down, self._locate = is_down, locate
         self._serving: dict[str, str] = {target.name: str(served) for target in targets}
 
     async def whole(self, manifest: ExportResponse) -> PushReport:
@@ -154,7 +152,7 @@ class Push:
         self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)
 
     async def _commit(self, digest: str, export_s: float, prepare_s: float) -> PushReport:
-        """Have all of them serve the version, at once or one after the other, and check that they do."""
+        """Have all of them serve the version, and check that they do."""
         clock = asyncio.get_running_loop().time
         start = clock()
 
@@ -166,13 +164,10 @@ class Push:
                 note_span(target.name, "pause", clock() - report.pause_s, clock(), self.version)
             return report
 
-        reports: dict[str, CommitResponse] = {}
-        for turn in [(target,) for target in self.live] if self._is_rolling else [self.live]:
-            targets = [target for target in turn if not self._is_down(target.name)]
-            answers = await self._on(targets, "commit", commit)
-            served = {name: f"{one.digest} of version {one.version}" for name, one in answers.items()}
-            self._check_digests("serves", served, f"{digest} of version {self.version}")
-            reports |= answers
+        targets = [target for target in self.live if not self._is_down(target.name)]
+        reports = await self._on(targets, "commit", commit)
+        served = {name: f"{one.digest} of version {one.version}" for name, one in reports.items()}
+        self._check_digests("serves", served, f"{digest} of version {self.version}")
         self.live = tuple(target for target in self.live if target.name in reports)
         pause_s = max((report.pause_s for report in reports.values()), default=0.0)
         num_interrupted = sum(report.num_interrupted for report in reports.values())

@@ -1,7 +1,4 @@
-"""Answers: sampled tokens -> thought, text, tool calls and logprobs; and errors.
-
-Text is held back while a character or a stop string may be incomplete. Returned text never changes.
-"""
+"""Answers: sampled tokens to thoughts, text, tool calls and logprobs; and errors."""
 
 from __future__ import annotations
 
@@ -22,31 +19,26 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import CallRequest
 
 REPLACEMENT = "\ufffd"
-"""Decoded form of an incomplete or invalid character."""
+"""Decoded incomplete or invalid character."""
 
 CONTEXT_TOKENS = 4
-"""Tokens decoded again before new ones: up to three bytes of a character, and one token for a leading space.
-"""
+"""Tokens decoded again before new ones: three bytes of a character, and a leading space."""
 
 
 class GatewayTokenizer(ChatRenderer, Protocol):
     text_ids: frozenset[int]
     special_ids: frozenset[int]
     byte_ids: frozenset[int]
-    """Byte tokens: they decode only as a whole run."""
+    """They decode only as a whole run."""
 
 
 class AnswerText:
     """Visible text of an answer, in final pieces.
 
-    The joined pieces are the decoded text, cut before the first complete stop string (the longer one if two
-    end together). End-of-turn tokens are omitted, and other special tokens too unless `shows_special` or
-    `keep_special` includes them. Stop strings match as in the engine: without special tokens, or at a special
-    token of this name.
+    Text is cut before the first stop string (the longer of two that end together). Special tokens are omitted
+    unless `shows_special` or in `keep_special`.
 
-    Life: feed() new tokens, then finish() once.
-    Invariant: the joined pieces do not depend on the split into feeds. A token is decoded at most
-        CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
+    Invariant: the joined pieces do not depend on the split into feeds.
     """
 
     def __init__(
@@ -57,17 +49,17 @@ class AnswerText:
         keep_special: Collection[str] = (),
         shows_special: bool = True,
     ) -> None:
-        """`keep_special`: marks of tool calls and thoughts; always shown."""
+        """`keep_special`: marks of tool calls and thoughts."""
         self._texts = texts
         self._stop = [text for text in stop if text]
         self._kept, self._stop_ids = self._special(keep_special), self._special(self._stop)
         if shows_special:
             self._kept |= texts.special_ids - texts.end_ids
-        self._held = ""  # end of the text without marks; may begin a stop string
-        self._marks: list[tuple[int, str]] = []  # marks in the held text, by position
+        self._held = ""  # unmarked text that may begin a stop string
+        self._marks: list[tuple[int, str]] = []  # by position in the held text
         self._context: list[int] = []
-        self._run: list[int] = []  # byte tokens of an unfinished run
-        self._has_unsure = False  # the context ends in a replacement character not yet returned
+        self._run: list[int] = []  # unfinished run
+        self._has_unsure = False  # context ends in an unreturned replacement character
         self.stopped_by: str | None = None
 
     @property
@@ -75,7 +67,7 @@ class AnswerText:
         return self.stopped_by is not None
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the new final text."""
+        """Return the new final text."""
         text, run = "", list[int]()
         for token in token_ids:
             if self.is_stopped:
@@ -104,7 +96,7 @@ class AnswerText:
         return text if self.is_stopped else text + self._hand_out(len(self._held))
 
     def _until_stop(self, text: str, mark: str = "") -> str:
-        """Return the text before any possible stop string. `mark`: text after it."""
+        """Return the text before a possible stop string, and before `mark`."""
         held = self._held = self._held + text.removesuffix(mark)
         if mark:
             self._marks.append((len(held), mark))
@@ -135,7 +127,6 @@ class AnswerText:
         return (token in self._texts.text_ids and token not in self._texts.end_ids) or token in self._kept
 
     def _whole_runs(self, tokens: list[int]) -> list[int]:
-        """Return the tokens ready to decode: all but trailing byte tokens."""
         end = len(tokens)
         while end > 0 and tokens[end - 1] in self._texts.byte_ids:
             end -= 1
@@ -156,21 +147,20 @@ class AnswerText:
 
 @dataclass(eq=False, repr=False)
 class Answer:
-    """A completion of a call.
+    """A completion: feed() and take() repeatedly, then finish(), then take() the rest.
 
-    Life: feed() tokens and take() text, repeatedly -> finish() -> take() the rest.
-    Invariant: take()'s joined results are `content`, take_thought()'s are `thought`. Nothing that may belong
-        to a tool call or a thought mark is shown as text.
+    Invariant: take()'s joined results are `content`, take_thought()'s are `thought`; no possible tool call or
+        thought mark is shown as text.
     """
 
     index: int
     tokenizer: GatewayTokenizer
     tool_format: ToolFormat
     asked: InitVar[CallRequest]
-    """Released after init: answers live as long as their session."""
+    """Released after init, to save memory."""
     _: KW_ONLY
     prefill: str
-    """Unsampled beginning of the answer."""
+    """Unsampled beginning."""
     name: str
     """Prefix of tool call ids."""
     thoughts: ReasoningSplitter | None = None
@@ -180,7 +170,7 @@ class Answer:
     content: str | None = None
     thought: str = ""
     num_thought_tokens: int = 0
-    """Includes the closing mark; an estimate if it shares tokens with text."""
+    """With the closing mark; estimated if it shares tokens with text."""
     stopped_by: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -204,9 +194,7 @@ class Answer:
 
     @property
     def logprobs(self) -> list[dict[str, Any]] | None:
-        """Return the requested logprobs of the finished answer, built on access: some 10 us a token, and 20
-        times larger than their source.
-        """
+        """Build the requested logprobs (10 us a token; 20 times larger than their source)."""
         if self._logprobs is None and self._logged is not None:
             texts: dict[int, dict[str, Any]] = {}
             logged = self._logged
@@ -224,12 +212,11 @@ class Answer:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of entries of `logprobs`, top tokens included."""
+        """Number of entries, top tokens included."""
         known = self._logged
         return 0 if known is None else len(known.token_ids) + sum(map(len, known.top_logprobs))
 
     def drop_logprobs(self) -> None:
-        """Free the built logprobs."""
         self._logprobs = None
 
     @property
@@ -249,7 +236,6 @@ class Answer:
         return self.thought[start:]
 
     def take(self, start: int) -> str:
-        """Return text that may be shown, from `start` on."""
         if self.finish_reason:
             return (self.content or "")[start:]
         if not self.prefill:
@@ -314,13 +300,13 @@ class Answer:
 # ---- errors
 
 NO_RETRY = {"x-should-retry": "false"}
-"""Keeps OpenAI clients from retrying."""
+"""For OpenAI clients."""
 _CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 _LONGEST_SHOWN = 80
 
 
 class ApiError(Exception):
-    """Error answer to one call; the session and the run continue."""
+    """Error answer to one call; the session continues."""
 
     def __init__(
         self,
@@ -346,7 +332,7 @@ def invalid(message: str, param: str | None = None, *, code: str | None = None) 
 
 
 class PromptTooLongError(ApiError):
-    """A 400 for a prompt above the limit; `parent`: the completion that it continues, if known."""
+    """A 400; `parent`: the completion that the prompt continues."""
 
     def __init__(self, message: str, param: str, parent: ChatNode | None = None) -> None:
         super().__init__(400, message, code="context_length_exceeded", param=param)

@@ -1,4 +1,4 @@
-"""A call's path from its body to its sampled answer."""
+"""Reading, planning and sampling of calls."""
 
 from __future__ import annotations
 
@@ -43,32 +43,29 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 LONG_BODY = 2**14
-"""Bytes of a body that is read and rendered in a thread: 500 minimal messages, 10 ms."""
+"""Bytes of a body read in a thread: 500 minimal messages, 10 ms."""
 LONG_TEXT = 2**14
-"""Characters of a text that is tokenized in a thread: some 15 ms."""
+"""Characters of a text tokenized in a thread: 15 ms."""
 LONG_LOGPROBS = 2**10
-"""Logprobs of an answer that are built in a thread: some 10 ms."""
+"""Logprobs built in a thread: 10 ms."""
 NUM_ENCODING = 4
-"""Texts tokenized at once. Each takes a core, and much memory."""
+"""Texts tokenized at once; each takes a core and much memory."""
 MAX_CHARACTERS = 64
-"""Most characters per token of the longest prompt, checked before tokenization."""
+"""Most characters per prompt token."""
 NUM_OF_END = 32
 """Last prompt tokens checked for an open thought."""
 SeedOf = Callable[[str, int, int, int], int]
-"""Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
+"""Seed from (prompt_id, sample_index, attempt, key of the call)."""
 OnBroken = Callable[[RoomError], None]
 
 
 @dataclass(eq=False, repr=False)
 class EngineRoute:
-    """SessionHost of one engine: plans its sessions' calls and samples them.
+    """SessionHost of one engine: read() a body, plan() its call, sample() its answers.
 
-    Life: read() checks a body, plan() makes its call, sample() finishes the call's answers.
-    Waits: reading and tokenizing in threads, sampling in the session's slots and the engine, all within the
-        session's in_hand().
-    Invariant: the engine gets only ids, numbers in bounds and stop texts, all checked by RequestReader and
-        plan(). A broken engine goes to `on_broken` and its calls get 503; a request that it refuses gets
-        400. A failing user tool-call format fails the rollout.
+    Waits: threads, the session's slots and the engine, within the session's in_hand().
+    Invariant: the engine gets only checked values. A broken engine goes to `on_broken`, its calls get 503; a
+        request that it refuses gets 400.
     """
 
     sessions: Sessions
@@ -88,7 +85,7 @@ class EngineRoute:
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
     async def read(self, session: GatewaySession, dialect: Dialect, body: bytes) -> tuple[AnyRequest, Any]:
-        """Return the checked call, and data for its writer. Raises ApiError."""
+        """Return the checked call, and its writer's data. Raises ApiError."""
         return await self._in_turn(
             lambda: dialect.read(self._reader, parse_json(body), session.kept), len(body)
         )
@@ -96,9 +93,9 @@ class EngineRoute:
     async def plan(
         self, session: GatewaySession, dialect: Dialect, asked: AnyRequest, num_bytes: int
     ) -> GatewayCall:
-        """Return the call to sample. Raises ApiError."""
+        """Raises ApiError."""
         session.check_limits()
-        session.num_calls += 1  # later refusals count: they cost work
+        session.num_calls += 1  # refusals from here on cost work
         order = session.num_calls
         planned = await self._planned(session, asked, num_bytes)
         prefill = planned.match.prefill if planned.match else ""
@@ -130,7 +127,7 @@ class EngineRoute:
                     tool_format,
                     asked,
                     prefill=prefill,
-                    name=f"call_{key:016x}",  # not the call's number: it may be part of the next prompt
+                    name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
                     thoughts=self._thoughts(planned) if splits_thoughts else None,
                     shows_special=session.shows_special,
                 )
@@ -164,7 +161,7 @@ class EngineRoute:
         )
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
-        """Sample and finish the answers of a call. Raises ApiError."""
+        """Raises ApiError."""
         self.counts.in_flight += 1
         try:
             sampling = [self._sample_answer(session, call, index) for index in range(len(call.choices))]
@@ -173,7 +170,7 @@ class EngineRoute:
                     raise failure
         except RequestRefused as refusal:
             raise invalid(f"The engine refused this call: {refusal.why}.") from None
-        except RolloutFailure as failure:  # from a user tool-call format: a retry would fail too
+        except RolloutFailure as failure:  # a user's tool-call format failed; so would a retry
             session.fail_nowait(failure)
             raise session_ended(session.ended or "") from None
         except RoomError as error:
@@ -202,7 +199,6 @@ class EngineRoute:
             await _in_thread(self._encoding, lambda: choice.logprobs)
 
     async def count(self, session: GatewaySession, dialect: Dialect, body: bytes) -> int:
-        """Return the number of prompt tokens of a chat. Raises ApiError."""
         session.free_call_nowait()
         asked, _ = await self.read(session, dialect, body)
         assert isinstance(asked, ChatRequest), "only chats are counted"
@@ -215,7 +211,7 @@ class EngineRoute:
         return ReasoningSplitter(marks, is_open=end.rstrip().endswith(marks[0]))
 
     async def _grammar(self, asked: AnyRequest, planned: PromptPlan, prefill: str) -> str | None:
-        """Raises ApiError for unsupported constraints."""
+        """Raises ApiError."""
         prompt = planned.match.text if planned.match else ""
         grammar = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
         if grammar is None:
@@ -227,7 +223,6 @@ class EngineRoute:
         return grammar
 
     async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:
-        """Raises ApiError."""
         if isinstance(asked, ChatRequest):
             match, ids = await self._matched(session, asked, num_bytes)
             self._check_length(_num_ids(match, ids), asked, match.parent)
@@ -258,7 +253,7 @@ class EngineRoute:
         return matched, await self._encode(matched.text, asked)
 
     async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
-        """Raises ApiError for a text that is far too long or invalid Unicode."""
+        """Raises ApiError for overlong or invalid text."""
         most = self.rules.max_prompt_tokens
         if len(text) > MAX_CHARACTERS * most:
             why = f"This prompt has {len(text)} characters; rollout.max_prompt_tokens={most} is the most."
@@ -270,14 +265,12 @@ class EngineRoute:
             raise invalid(f"{error}.", asked.param) from None
 
     def _check_length(self, num_tokens: int, asked: AnyRequest, parent: ChatNode | None = None) -> None:
-        """Raises ApiError for a prompt that is too long."""
         most = self.rules.max_prompt_tokens
         if num_tokens > most:
             why = f"This prompt has {num_tokens} tokens; rollout.max_prompt_tokens={most} is the most. "
             raise PromptTooLongError(f"{why}Shorten it, or raise the limit.", asked.param, parent)
 
     async def _in_turn(self, function: Callable[[], Value], num_bytes: int) -> Value:
-        """Run a reader of a body; a long body is read in a thread, one at a time."""
         return await _in_thread(self._rendering, function) if num_bytes >= LONG_BODY else function()
 
 
@@ -286,9 +279,7 @@ def _num_ids(match: PromptMatch, ids: Sequence[int]) -> int:
 
 
 async def _in_thread(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:
-    """Run a function in a thread. Reading and rendering run one at a time, so the event loop keeps half of
-    the interpreter's time; tokenizing releases the interpreter.
-    """
+    """Run a function in a thread; only tokenizing, which releases the interpreter, runs concurrently."""
     async with limit:
         return await asyncio.to_thread(function)
 
@@ -296,10 +287,8 @@ async def _in_thread(limit: AbstractAsyncContextManager[None], function: Callabl
 def call_keys(
     take_number: Callable[[bytes], int], planned: PromptPlan, asked: AnyRequest, grammar: str
 ) -> tuple[list[int], tuple[bytes, int] | None]:
-    """Return (one seed key for each choice, their source).
-
-    They depend only on the call's content and the number of equal calls before, never on time. Equal
-    concurrent calls may swap answers.
+    """Return (seed keys of the choices, their source): functions of content and earlier equal calls, never of
+    time. Equal concurrent calls may swap answers.
     """
     digest = planned.prompt_hash.digest()
     if shape := asked.shape() + grammar.encode():

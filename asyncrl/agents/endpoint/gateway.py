@@ -1,4 +1,4 @@
-"""Gateway: an endpoint in OpenAI's and Anthropic's formats whose sessions record sampled tokens."""
+"""HTTP endpoint in OpenAI's and Anthropic's formats."""
 
 from __future__ import annotations
 
@@ -55,12 +55,8 @@ _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/m
 class Gateway:
     """SessionHost of a run's engines, and the HTTP endpoint for its sessions' keys.
 
-    Life: made -> bind() takes the port and returns the address -> start() -> aclose() ends every session and
-        connection. A request is refused, or finds its session -> its call is planned and sampled -> answered.
-    Waits: handlers wait for the client and the engine, bounded by read_timeout_s or the session, and end when
-        their client disconnects.
-    Invariant: no unchecked client value reaches an engine, and no call is answered after its session ended.
-        Each error has its endpoint's format and is counted by status.
+    Waits: handlers wait for client and engine until read_timeout_s, the session's end, or a disconnect.
+    Invariant: no unchecked client value reaches an engine; no call is answered after its session ended.
     """
 
     def __init__(
@@ -116,14 +112,12 @@ class Gateway:
     def add_route(
         self, engine: EnginePool, *, temperature: float, seed_of: SeedOf, on_broken: OnBroken
     ) -> EngineRoute:
-        """Return the host of another engine's sessions, which stats() excludes. `temperature` overrides that
-        of calls.
-        """
+        """Return a host of another engine's sessions, which stats() excludes."""
         rules = replace(self._route.rules, temperature=temperature, on_sampling_override="use_config")
         return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:
-        """Take the port; return the address for clients, without /v1. Idempotent. Raises ConfigError."""
+        """Take the port; return the clients' address without /v1. Idempotent. Raises ConfigError."""
         host = self._config.host
         port = self._config.port or 0
         if self._socket is None:
@@ -162,14 +156,14 @@ class Gateway:
         return replace(self._route.counts, refused=refused)
 
     def gauges(self) -> dict[str, float]:
-        names = ("calls", "extended", "realigned", "edited", "uncut")
+        names = ("calls", "extended", "realigned", "edited")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
         return counts | {"gateway/refused": sum(self.stats().refused.values())}
 
     # ---- routes
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer an error in the endpoint's format, without the address: it may contain a key."""
+        """Answer an error in the endpoint's format. Omit the address: it may contain a key."""
         if isinstance(error, Refused):
             return Response(error.body.model_dump_json(), error.status, media_type="application/json")
         if isinstance(error, ClientDisconnect):
@@ -245,7 +239,7 @@ class Gateway:
 
 
 def _openapi(app: FastAPI, shapes: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """Add body schemas for /docs: routes read bodies after the key check."""
+    """Add body schemas, which routes lack: they read bodies after the key check."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(shape, "validation") for shape in shapes]
@@ -259,8 +253,6 @@ def is_connected(request: Request) -> bool:
 
 
 class _CallResponse(Response):
-    """Answer of a call, whole or as events. An error before the first event has its own status."""
-
     def __init__(self, complete: Callable[[_CallResponse], Awaitable[None]]) -> None:
         super().__init__()
         self._complete = complete
@@ -274,7 +266,6 @@ class _CallResponse(Response):
 
     @contextlib.contextmanager
     def watched(self, scope: asyncio.Timeout) -> Iterator[None]:
-        """End the scope when the client leaves."""
         connection: Connection = self.request.scope["connection"]
         connection.on_lost = partial(scope.reschedule, 0.0)
         if not is_connected(self.request):
@@ -291,7 +282,6 @@ class _CallResponse(Response):
         await self.write(body, is_last=True, is_stream=call.is_streamed)
 
     async def write(self, events: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
-        """Write events or a whole body; uvicorn drops them if the client left."""
         if not self.has_begun:
             self.has_begun = True
             length = str(len(events)).encode()
@@ -301,7 +291,6 @@ class _CallResponse(Response):
 
 
 async def _write_news(call: GatewayCall, writer: Writer, response: _CallResponse) -> None:
-    """Write new text while the call is sampled."""
     while call.requests:
         await call.news.wait()
         call.news.clear()
@@ -318,12 +307,12 @@ def shown_key(request: Request) -> str:
 
 
 def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """Return (digest of a call, whether its client says that it is a retry)."""
+    """Return (digest of a call, is it a retry)."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
         body, digest_size=16, person=dialect.name.encode(), key=blake2b(key.encode()).digest()
     ).digest()
-    retries = request.headers.get("x-stainless-retry-count", "")  # OpenAI clients' retry counter
+    retries = request.headers.get("x-stainless-retry-count", "")
     return digest, bool(key or retries.strip("0 "))
 
 

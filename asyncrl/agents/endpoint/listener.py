@@ -1,4 +1,4 @@
-"""HTTP listener: uvicorn's protocol on our own socket, with limits; and garbage collection."""
+"""HTTP listener: uvicorn's protocol with limits."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from uvicorn.server import ServerState
 
 BACKLOG = 1024
 CLOSE_S = 2.0
-"""Seconds for open requests to finish when a server closes."""
+"""Seconds for open requests at close."""
 MAX_HEAD = 2**16
-"""Most bytes of a request's head, plus one read of the socket."""
+"""Most bytes of a request's head."""
 
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connection(HttpToolsProtocol):
-    """A client connection, closed if no whole head arrives within timeout_keep_alive seconds.
+    """A client connection, in request.scope["connection"].
 
-    Above `max_connections`, a new connection gets 503. Handlers read it from request.scope["connection"].
+    It is closed if no whole head arrives within timeout_keep_alive seconds, and gets 503 above
+    `max_connections`.
     """
 
     def __init__(self, max_connections: int, **settings: Any) -> None:
@@ -69,19 +70,16 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _unset_keepalive_if_required(self) -> None:
-        """Keep the timer, which uvicorn would stop at the first byte of a head."""
+        """Keep the timer; uvicorn stops it at a head's first byte."""
 
 
 class AppServer:
-    """An app on a socket. Life: listen() -> aclose()."""
-
     def __init__(self, app: ASGIApp, *, max_connections: int, idle_s: float) -> None:
-        """`idle_s`: see Connection."""
         config = uvicorn.Config(
             app,
             log_config=None,
             log_level="error",
-            access_log=False,  # keys are in URLs
+            access_log=False,  # URLs contain keys
             proxy_headers=False,
             interface="asgi3",
             lifespan="off",
@@ -100,12 +98,12 @@ class AppServer:
 
     async def listen(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        # uvicorn sends head and body separately; without this the body waits for the client's delayed ACK
+        # uvicorn sends head and body separately: avoid the client's delayed ACK
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server = await loop.create_server(self._make, sock=listening, backlog=BACKLOG)
 
     async def aclose(self) -> None:
-        """Close every connection; busy ones within CLOSE_S. Idempotent."""
+        """Close busy connections within CLOSE_S, others immediately. Idempotent."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._state.connections):
@@ -119,13 +117,12 @@ class AppServer:
 
 
 YOUNG = 10_000
-"""New objects that trigger a garbage collection. Python's 700 is below a few calls in flight."""
+"""Young objects before a collection; Python's 700 is below a few calls."""
 
 
 def collect_less() -> None:
-    """Collect garbage less often, and exclude all present objects.
-
-    Call it after setup: a full collection of a run's 110,000 imported objects blocks all calls for 80 ms.
+    """Collect garbage less often, excluding present objects: a full collection of 110,000 objects blocks all
+    calls for 80 ms.
     """
     gc.collect()
     gc.freeze()

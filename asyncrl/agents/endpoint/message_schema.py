@@ -1,4 +1,4 @@
-"""Messages and tools of a call: the keys that chat templates get, checked. Other keys are ignored."""
+"""Checked messages and tools: the keys that chat templates get."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def wrong(why: str) -> PydanticCustomError:
 
 
 def joined(content: Any) -> Any:
-    """Join the text parts of a content list."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -83,16 +82,14 @@ class _ToolResult(_Message):
 _READ = frozenset(
     "role content name tool_call_id tool_calls reasoning_content reasoning reasoning_details".split()
 )
-"""Message keys that templates get, and the sources of reasoning_content."""
+"""Keys that templates get, or reasoning_content is made from."""
 _EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls", "reasoning_content")
-"""Keys that clients send back without a value."""
+"""Keys that clients return empty."""
 _NOT_READ = {"function_call": "it is deprecated; use tool_calls", "audio": "this model reads text"}
 
 
 def _tidy(message: Any, info: ValidationInfo) -> Any:
-    """Drop empty keys; report keys that no template gets. Add empty content to an answer with only calls:
-    some templates (SmolLM2, Phi 3) require it.
-    """
+    """Keep the keys that templates get. Add empty content to tool calls for SmolLM2 and Phi 3."""
     if not isinstance(message, dict):
         return message
     kept = {key: value for key, value in message.items() if value or not (value is None or key in _EMPTY)}

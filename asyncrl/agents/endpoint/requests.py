@@ -1,4 +1,4 @@
-"""Parameters of calls, checked. Nothing else reaches a template or engine."""
+"""Checked parameters of calls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_SETTINGS_BYTES = 4096
 MAX_LOGGED = 256
-"""Most ignored names that are logged."""
 LOWEST_TEMPERATURE = 0.01
-"""Lower values are treated as greedy: vLLM does not sample at them."""
+"""vLLM does not sample below this; treated as greedy."""
 
 IGNORED = frozenset(
     (
@@ -33,7 +32,7 @@ IGNORED = frozenset(
         "inference_geo speed cache_control context_management diagnostics betas user_profile_id workspace_id"
     ).split()
 )
-"""Parameters without an effect on sampling, where a dialect has no field of this name."""
+"""Parameters without an effect on sampling, unless a dialect reads them."""
 
 _REASONS = {
     "frequency_penalty presence_penalty repetition_penalty logit_bias top_k min_p": (
@@ -47,14 +46,14 @@ _REASONS = {
     ),
 }
 REFUSED = {name: why for names, why in _REASONS.items() for name in names.split()}
-"""Why parameters are refused, unless they are off or the dialect has such a field."""
+"""Reasons to refuse a parameter that is on and unknown to the dialect."""
 OFF: Mapping[str, Any] = {"repetition_penalty": 1, "top_k": -1, "best_of": 1, "modalities": ["text"]}
-"""Values other than 0, false or empty that turn a refused parameter off."""
+"""Off values other than 0, false or empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Settings of the run for every call. Lengths in tokens."""
+    """Settings of all calls; lengths in tokens."""
 
     model_name: str
     temperature: float
@@ -65,11 +64,10 @@ class CallRules:
     vocab_size: int
     on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
     reads_effort: bool = False
-    """The chat template reads `reasoning_effort`."""
+    """The chat template reads it."""
 
 
 def _tool_choice(value: Any) -> str:
-    """Return none, auto, required or function:NAME."""
     match value:
         case "none" | "auto" | "required":
             return str(value)
@@ -83,12 +81,11 @@ _FIXED_SETTINGS = frozenset(
     "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask "
     "tokenizer_kwargs raise_exception strftime_now range dict lipsum cycler joiner namespace loop".split()
 )
-"""Set by the gateway, or used by templates."""
+"""Set by the gateway or templates."""
 _SETTING = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
 def _settings(value: Any) -> Any:
-    """Check chat template arguments: plain values, free names."""
     for name, each in value.items() if isinstance(value, dict) else ():
         if not _SETTING.fullmatch(name) or name in _FIXED_SETTINGS or name.endswith("_token"):
             raise wrong(f"{shown(name)} cannot be set by a call")
@@ -120,7 +117,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class CallParameters(BaseModel):
-    """Parameters with the same meaning in all dialects."""
+    """Parameters of all dialects."""
 
     model_config = STRICT
 
@@ -131,7 +128,7 @@ class CallParameters(BaseModel):
     stream: bool = False
 
     def common(self) -> dict[str, Any]:
-        """Return the parameters that a translated chat takes over unchanged."""
+        """Return the parameters that a translated chat keeps."""
         names = {*CallParameters.model_fields, "max_tokens", "chat_template_kwargs"}
         return self.model_dump(include=names, exclude_unset=True)
 
@@ -140,11 +137,11 @@ _NO_SHAPE = frozenset(
     "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
     "max_completion_tokens chat_template_kwargs reasoning_effort".split()
 )
-"""Parameters in the prompt, with separate keys, or without effect on tokens."""
+"""Parameters that do not shape the sampling."""
 
 
 class CallRequest(CallParameters):
-    """A call to sample. Once read, `temperature` and `top_p` are None for the run's values."""
+    """A call to sample; `temperature` and `top_p` None: the run's."""
 
     param: ClassVar[str]
 
@@ -157,7 +154,6 @@ class CallRequest(CallParameters):
 
     @property
     def is_as_configured(self) -> bool:
-        """Sampled from the run's own distribution."""
         return self.temperature is None and self.top_p is None
 
     @property
@@ -165,19 +161,13 @@ class CallRequest(CallParameters):
         return False
 
     def shape(self) -> bytes:
-        """Return the parameters other than the prompt that shape the answers; empty if none. Different shapes
-        have different seeds.
-        """
+        """Return the parameters that shape the answers, as seed source; empty if all are defaults."""
         shape = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
         return to_json(shape) if shape else b""
 
 
 class ChatRequest(CallRequest):
-    """/v1/chat/completions.
-
-    Once read, `tool_choice` is none, auto, required or function:NAME, `tools` is empty with none,
-    `max_tokens` is the smaller limit, and `chat_template_kwargs` contain a supported reasoning_effort.
-    """
+    """/v1/chat/completions. Once read, `tool_choice` is none, auto, required or function:NAME."""
 
     param = "messages"
 
@@ -224,7 +214,7 @@ class RequestReader:
         self._logged: set[str] = set()
 
     def chat(self, body: dict[str, Any]) -> ChatRequest:
-        """Raises ApiError; for too many messages before it checks any."""
+        """Raises ApiError; too many messages are refused unread."""
         most = self._rules.max_prompt_tokens
         messages = body.get("messages")
         if isinstance(messages, list) and len(messages) > most:
@@ -249,7 +239,6 @@ class RequestReader:
         return asked
 
     def text(self, body: Mapping[str, Any]) -> TextRequest:
-        """Raises ApiError."""
         if type(top := body.get("logprobs")) is int:
             body = {**body, "logprobs": True, "top_logprobs": top}
         asked = self.checked(body, TextRequest)
@@ -260,7 +249,6 @@ class RequestReader:
         return asked
 
     def checked(self, body: Mapping[str, Any], shape: type[Shape]) -> Shape:
-        """Raises ApiError."""
         given = {}
         for name, value in body.items():
             if value is None:
@@ -280,10 +268,10 @@ class RequestReader:
             raise refused(error, given) from None
 
     def _settle_sampling(self, asked: CallRequest) -> None:
-        """Set temperature and top_p, or None for the run's values. Raises ApiError."""
+        """Set temperature and top_p; None: the run's. Raises ApiError."""
         rule = self._rules.on_sampling_override
         if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
-            asked.temperature = 0.0  # greedy: the most likely token
+            asked.temperature = 0.0  # greedy
             asked.top_p = None
         for name in ("temperature", "top_p"):
             value = getattr(asked, name)
@@ -308,9 +296,9 @@ class RequestReader:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Raises ApiError. The parser limits depth and refuses lone surrogates."""
+    """Raises ApiError."""
     try:
-        # by default, 16,384 strings of past bodies stay cached, spread over the memory of ended sessions
+        # cached strings would fragment the memory of ended sessions
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise invalid(f"The body is not JSON: {error}.") from None
@@ -320,7 +308,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def refused(error: ValidationError, body: Any) -> ApiError:
-    """Return a 400 for the first invalid value of the body."""
     first = error.errors(include_url=False)[0]
     param = ""
     here = body

@@ -1,4 +1,4 @@
-"""Sessions: keys, limits, calls. Independent of HTTP and engines."""
+"""Sessions: keys, limits, calls."""
 
 from __future__ import annotations
 
@@ -28,25 +28,21 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
 
 MAX_EXPIRED = 10_000
-"""Ended sessions with a known reason."""
 USER_SHARE = 16
-"""Multiple of one rollout's limits that a user's key keeps until an outcome is posted; older conversations
-are forgotten.
-"""
+"""A user's key keeps this multiple of one rollout's limits; older conversations are forgotten."""
 USER_CONCURRENCY = 4
 """Multiple of max_concurrent_calls for a user's key."""
 OPEN_SHARE = 4
-"""Requests of a session that are read, per answer being sampled."""
+"""Requests read per answer being sampled."""
 MAX_NUMBERED = 2**16
-"""Distinct calls whose repeats are counted."""
 NUM_RETRIED = 16
-"""Newest calls of a session that a client's retry finds."""
+"""Newest calls that a client's retry finds."""
 FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
 
 
 def unknown_key() -> ApiError:
-    """Return a 401 without the key: answers end up in logs."""
+    """Return a 401 without the key: answers are logged."""
     why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
     return ApiError(401, why + "/s/KEY/v1/....", code="invalid_api_key")
 
@@ -57,30 +53,28 @@ def session_ended(reason: str) -> ApiError:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GatewayCall:
-    """A call of a session, from its plan to the delivery of its answers.
+    """A call from plan to delivery.
 
-    Invariant: an answer is in the capture if and only if it was written to a connected client. Only
-        GatewaySession.deliver_nowait records.
+    Invariant: an answer is in the capture if and only if it was written to a connected client.
     """
 
     name: str
-    """The id of its first answer."""
+    """Id of its first answer."""
     order: int
-    """Number among the session's calls, refused ones included."""
+    """Number among all calls of the session."""
     planned: PromptPlan | None
     """None once delivered or withdrawn."""
     number: tuple[bytes, int] | None
-    """Seed source: hash of the content, and number among equal calls; None if the client set a seed."""
+    """Seed source (content hash, number among equal calls); None if the client set a seed."""
     choices: tuple[Answer, ...]
     requests: tuple[SamplingRequest, ...]
-    """Engine requests of the choices; empty once sampled."""
+    """Empty once sampled."""
     num_prompt_tokens: int
     is_streamed: bool
     is_trained: bool
     grammar: str | None
     created_s: int = field(default_factory=lambda: int(time.time()))
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by new tokens."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -93,13 +87,11 @@ class GatewayCall:
 
 @dataclass(eq=False, repr=False)
 class GatewaySession:
-    """An attempt of a rollout: its key, its recorded samples, and its calls in flight.
+    """A rollout attempt: its key, recorded samples and calls in flight.
 
-    Life: open -> ended, with a reason. The gateway then forgets all but the reason; the owner may still get
-        the rollout, unless fail_nowait ended the session.
-    Waits: none; its calls wait in `slots` and in the engine, within in_hand(), and its owner in while_open().
-    Invariant: no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
-        410. All of `capture` was delivered: only deliver_nowait records.
+    Life: open -> ended, with a reason; the gateway then keeps only the reason.
+    Waits: none; calls wait within in_hand(), the owner in while_open().
+    Invariant: end_nowait cancels every call (ApiError 410). Only deliver_nowait adds to `capture`.
     """
 
     sessions: Sessions
@@ -111,7 +103,7 @@ class GatewaySession:
     attempt: int
     route_key: str
     user_key: str | None = None
-    """Key of a user (`asyncrl serve gateway`), who may open sessions one after another."""
+    """Key of a user (`asyncrl serve gateway`), who may open many sessions."""
     shows_special: bool = True
 
     def __post_init__(self) -> None:
@@ -120,30 +112,30 @@ class GatewaySession:
         self.limits = self.sessions.limits
         num_slots = self.limits.max_concurrent_calls * (USER_CONCURRENCY if self.is_users else 1)
         self.slots = asyncio.Semaphore(num_slots)
-        """Held while an answer is sampled; first come, first served."""
+        """Held while an answer is sampled."""
         self.open_requests = asyncio.Semaphore(OPEN_SHARE * num_slots)
-        """Held until a request is answered; bounds the bodies in memory."""
+        """Held until a request is answered; bounds bodies in memory."""
         self.capture = Capture(self.route.tokenizer, self.route.counts, self.route.tool_format.thinking)
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
-        """Receives conversations that a user's key drops."""
+        """Receives conversations dropped from a user's key."""
         self.kept = KeptAnswers(USER_SHARE * self.limits.max_calls)
         self.opening: Messages | None = None
-        """Messages of a user session's first call."""
+        """First messages of a user session."""
         self.last_span: VersionSpan | None = None
         """End of the newest completion; its engine has the cache."""
         self.ended: str | None = None
-        """Reason of the end; None while open."""
+        """Reason of the end."""
         self.num_calls = 0
         self.num_free_calls = 0
         self.num_spent = 0
         self.has_trained = False
         self.overflow: str | None = None
-        """Limit that a call hit, if no later call was answered."""
+        """Limit hit by the last call."""
         self.delivered: dict[bytes, GatewayCall] = {}
-        """Newest delivered calls by digest, for clients that retry."""
+        """Delivered calls by digest, for retries."""
         self._overflow_order = 0
         self._cut: dict[ChatNode | None, None] = {}
-        """Completions that a limit kept from being continued, newest last; None: any."""
+        """Completions stopped by a limit, newest last; None: any."""
         self._free_numbers: dict[bytes, list[int]] = {}
         """Heap of free numbers of equal calls, by hash; the largest is followed only by free ones."""
         self._scopes: set[asyncio.Timeout] = set()
@@ -154,7 +146,7 @@ class GatewaySession:
         self.num_spent += num_tokens
 
     def end_nowait(self, reason: str) -> None:
-        """End all calls with 410 and `reason`. Idempotent: the first reason stays."""
+        """Answer all calls with 410 and the first `reason`. Idempotent."""
         if self.ended is not None:
             return
         self.ended = reason
@@ -171,14 +163,13 @@ class GatewaySession:
             self.end_nowait(f"the rollout failed: {failure.what}")
 
     def refused_nowait(self, error: ApiError) -> None:
-        """Count a refused call, and note the limit that it hit."""
         if isinstance(error, PromptTooLongError):
             self.overflowed_nowait(str(error), error.parent)
         if 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
             self.free_call_nowait()
 
     def free_call_nowait(self) -> None:
-        """Count a refused call or a counted chat: they cost time, so too many end the session."""
+        """Count a refused call or counted chat; too many end the session."""
         self.num_free_calls += 1
         if self.num_free_calls <= FREE_SHARE * self.limits.max_calls or self.is_users:
             return
@@ -190,7 +181,6 @@ class GatewaySession:
         self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
     def take_number(self, digest: bytes) -> int:
-        """Return the lowest free number among equal calls."""
         free = self._free_numbers.setdefault(digest, [0])
         number = heapq.heappop(free)
         if not free:
@@ -200,7 +190,7 @@ class GatewaySession:
         return number
 
     def withdraw_nowait(self, call: GatewayCall) -> None:
-        """Forget a call that was not delivered: the next equal call gets the same seed."""
+        """Forget an undelivered call; the next equal call reuses its seed."""
         if call.planned is None:
             return
         self.capture.withdraw(call.planned)
@@ -210,9 +200,7 @@ class GatewaySession:
             heapq.heappush(self._free_numbers[digest], number)
 
     def deliver_nowait(self, call: GatewayCall, digest: bytes) -> None:
-        """Record the answers of a call, just before they are written to a connected client. Raises ApiError
-        if the session has just ended.
-        """
+        """Record a call's answers just before they are written. Raises ApiError if the session ended."""
         if self.ended is not None:
             raise session_ended(self.ended)
         assert call.planned is not None, "a call is delivered once"
@@ -238,20 +226,20 @@ class GatewaySession:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Forget conversations down to three quarters of a user's limits."""
+        """Forget conversations down to 3/4 of a user's limits."""
         tokens = self.limits.max_rollout_tokens
         most = USER_SHARE * self.limits.max_calls
         most_tokens = math.inf if tokens is None else USER_SHARE * tokens
         if self.capture.num_completions <= most and self.capture.num_branch_tokens <= most_tokens:
             return
         forgotten = self.capture.forget_oldest(3 * most // 4, 0.75 * most_tokens)
-        with contextlib.suppress(RolloutFailure):  # nothing in it is trained
+        with contextlib.suppress(RolloutFailure):  # untrained
             self.on_forgotten(self._marked(make_rollout(forgotten, 0, Outcome(), 0.0)))
         for node in forgotten:
             self._cut.pop(node, None)
 
     def check_limits(self) -> None:
-        """Raise ApiError (429) if the session has used up a limit. Users' sessions have none."""
+        """Raise ApiError (429) at a limit; users have none."""
         for number, unit, name in (
             (self.num_calls, "calls", "max_calls"),
             (self.capture.num_branch_tokens, "tokens in its branches", "max_rollout_tokens"),
@@ -260,9 +248,7 @@ class GatewaySession:
             if limit is not None and number >= limit and not self.is_users:
                 why = f"This rollout has {number} {unit}; gateway.{name}={limit} is the limit."
                 self.overflowed_nowait(why)
-                raise ApiError(
-                    429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY
-                )  # waiting does not help
+                raise ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
 
     def overflowed_nowait(self, why: str, cut: ChatNode | None = None) -> None:
         self.overflow = why
@@ -279,8 +265,8 @@ class GatewaySession:
         return self.capture.last_text(shows_special=self.shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all branches; branches that a limit may have ended are truncated. Raises RolloutFailure if
-        there are none, or if `outcome` names missing ones.
+        """Return all branches, truncated if a limit stopped them. Raises RolloutFailure without branches, or
+        if `outcome` names missing ones.
         """
         if self._failure is not None:
             raise self._failure
@@ -297,13 +283,11 @@ class GatewaySession:
         )
 
     def in_hand(self) -> AbstractAsyncContextManager[asyncio.Timeout]:
-        """Return a block that raises ApiError when the session ends (410), or when its scope is rescheduled
-        because the client has left.
-        """
+        """Raise ApiError in the block when the session ends (410) or its client leaves."""
         return self._until_end(lambda reason: client_gone() if reason is None else session_ended(reason))
 
     def while_open(self) -> AbstractAsyncContextManager[asyncio.Timeout]:
-        """Return a block that raises RolloutFailure when the session ends."""
+        """Raise RolloutFailure in the block when the session ends."""
         return self._until_end(
             lambda reason: (
                 self._failure or RolloutFailure(f"the session of {self.rollout_id} ended: {reason}")
@@ -345,16 +329,15 @@ class Expired:
             del self._reasons[next(iter(self._reasons))]
 
     def why(self, key: str) -> str:
-        """Return the reason; empty for an unknown key."""
         return self._reasons.get(key, "")
 
     def error(self, key: str) -> ApiError:
-        """Return a 401 for an unknown key, a 410 for an ended one."""
+        """Return a 401 for unknown keys, a 410 for ended ones."""
         return session_ended(reason) if (reason := self.why(key)) else unknown_key()
 
 
 class Sessions:
-    """All open sessions by key. Invariant: an ended session is in no table."""
+    """Open sessions by key."""
 
     def __init__(self, limits: GatewayConfig) -> None:
         self.limits = limits
@@ -374,7 +357,7 @@ class Sessions:
         return session
 
     def end_all_nowait(self, reason: str) -> None:
-        """End every session, including those opened later."""
+        """End every session, later ones included."""
         self._closed = reason
         for session in list(self._open.values()):
             session.end_nowait(reason)

@@ -1,1 +1,1 @@
-"""Dialects of the endpoint: request formats of OpenAI and Anthropic, and their answers."""
+"""OpenAI's and Anthropic's request formats."""

@@ -1,4 +1,4 @@
-"""Anthropic's messages; and errors and models for all clients."""
+"""Anthropic's messages; errors and models of all dialects."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 BILLING = "x-anthropic-billing-header:"
-"""Start of a block in Claude Code's system text that differs in each call, so that no chat would continue an
-earlier one.
-"""
+"""Start of a Claude Code system block that differs in each call, so no chat would continue another."""
 
 
 class MessagesRequest(CallParameters):
@@ -47,13 +45,12 @@ class MessagesRequest(CallParameters):
 
 
 class MessagesDialect:
-    """/v1/messages and /v1/messages/count_tokens. Thoughts are always separate blocks."""
+    """/v1/messages and /v1/messages/count_tokens."""
 
     name = "msg"
     splits_thoughts: bool | None = True
 
     def __init__(self, *, can_turn_off: bool) -> None:
-        """`can_turn_off`: the chat template reads `enable_thinking`."""
         self._can_turn_off = can_turn_off
 
     def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
@@ -97,7 +94,6 @@ def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
 
 
 def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
-    """Return the chat messages of a turn. Raises ApiError."""
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         raise invalid(f"{where}: it must be a text or a list of blocks, not {shown(blocks)}.", where)
@@ -139,7 +135,7 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _continued(asked: MessagesRequest, kept: KeptAnswers) -> KeptAnswer | None:
-    """Return the answer that a thread continues. Raises ApiError: 404 if it is gone."""
+    """Raises ApiError: 404 if the answer is gone."""
     match asked.thread:
         case None | {"type": "create"}:
             return None
@@ -278,7 +274,7 @@ ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""Anthropic's error types by status; all others are invalid requests."""
+"""Types by status; others are invalid requests."""
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
@@ -295,7 +291,7 @@ def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """Return the model, or for None the list. Raises ApiError for another name."""
+    """Return the model; None: the list. Raises ApiError."""
     if name not in (None, model):
         why = f"This server has one model, {model}."
         raise ApiError(404, why, code="model_not_found", param="model")

@@ -39,7 +39,6 @@ class ChatDialect:
         return {"delta": {"content": text}}
 
     def end(self, choice: Answer) -> list[dict[str, Any]]:
-        """Return the events after the last text: tool calls, logprobs."""
         calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
         parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
         if choice.logprobs is not None:
@@ -129,7 +128,7 @@ class ChoicesWriter:
         return b"data: " + error.body() + b"\n\n"
 
     def keep(self, kept: KeptAnswers) -> None:
-        """Keep nothing: clients send each chat whole."""
+        """Keep nothing: clients send whole chats."""
 
     def _begin(self) -> bytes:
         first = self._first

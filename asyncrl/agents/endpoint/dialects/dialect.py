@@ -1,4 +1,4 @@
-"""What the dialects share: their interface, answers in blocks, and answers kept for later calls."""
+"""Interface of the dialects, answers in blocks, and kept answers."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ NOT_KEPT = "previous_response_not_found"
 
 
 class Writer(Protocol):
-    """The output of one call: whole(), or events from news(), end() and failed()."""
+    """Output of a call: whole(), or events from news(), end() and failed()."""
 
     def whole(self) -> bytes: ...
 
     def news(self) -> bytes:
-        """Return new text that may be shown; possibly nothing."""
+        """Return new text, possibly none."""
 
     def end(self) -> bytes:
-        """Return the last text and the closing events."""
+        pass
 
     def failed(self, error: ApiError) -> bytes:
-        """Report a failure after the first event."""
+        pass
 
     def keep(self, kept: KeptAnswers) -> None:
-        """Keep the delivered answer for later calls."""
+        pass
 
 
 class Dialect(Protocol):
     name: str
-    """Prefix of its answers' ids."""
+    """Prefix of answer ids."""
     splits_thoughts: bool | None
-    """None: as gateway.thoughts says."""
+    """None: per gateway.thoughts."""
 
     def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
         """Raises ApiError."""
@@ -55,18 +55,17 @@ class Dialect(Protocol):
 
 Block = Literal["thought", "text"]
 Event = dict[str, Any]
-"""Body of a server-sent event, with its name as `type`."""
+"""A server-sent event; its name is `type`."""
 
 
 class BlockWriter(ABC):
-    """One answer in blocks: thought, text, tool calls. Its events add up to the whole answer."""
+    """One answer in blocks: thought, text, tool calls."""
 
     def __init__(self, call: GatewayCall, model: str) -> None:
         (self.choice,) = call.choices
         self.call = call
         self.model = model
         self.blocks: list[dict[str, Any]] = []
-        """Finished blocks."""
         self._open: Block | None = None
         self._has_begun = False
         self._takes: dict[Block, Callable[[int], str]] = {
@@ -126,7 +125,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def begin(self) -> list[Event]:
-        """Return the events before all blocks."""
+        pass
 
     @abstractmethod
     def open(self, block: Block) -> list[Event]: ...
@@ -136,19 +135,19 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def close(self, block: Block) -> list[Event]:
-        """Add the finished block to `blocks`; return its last events."""
+        pass
 
     @abstractmethod
     def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]:
-        """Add the block of a tool call to `blocks`; return its events."""
+        pass
 
     @abstractmethod
     def finish(self) -> list[Event]:
-        """Return the events after all blocks."""
+        pass
 
     @abstractmethod
     def answer(self) -> dict[str, Any]:
-        """Return the whole answer."""
+        pass
 
 
 # ---- answers that later calls continue
@@ -156,7 +155,7 @@ class BlockWriter(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptAnswer:
-    """A delivered answer, the messages before it since its predecessor, and their tools."""
+    """A delivered answer, its messages since the predecessor, and their tools."""
 
     before: KeptAnswer | None
     messages: Sequence[Mapping[str, Any]]
@@ -175,7 +174,7 @@ class KeptAnswer:
 
 
 class KeptAnswers:
-    """The newest `most` answers of a session that later calls may continue, by id."""
+    """The newest `most` answers of a session, by id."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -187,7 +186,7 @@ class KeptAnswers:
             del self._answers[next(iter(self._answers))]
 
     def get(self, name: str, param: str) -> KeptAnswer:
-        """Return the answer that `param` names. Raises ApiError: 404."""
+        """Raises ApiError: 404."""
         if (answer := self._answers.get(name)) is not None:
             return answer
         why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or "

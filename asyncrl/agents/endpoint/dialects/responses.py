@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
-"""Type prefixes of tools that OpenAI's servers run."""
+"""Type prefixes of tools run by OpenAI."""
 ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -43,7 +43,7 @@ ECHOED: Mapping[str, Any] = {
     "top_p": None,
     "truncation": "disabled",
 }
-"""Request parameters that a response repeats, with their defaults."""
+"""Repeated request parameters and their defaults."""
 
 
 class ResponsesRequest(CallParameters):
@@ -65,8 +65,8 @@ class ResponsesRequest(CallParameters):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResponseData:
-    """`stored`: to keep, None with store=false; `spaces`: namespaced tools by their name for the model;
-    `is_sealed`: thoughts are also returned as encrypted_content.
+    """`stored`: None with store=false; `spaces`: namespaced tools by model name; `is_sealed`: return
+    encrypted thoughts.
     """
 
     echoed: Mapping[str, Any]
@@ -76,9 +76,7 @@ class ResponseData:
 
 
 class ResponsesDialect:
-    """/v1/responses. Thoughts are always separate items. A session keeps its responses for
-    previous_response_id.
-    """
+    """/v1/responses, kept for previous_response_id."""
 
     name = "resp"
     splits_thoughts: bool | None = True
@@ -119,7 +117,7 @@ class ResponsesDialect:
 
 
 def _messages(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Merge items that fit in one answer (a thought, a text, calls, in this order) into one message."""
+    """Merge items of one answer into one message."""
     answer: dict[str, Any] = {}
     for number, item in enumerate(items):
         where = f"input[{number}]"
@@ -157,7 +155,7 @@ def _messages(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """Raises ApiError for content not sealed by this server."""
+    """Raises ApiError for foreign content."""
     text = _joined(item.get("content"))
     if not text and isinstance(hidden := item.get("encrypted_content"), str):
         try:
@@ -174,7 +172,7 @@ def _joined(parts: Any) -> str:
 
 
 def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
-    """Return the item with its type, or the item that it references. Raises ApiError: 404."""
+    """Return the item or its referent. Raises ApiError: 404."""
     if not isinstance(item, dict) or item.get("type") != "item_reference":
         return {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
     kind, _, rest = str(item.get("id")).partition("_")
@@ -194,7 +192,6 @@ def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
 
 
 def _functions(tools: Sequence[Any], where: str, reader: RequestReader) -> Iterator[Mapping[str, Any]]:
-    """Yield functions, without hosted tools."""
     for number, tool in enumerate(tools):
         place = f"{where}[{number}]"
         match tool:
@@ -251,7 +248,7 @@ class ResponseWriter(BlockWriter):
         return super().encoded(numbered)
 
     def failed(self, error: ApiError) -> bytes:
-        """Report a failure. The `error` event is for OpenAI's clients, which read only it."""
+        """Report a failure; OpenAI's clients read only the `error` event."""
         fields = {name: error.error[name] for name in ("code", "message", "param")}
         return self.encoded([{"type": "error", **fields, "error": error.error}])
 
