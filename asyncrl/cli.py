@@ -111,9 +111,7 @@ def run(
     run_dir: Annotated[File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")] = None,
     resume: Annotated[
         str,
-        typer.Option(
-            help="auto: resume a run in --run-dir; never: refuse it; must: refuse a new run."
-        ),
+        typer.Option(help="auto: resume a run in --run-dir; never: refuse it; must: refuse a new run."),
     ] = "auto",
     allow_change: Annotated[Texts, Option(help="Key or section that may change in a resumed run.")] = None,
 ) -> None:
@@ -332,16 +330,12 @@ def work(
     key: Annotated[
         Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
     ] = None,
-    key_file: Annotated[
-        File, Option(metavar="FILE", help="File with the key, or gateway.json.")
-    ] = None,
+    key_file: Annotated[File, Option(metavar="FILE", help="File with the key, or gateway.json.")] = None,
     slots: Annotated[int, typer.Option(help="Concurrent rollouts.")] = 8,
     name: Annotated[Text, Option(help="Name in messages (default: HOST/PID).")] = None,
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent.")] = None,
     env: Annotated[Texts, Option(metavar="NAME=VALUE", help="Environment variable of the command.")] = None,
-    pass_env: Annotated[
-        Texts, Option(metavar="NAME", help="Variable to pass on.")
-    ] = None,
+    pass_env: Annotated[Texts, Option(metavar="NAME", help="Variable to pass on.")] = None,
     sandbox: Annotated[Text, Option(metavar="KIND", help="Run a command in a sandbox: bubblewrap.")] = None,
     sandbox_paths: Annotated[
         Texts, Option("--sandbox-path", metavar="PATH", help="Readable path in the sandbox.")
@@ -382,9 +376,7 @@ def work(
 def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
-    record: Annotated[
-        File, Option(metavar="FILE", help="Append rollouts as JSON lines.")
-    ] = None,
+    record: Annotated[File, Option(metavar="FILE", help="Append rollouts as JSON lines.")] = None,
     rollouts: Annotated[
         int | None,
         Option(metavar="N", min=1, help="Run N rollouts, print the model's text, and end."),
