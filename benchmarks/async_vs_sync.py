@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from report import options, reported
+from common import options, reported
 
 HERE = Path(__file__).parent
 NUM_GROUPS, GROUP_SIZE = 8, 8

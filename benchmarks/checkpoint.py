@@ -30,8 +30,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from random_model import qwen3_69m
-from report import options, reported
+from common import options, qwen3_69m, reported
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig

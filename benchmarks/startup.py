@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import psutil
-from report import options, reported
+from common import options, reported
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 WITHOUT = """

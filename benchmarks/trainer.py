@@ -46,7 +46,7 @@ from typing import Any
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, here and in the children
 
 import torch
-from report import options, reported
+from common import options, reported
 from trainer_case import (
     EQUAL_LENGTH,
     GROUP_SIZE,
@@ -73,8 +73,6 @@ TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (5e-3, 5e-2)}
 """Most difference of the loss, and of the gradient norm as a part of it. bfloat16 rounds logprobs by about
 0.01 on both sides.
 """
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""bfloat16, dense, by a part of the device's name."""
 
 
 @dataclass(frozen=True)
@@ -174,25 +172,17 @@ def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
     return models
 
 
-def utilisation(num_parameters: int, tokens_per_s: float) -> str:
-    """Model FLOP utilisation, where the device's peak is known."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    return "" if peak is None else f"{6 * num_parameters * tokens_per_s / peak:7.1%}"
-
-
-def print_rows(title: str, case: Case, sides: dict[str, Side], num_parameters: int) -> None:
+def print_rows(title: str, case: Case, sides: dict[str, Side]) -> None:
     """All sides of one batch, and what each needs of what ours does."""
     num_tokens = len(case.batch()[1].token_ids)
     ours = sides["ours"]
     for name, side in sides.items():
         rate = num_tokens / side.wall_s
-        mfu = utilisation(num_parameters, rate) if case.device == "cuda" else ""
         peak, times = side.peak_bytes, f"{side.cpu_s:>7.2f}{side.wall_s:>7.2f}{rate:>8.0f}"
         ratios = side.cpu_s / ours.cpu_s, side.wall_s / ours.wall_s, peak / ours.peak_bytes
         print(
             f"{title:<36}{name:<19}{times}{peak / 2**20:>6.0f}{side.loss:>11.6f}{side.grad_norm:>10.6f}"
-            f"{ratios[0]:>7.2f}{ratios[1]:>6.2f}{ratios[2]:>6.2f}{mfu}"
+            f"{ratios[0]:>7.2f}{ratios[1]:>6.2f}{ratios[2]:>6.2f}"
         )
 
 
@@ -226,8 +216,7 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
         num_groups = arguments.groups or (2 if is_slow else 8)
         for name, rows in batches(num_groups).items():
             batch = folder / f"{model}-{name}"
-            blob, num_parameters = make_batch(str(path), rows)
-            batch.write_bytes(blob)
+            batch.write_bytes(make_batch(str(path), rows))
             case = Case(
                 model_path=str(path),
                 batch_path=str(batch),
@@ -239,7 +228,7 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
                 warm_up=0 if is_slow else 1,  # minutes a step: there is nothing to warm up beside them
             )
             sides = measure(model, case, folder, is_agent="agent" in name)
-            print_rows(f"{model}, {name}", case, sides, num_parameters)
+            print_rows(f"{model}, {name}", case, sides)
             ours, peer, *_ = others = [*sides.values()]
             for other in others[1:]:
                 check_agreement(ours, other, dtype)

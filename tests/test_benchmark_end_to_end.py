@@ -9,9 +9,9 @@ from pathlib import Path
 
 import end_to_end
 import pytest
-from end_to_end_plot import band_over_time, draw, write_csv
+from end_to_end_plot import draw, on_grid, write_csv
 from end_to_end_runs import LEVELS, WINDOW, Curve, Measured, Work, best_rate
-from end_to_end_shape import ShapeTask
+from shape_task import ShapeTask
 
 SCRIPT = """
 import json, pathlib, sys
@@ -91,5 +91,5 @@ def test_the_picture_and_its_figures_end_where_the_first_seed_ends(tmp_path: Pat
     write_csv(runs, tmp_path / "one.csv")
     rows = [*csv.DictReader((tmp_path / "one.csv").read_text().splitlines())]
     assert [row["system"] for row in rows] == ["trl"] * 3 + ["asyncrl"] * 3
-    assert [*rows[4].values()] == ["asyncrl", "2", "1", "3", "0.4", "0.2", "0.6"]
-    assert band_over_time(runs["asyncrl"], window=1).places[[0, -1]].tolist() == [2.0, 3.0]
+    assert [*rows[4].values()] == ["asyncrl", "2", "2", "3", "0.4", "0.2", "0.6"]
+    assert on_grid(runs["asyncrl"], "seconds", window=1)[0][[0, -1]].tolist() == [2.0, 3.0]

@@ -13,7 +13,7 @@ from trainer_case import Case, Pieces, Row
 
 def make_case(folder: Path, rows: Callable[[Pieces], list[Row]], micro_batch: int) -> Case:
     model = trainer_case.make_tiny(folder / "model")
-    (folder / "batch").write_bytes(trainer_case.make_batch(str(model), rows)[0])
+    (folder / "batch").write_bytes(trainer_case.make_batch(str(model), rows))
     return Case(
         model_path=str(model),
         batch_path=str(folder / "batch"),
