@@ -88,7 +88,9 @@ class Row:
         seconds = (self.step_s, self.generate_s, self.train_s, self.little_s, self.of_bound)
         shares = (f"{self.masked:.2%}", f"{self.again:.1%}", f"{self.look_ahead:.1f}")
         cells = [*(f"{value:.3f}" for value in seconds), f"{self.idle:.0%}", f"{self.age:.2f}"]
-        return f"{self.name:<17} " + " ".join(f"{cell:>8}" for cell in [*cells, f"{self.oldest:.0f}", *shares])
+        return f"{self.name:<17} " + " ".join(
+            f"{cell:>8}" for cell in [*cells, f"{self.oldest:.0f}", *shares]
+        )
 
 
 def run_row(max_staleness: int, on_overdue: str, num_steps: int, folder: Path) -> Row:
