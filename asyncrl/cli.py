@@ -73,7 +73,7 @@ Version = Annotated[
 
 
 def _with_harnesses(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's **harness by an option for each kind of harness."""
+    """Replace **harness by an option for each kind of harness."""
     shape = signature(command, eval_str=True)
     *own, _ = shape.parameters.values()
     for name, kind in HARNESSES.items():
@@ -119,14 +119,14 @@ def run(
 ) -> None:
     """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
 
-    Every setting is described in docs/configuration.md, and by `asyncrl keys`. Exit codes: 0 done, 1 a part
-    of the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. Start a killed or
-    interrupted run again with its --run-dir to resume it.
+    `asyncrl keys` describes every setting. Exit codes: 0 done, 1 a part of the run failed (it is named), 2
+    the configuration is wrong, 130 or 143 interrupted. Start a killed or interrupted run again with its
+    --run-dir to resume it.
     """
     from asyncrl.launch.fork_server import serving
 
     loaded = load_config(config, overrides or [])
-    with serving():  # it imports for children while this process imports the rest
+    with serving():  # it imports for children in parallel
         from asyncrl.job.loop import run_job
         from asyncrl.job.resume import as_resume_mode
 
@@ -156,7 +156,7 @@ def check(
     ] = None,
 ) -> None:
     """Validate a config, load everything it names except weights, and print the plan by node: processes,
-    devices, threads, memory. For this machine, or for described machines.
+    devices, threads, memory.
     """
     from asyncrl.job.check import check_lines
     from asyncrl.launch.launchers import opened
@@ -182,14 +182,14 @@ def keys(
     list_all: Annotated[bool, Option("--all", help="Every setting, not only the basic ones.")] = False,
     schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
 ) -> None:
-    """Describe settings with type, default and meaning: the basic ones, or the settings that match WHAT."""
+    """Describe settings: the basic ones, or those that match WHAT."""
     from asyncrl.config.load import describe_keys, schema_text
 
     typer.echo(schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all))
 
 
 def _or_newest(run_dir: Path | None) -> Path:
-    """Return the named run, or the newest one, which stderr names."""
+    """Return the named run, or the newest, named on stderr."""
     if run_dir is not None:
         return run_dir
     from asyncrl.observe.show import newest_run
@@ -206,7 +206,7 @@ def runs(
     ),
     as_json: Json = False,
 ) -> None:
-    """List the runs in a folder, newest first: state, steps, reward, and time of the last write."""
+    """List runs, newest first: state, steps, reward, and time of the last write."""
     from asyncrl.observe.show import render_runs
 
     typer.echo(render_runs(folder, as_json=as_json))
@@ -241,7 +241,7 @@ def inspect(
     worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
 ) -> None:
-    """Show the trained groups, from the trainer's record, and all others, from the journal."""
+    """Show the trained groups, and all others."""
     from asyncrl.observe.show import render_inspect
 
     kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
@@ -275,10 +275,7 @@ def watch(
     ] = "127.0.0.1",
     opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Show a run's page in a browser, live: curves, timeline, samples. Several runs are compared.
-
-    Read-only. Runs until Ctrl-C, across the run's end and its resumes.
-    """
+    """Show a run's page in a browser, live, until Ctrl-C. Several runs are compared."""
     from asyncrl.observe.page.watch import watch as serve_page
 
     raise typer.Exit(serve_page(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
@@ -303,10 +300,10 @@ def export(
     push: Annotated[Text, Option(metavar="REPO", help="Upload it to OWNER/NAME of the hub, private.")] = None,
     public: Annotated[bool, Option("--public", help="For everyone to see.")] = False,
 ) -> None:
-    """Export a run's weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
+    """Export a run's weights as a Hugging Face folder with a model card.
 
-    The run may be done, stopped, killed, failed or still running; nothing in RUN_DIR changes. The default
-    without --step is final/ of a finished run, else the newest checkpoint. Needs no GPU.
+    The run may be done, stopped, killed, failed or still running; nothing in RUN_DIR changes. The default is
+    final/ of a finished run, else the newest checkpoint. Needs no GPU.
     """
     from asyncrl.job.export import export_run
 
@@ -322,9 +319,8 @@ def scale(
     run_dir: NamedRun,
     engines: Annotated[str, Argument(metavar="engines=N", help="Number of engines from now on.")],
 ) -> None:
-    """Change the number of engines of a running job, within rollout.num_engines={min: 1, max: 8}.
-
-    `asyncrl status` shows the progress. The number survives a resume.
+    """Change the number of engines of a running job, within rollout.num_engines={min: 1, max: 8}. The number
+    survives a resume.
     """
     from asyncrl.job.scale import scale_run
 
@@ -358,8 +354,8 @@ def work(
     ] = 1800.0,
     **harness: Text,
 ) -> None:
-    """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
-    can join and leave at any time.
+    """Run rollouts for a run elsewhere that has generator.remote: true. Workers can join and leave at any
+    time.
 
     Ends when the run is done (exit code 0). If the run stops answering, the worker waits --give-up-after
     seconds for a restart.
@@ -399,8 +395,7 @@ def serve_gateway(
     ] = None,
     run_dir: ServeDir = None,
 ) -> None:
-    """Serve engines and a gateway without training: print what to export, and serve until Ctrl-C (exit code
-    0).
+    """Serve engines and a gateway without training until Ctrl-C (exit code 0); print what to export.
 
     The printed key never expires: POST /v1/outcome with a reward ends one rollout and begins the next. With
     --rollouts: exit code 1 if all of them fail.
@@ -417,9 +412,7 @@ def serve_gateway(
 
 @serve_app.command("engine")
 def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None) -> None:
-    """Serve one engine with the initial weights by its own protocol (asyncrl/messages; vLLM's routes for a
-    vLLM), until Ctrl-C.
-    """
+    """Serve one engine with the initial weights by its own protocol, until Ctrl-C."""
     from asyncrl.launch.fork_server import serving
 
     loaded = load_config(config, overrides or [])
@@ -431,14 +424,14 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 
 def _leave_trackers(exit_code: int) -> None:
-    """Exit at once if a tracker is stuck: at Python's exit its client would wait for its server."""
+    """Exit at once if a tracker is stuck: its client would wait for its server."""
     trackers = sys.modules.get("asyncrl.observe.trackers")
     if trackers is not None and trackers.LEFT:
         _exit_at_once(exit_code)
 
 
 def _exit(exit_code: int) -> None:
-    if exit_code > 128:  # interrupted: a library's download thread must not delay the exit
+    if exit_code > 128:  # a library's download thread must not delay the exit
         _exit_at_once(exit_code)
     _leave_trackers(exit_code)
     raise typer.Exit(exit_code)
@@ -446,13 +439,13 @@ def _exit(exit_code: int) -> None:
 
 def _exit_at_once(exit_code: int) -> None:
     for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader has gone
+        with contextlib.suppress(OSError):
             file.flush()
     os._exit(exit_code)
 
 
 def main() -> None:
-    """Run the CLI: an AsyncrlError prints two or three lines on stderr, never a traceback."""
+    """Run the CLI: an AsyncrlError prints no traceback."""
     try:
         try:
             app()

@@ -47,7 +47,6 @@ from asyncrl.config import load_config
 from asyncrl.job.scale import scale_run
 from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.observe.page.view import view_run
-from asyncrl.observe.run_dir import TIMELINE_FILE
 from asyncrl.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -95,18 +94,18 @@ def test_copied_run_resumes_from_the_checkpoint_before_a_corrupt_one(whole: Path
     file.write_bytes(content)
     said = goes_on(run_dir / "config.yaml", run_dir, "--resume", "must")
     assert f"step_{newest} is damaged: trainer/{file.name} has " in said.replace("\n", " ")
-    assert f"goes on from policy_version {older}" in said
+    assert f"resuming from policy_version {older}" in said
     assert differences(whole, run_dir) == []
     assert_nothing_lost(run_dir / "config.yaml", run_dir)
 
 
 def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Path, run_dir: Path) -> None:
     shutil.rmtree(run_dir / "checkpoints")
-    first_life = read_timeline(run_dir / TIMELINE_FILE, [])
-    assert "goes on from policy_version 0" in goes_on(on_policy, run_dir)
+    first_life = read_timeline(run_dir, [])
+    assert "resuming from policy_version 0" in goes_on(on_policy, run_dir)
     assert differences(whole, run_dir) == []
     assert_nothing_lost(on_policy, run_dir)
-    both = read_timeline(run_dir / TIMELINE_FILE, problems := [])
+    both = read_timeline(run_dir, problems := [])
     assert (both[: len(first_life)], problems) == (first_life, []), "spans of the first life stay"
     shown = view_run(run_dir)["timeline"]
     names = [shown["kinds"][kind]["name"] for _, kind, *_ in shown["spans"]]

@@ -1,6 +1,6 @@
 """Run a command in bubblewrap: read-only system files, private folders, no network except the gateway.
 
-The first program in the sandbox listens on its loopback and passes that socket to the worker, which forwards
+The first program inside listens on its loopback and passes that socket to the worker, which forwards
 connections to the gateway.
 """
 
@@ -23,7 +23,6 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import GeneratorConfig
 
 HOME = "/rollout"
-"""Working folder inside the sandbox."""
 PORT = 8700
 """Port of the gateway inside the sandbox."""
 TRIAL = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
@@ -33,7 +32,7 @@ ETC = (
     *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
     *("localtime", "nsswitch.conf", "passwd", "pki", "ssl"),
 )
-"""Files of /etc that programs need. The rest may contain secrets."""
+"""Readable files of /etc. The rest may contain secrets."""
 
 _FIRST = """
 import os, resource, socket, sys
@@ -54,7 +53,7 @@ except OSError as error:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Sandbox with readable `paths`, and `max_bytes` of memory per process (0: no limit)."""
+    """`paths` are readable; `max_bytes` limits memory per process (0: no limit)."""
 
     paths: tuple[str, ...]
     max_bytes: int = 0
@@ -74,8 +73,7 @@ class Sandbox:
 def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], folder: str) -> list[str]:
     """Return bwrap options for no network and read-only system files.
 
-    `binds` (writable) and `shown` (readable) are keyed by path in the sandbox. `folder` is the working
-    folder.
+    `binds` (writable) and `shown` (readable) are keyed by path in the sandbox.
     """
     options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in SYSTEM:
@@ -99,7 +97,7 @@ def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], fold
 
 def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
     """Return the sandbox of generator.sandbox, if any; it can read files named in `command`. Raises
-    ConfigError if bubblewrap does not work here.
+    ConfigError if bubblewrap fails here.
     """
     if config.sandbox == "none":
         return None
@@ -131,7 +129,7 @@ def is_file(text: str) -> bool:
 
 
 class Forwarder:
-    """Forwards connections from inside a sandbox to the gateway."""
+    """Forward connections from a sandbox to the gateway."""
 
     def __init__(self, base_url: str) -> None:
         parts = urlsplit(base_url)
@@ -143,14 +141,13 @@ class Forwarder:
         if is_tls:
             self._gateway["ssl"] = True
         self.inner_url = f"http://127.0.0.1:{PORT}{parts.path}"
-        """Gateway URL inside the sandbox."""
         self._ours, self.their_end = socket.socketpair()
         self._ours.setblocking(False)
         self._server: asyncio.Server | None = None
         self._forwarding: set[asyncio.Task[Any]] = set()
 
     async def wait_open(self) -> None:
-        """Receive and serve the sandbox's socket. Returns also if the sandbox ended without one."""
+        """Receive and serve the sandbox's socket; return early if the sandbox ended."""
         self.their_end.close()
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()

@@ -1,8 +1,7 @@
 """Harness `verifiers`: an environment of https://github.com/PrimeIntellect-ai/verifiers.
 
-API 0.4 (`verifiers.v1`): a package that exports a Taskset, and optionally a Harness (the program that calls
-the model) and an Env (agents of one task). The library's server, here in the worker, passes the program's
-calls to the session.
+API 0.4 (`verifiers.v1`): a package exports a Taskset, and optionally a Harness and an Env. The library's
+server, here in the worker, passes the program's calls to the session.
 """
 
 from __future__ import annotations
@@ -25,20 +24,19 @@ from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import VERIFIERS_KEY
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
-"""The library reads one key per process from the environment; a session's key is in the address instead."""
+"""The library reads one key from the environment; a session's key is in its address instead."""
 
 _CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
-"""Loggers of each call or rollout; httpx would log addresses with keys."""
+"""Loggers of each call; httpx would log addresses with keys."""
 
 
 class VerifiersHarness:
-    """Runs one task of the environment per rollout, concurrently up to the worker's slots.
+    """Run one task of the environment per rollout.
 
-    Hooks and rewards of the environment run on the worker's event loop: blocking it stops all rollouts.
+    Hooks and rewards run on the worker's event loop: blocking it stops all rollouts.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Raises ConfigError if the environment is missing or cannot be trained."""
         self._name = config.verifiers or ""
         self._env, self._seat = _load_trainable(self._name, config.args)
         self._servers, self._changing, self._is_open = AsyncExitStack(), asyncio.Lock(), False
@@ -49,9 +47,7 @@ class VerifiersHarness:
                 logging.getLogger(name).setLevel(logging.WARNING)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """Return reward and metrics. Raises RolloutFailure for failures, ConfigError for impossible
-        settings.
-        """
+        """Return reward and metrics. Raises RolloutFailure, or ConfigError for impossible settings."""
         played, vf = self._task(task), _library(self._name)
         address = f"{session.base_url.removesuffix('/v1')}/s/{session.api_key}/v1"
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
@@ -63,9 +59,7 @@ class VerifiersHarness:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """Share the taskset's tool servers and start(): the first rollout opens them, the last closes
-        them.
-        """
+        """Share the taskset's tool servers: the first rollout opens them, the last closes them."""
         async with self._changing:
             if not self._is_open:
                 await self._servers.enter_async_context(_serving(self._env))
@@ -74,20 +68,20 @@ class VerifiersHarness:
         try:
             yield
         finally:
-            self.num_users -= 1  # before the wait, so that a cancelled rollout counts as gone
+            self.num_users -= 1  # before the wait: a cancelled rollout is gone, too
             async with self._changing:
                 if self._is_open and self.num_users == 0:
                     self._is_open = False
                     await self._servers.aclose()
 
     def kill_all_nowait(self) -> None:
-        """Free remaining runtimes: their servers, sandboxes and folders."""
+        """Free servers, sandboxes and folders of remaining runtimes."""
         from verifiers.v1.runtimes.base import cleanup_at_exit
 
         cleanup_at_exit()
 
     def _task(self, task: AnyTask) -> Any:
-        """Rebuild the environment's own task, like the library's servers do."""
+        """Rebuild the environment's own task."""
         data = task.info.get(VERIFIERS_KEY)
         if data is None:
             what = f"prompt {task.prompt_id} does not come from the verifiers environment {self._name}"
@@ -138,7 +132,7 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
     """Return the environment whose taskset is `identifier`, also from the working directory; `args` are its
     config.
 
-    Raises ConfigError if library, environment or a setting is missing or wrong.
+    Raises ConfigError.
     """
     vf = _library(identifier)
     shown, taskset = f"generator.verifiers={identifier}", args.get("taskset", {})
@@ -172,8 +166,8 @@ def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
 
 
 def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the environment and the name of its only agent that calls the session. Raises ConfigError
-    unless there is exactly one: a second agent without its own client would be trained as the policy.
+    """Return the environment and the name of its only agent that calls the session. Raises ConfigError for a
+    second one, which would be trained as the policy.
     """
     env, vf = load_environment(identifier, args), _library(identifier)
     agents = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}

@@ -1,4 +1,4 @@
-"""Draw order of prompts: requeued prompts first, then seeded epochs; several tasks by their shares."""
+"""Draw order of prompts: requeued prompts first, then seeded epochs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TaskPrompts:
         label: str = "",
         by_difficulty: bool = False,
     ) -> None:
-        """`name` is the task's name in errors. For `by_difficulty`, see Epochs."""
+        """`name` is the task's name in errors."""
         self._name = name or repr(task)
         if len(task) == 0:
             what = f"the task {self._name} has no prompts"
@@ -42,12 +42,10 @@ class TaskPrompts:
         return self._prefix + "{}/{}".format(*self.epochs.place(draw))
 
     def place_of(self, prompt_id: str) -> tuple[int, int]:
-        """Return (epoch, index). Raises ValueError."""
         epoch, index = (int(part) for part in prompt_id.removeprefix(self._prefix).split("/"))
         return epoch, index
 
     def make(self, draw: int) -> Prompt:
-        """Make the prompt of a draw. Raises TaskError."""
         _, index = self.epochs.place(draw)
         place = f"prompt {index} of {self._name}"
         try:
@@ -69,11 +67,9 @@ class TaskPrompts:
 class PromptSource:
     """Prompts for the producers, from one task or several.
 
-    A drawn prompt is consumed (no call, except observed_nowait) or requeued, to be drawn again before any new
-    prompt.
+    A drawn prompt is consumed (no call) or requeued, to be drawn again first.
 
-    Invariant: state() and the config are complete; a source that loads a state continues with the same
-        prompts.
+    Invariant: a source that loads state() continues with the same prompts.
     """
 
     def __init__(
@@ -82,18 +78,17 @@ class PromptSource:
         shares: Mapping[str, int] | None = None,
         on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
     ) -> None:
-        """`shares`: integer share of each task, by label. `on_epoch` is called with each epoch of a task
-        sampled by difficulty, before its first prompt.
+        """`shares`: by label. `on_epoch` is called with each epoch of a task sampled by difficulty, before
+        its first prompt.
         """
         self._tasks = {task.label: task for task in tasks}
         self._rota = Rota(shares or dict.fromkeys(self._tasks, 1))
         self._on_epoch = on_epoch
         self.num_drawn = 0
-        """Draws so far, without repeats."""
+        """Draws so far, without requeued prompts."""
         self._requeued: dict[int, int] = {}  # draw -> num_requeued
 
     def next_nowait(self, version: int | None = None) -> Prompt:
-        """Draw a prompt for a group that starts at policy_version `version`. Raises TaskError."""
         draw = min(self._requeued, default=self.num_drawn)
         if draw == self.num_drawn:
             name, number = self._rota.turn(draw)
@@ -103,12 +98,12 @@ class PromptSource:
         return self._make(draw, self._requeued.pop(draw, 0))
 
     def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
-        """Record the mean reward of a finished group, which started at policy_version `version`."""
+        """Record the mean reward of a group that started at policy_version `version`."""
         task = self._tasks[task_of(prompt_id)]
         task.epochs.observe_nowait(task.place_of(prompt_id)[1], reward, version)
 
     def requeue_nowait(self, prompt: Prompt) -> None:
-        """Put a drawn prompt at the front again. Raises ValueError if it is not in use."""
+        """Put a drawn prompt at the front. Raises ValueError if it is not in use."""
         draw = self._draw_of(prompt.prompt_id)
         if draw >= self.num_drawn or draw in self._requeued:
             raise ValueError(f"prompt {prompt.prompt_id} is not in use, so it cannot be requeued")
@@ -122,7 +117,6 @@ class PromptSource:
         return replace(self._tasks[name].make(number), num_requeued=num_requeued)
 
     def _draw_of(self, prompt_id: str) -> int:
-        """Raises ValueError or IndexError for a prompt that is not of these tasks."""
         name = task_of(prompt_id)
         if name not in self._tasks:
             raise ValueError(f"prompt {prompt_id} does not belong to a task of this run")
@@ -133,7 +127,7 @@ class PromptSource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Settings that determine the prompt order, for JSON. A saved position requires equal values."""
+        """Settings that a saved position requires to be equal."""
         order: dict[str, Any] = {"shares": self._rota.shares}
         for name, task in self._tasks.items():
             order |= {f"{name or 'task'}.{key}": value for key, value in task.epochs.order.items()}
@@ -146,8 +140,8 @@ class PromptSource:
                 raise _other_task(f"the saved position has {key}={before}, this run has {now.get(key)}")
 
     def restore_nowait(self, num_drawn: int, requeued: Mapping[str, int]) -> None:
-        """Continue after `num_drawn` draws; `requeued`: id -> num_requeued. Other drawn prompts are in use or
-        consumed. Raises TaskError if the tasks cannot have given these prompts.
+        """Continue after `num_drawn` draws; `requeued`: id -> num_requeued. Raises TaskError if the tasks
+        cannot have drawn these prompts.
         """
         self.num_drawn = num_drawn
         try:
@@ -162,8 +156,8 @@ class PromptSource:
         epochs: Sequence[tuple[str, int, str]],
         observed: Sequence[tuple[str, float, int]],
     ) -> None:
-        """Restore memory(), later epochs, and later finished groups (as for observed_nowait), before
-        restore_nowait. Raises TaskError if they do not fit.
+        """Restore memory(), then later epochs and finished groups (as for observed_nowait), before
+        restore_nowait. Raises TaskError.
         """
         try:
             for name, saved in memory.items():
@@ -184,12 +178,11 @@ class PromptSource:
         return counts
 
     def memory(self) -> dict[str, Any]:
-        """Return statistics of tasks sampled by difficulty, for JSON."""
         memories = {name: task.epochs.memory() for name, task in self._tasks.items()}
         return {name: memory for name, memory in memories.items() if memory}
 
     def state(self) -> dict[str, Any]:
-        """Return the position for JSON. The caller must remember prompts in use."""
+        """Return the position for JSON, without prompts in use."""
         return {
             "order": self.order,
             "num_drawn": self.num_drawn,
@@ -213,15 +206,14 @@ class Rota:
     """Cycle of tasks, each as often as its integer share.
 
     Invariant: after any number of draws a task deviates by less than one draw from its share, and in any
-        window by less than two. This is Tijdeman's solution of the chairman assignment problem (Discrete
-        Mathematics 32, 1980): of the tasks that have waited long enough, take the earliest deadline.
+    window by less than two: Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32,
+    1980): of the tasks that have waited long enough, take the earliest deadline.
     """
 
     def __init__(self, shares: Mapping[str, int]) -> None:
         self.shares = dict(shares)
         self._length = sum(shares.values())
         self._turns = list[tuple[str, int]]()
-        """(task, its earlier draws in the cycle)"""
         self._places: dict[str, list[int]] = {name: [] for name in shares}
         twice = max(2, 2 * len(shares) - 2)
         for turn in range(1, self._length + 1):
@@ -240,6 +232,5 @@ class Rota:
         return name, cycle * self.shares[name] + before
 
     def draw_of(self, name: str, number: int) -> int:
-        """Return the overall draw of the task's draw `number`."""
         cycle, place = divmod(number, self.shares[name])
         return cycle * self._length + self._places[name][place]

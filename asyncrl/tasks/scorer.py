@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class TaskScorer:
-    """Calls `task.score` inline, in threads or in processes, by `task.reward_pool`.
+    """Call `task.score` inline, in threads or in processes, by `task.reward_pool`.
 
-    A plain function runs at most `reward_workers` times at once. An async function is awaited on the event
-    loop with unbounded concurrency, except in processes. A call that exceeds its time limit and cannot be
-    ended is left running and counted (UserCalls). Every failure is a RewardFailure, never a reward of 0.
+    A plain function runs at most `reward_workers` times at once; an async function is unbounded, except in
+    processes. A call that exceeds its time limit and cannot be ended is left running and counted (UserCalls).
+    Failures are RewardFailures, never a reward of 0.
     """
 
     def __init__(
@@ -58,11 +58,9 @@ class TaskScorer:
         return self._calls.num_abandoned
 
     def scores(self, prompt: Prompt) -> bool:
-        """Return whether a text can be scored; otherwise rewards must come from the harness."""
         return self._has_score
 
     def shows_special(self, prompt: Prompt) -> bool:
-        """Return whether answers contain the text of special tokens (task.special_tokens)."""
         return self._shows_special
 
     async def score(self, prompt: Prompt, completion: str) -> float:
@@ -146,14 +144,14 @@ class Scorers:
 
 
 START_LIMIT_S = 120.0
-"""Maximum seconds to start a process and build the score function."""
+"""Limit for starting a process and building the score function."""
 
 
 class ProcessPool:
     """Processes that are killed at the time limit of a call.
 
-    Life: processes start with the first call and live until aclose(); a killed or dead one is replaced. If an
-        idle process dies, pebble breaks the pool: then the pool is replaced, and its open calls fail.
+    Life: from the first call to aclose(); a dead process is replaced. If an idle process dies, pebble breaks
+    the pool: then the pool is replaced, and its open calls fail.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
@@ -170,7 +168,7 @@ class ProcessPool:
         self._pool = self._make()
 
     async def run(self, prompt: Prompt, completion: str) -> float:
-        """Score a completion. Raises UserCodeFailed, or TaskError if no process can build the function."""
+        """Score a completion. Raises UserCodeFailed, or TaskError if it can build the function."""
         from pebble import ProcessExpired
 
         pool = self._pool
@@ -207,7 +205,7 @@ class ProcessPool:
 
 
 _score: Score | str = "never started"
-"""In a worker process: the score function, or an error message."""
+"""The score function of a worker process, or an error message."""
 
 
 def _start(config: TaskConfig, seed: int) -> None:
@@ -229,11 +227,11 @@ def _die_with_parent() -> None:
 
 
 def _work(prompt: Prompt, completion: str) -> float | str:
-    """Return the reward, or an error message if no call is possible. Raises UserCodeFailed."""
+    """Return the reward, or an error message if no call is possible."""
     if isinstance(_score, str):
         return _score
     reward = call(_score, prompt, completion)
     if isinstance(reward, float):
         return reward
-    with user_code():  # a cancellation here is the score function's own failure
+    with user_code():  # a cancellation here is the user's own
         return asyncio.run(call_async(reward))

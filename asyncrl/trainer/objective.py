@@ -1,9 +1,7 @@
-"""Check a batch and compute a step's loss from logprobs.
+"""Check a batch and compute a step's loss, the sum of micro_loss over its micro-batches, from logprobs.
 
-A step's loss is the sum of micro_loss over its micro-batches, independent of their split.
-
-Invariant: no token sampled before header.min_version carries loss. loss_tokens enforces this independently of
-the buffer: such a token gets weight 0 (mask_older), or the batch is refused.
+Invariant: no token sampled before header.min_version carries loss, independently of the buffer: its weight
+is 0 (mask_older), or the batch is refused.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ def _token_name(header: BatchHeader, index: int) -> str:
 @dataclass(frozen=True)
 class Units:
     """Samples of the advantage: rollouts with all branches, or the units of their credits. `rewards` and
-    `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, -1 without a credit.
+    `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, or -1.
     """
 
     rewards: list[float]
@@ -118,8 +116,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch before its first step; arrays over all tokens [N]. `proximal_N`, `entropy_N`: by the
-    weights before the batch; `reference_N`: by the initial weights.
+    """Data of a batch before its first step, [N]. `proximal_N`, `entropy_N`: by the weights before the
+    batch; `reference_N`: by the initial weights.
     """
 
     header: BatchHeader
@@ -133,9 +131,7 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """weight_S multiplies the loss tokens of a trajectory, [S] in the header; mask_N, 0 or 1, multiplies
-    their surrogate.
-    """
+    """weight_S multiplies the loss tokens of a trajectory; mask_N, 0 or 1, multiplies their surrogate."""
 
     weight_S: Tensor
     correction_N: Float32N | None
@@ -245,7 +241,7 @@ class Objective:
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, Stats]:
-        """Return (part of the step's loss, sums of statistics) without waiting for the device."""
+        """Return this part of the step's loss and sums of statistics, without waiting for the device."""
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             return to_device(torch.from_numpy(values_N[micro.source_M]), current_M.device)
@@ -306,7 +302,7 @@ class Objective:
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
     ) -> Tensor:
-        """Return each token's KL(current || reference), float32 [M]."""
+        """Return KL(current || reference) per token, float32 [M]."""
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
             return losses.kl(current_M, reference_M, estimator)

@@ -1,8 +1,7 @@
 """Move the memory of a trainer's tensors off its device and back.
 
-The bytes of a storage are copied and the storage is resized to 0; tensors stay the same objects. Everything
-that shares it must not be read until it is restored. On CUDA the copy is in pinned host memory; on CPU in a
-mapped file of the run directory. Scalars stay, because a checkpoint reads the optimizer's step counts.
+Storages are copied to host memory (CUDA) or a mapped file (CPU) and resized to 0; tensors stay the same
+objects and must not be read until restored. Scalars stay.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ Copies = list[tuple[torch.UntypedStorage, Tensor]]
 
 
 class HostMemory:
-    """Reusable host memory. For CUDA it is pinned by registration, at its exact size; torch's pinned
-    allocator rounds each tensor up to a power of two.
-    """
+    """Reusable host memory, pinned at its exact size; torch's allocator rounds up to a power of two."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
@@ -44,7 +41,7 @@ class HostMemory:
         return len(self._data)
 
     def __del__(self) -> None:
-        self.free()  # it could not be registered again
+        self.free()
 
     def of(self, num_bytes: int) -> Tensor:
         """Return uint8 of this size; growing loses the old content. Raises MemoryError and RuntimeError."""
@@ -83,7 +80,6 @@ class HostMemory:
 class Offload:
     """Tracks parts of a trainer's state off its device. All ranks call offload and onload together.
 
-    Life: here -> offload(parts) -> away -> onload(parts) -> here ...
     Invariant: a part is here or away on all ranks: a move that fails on one rank is reverted on the others.
     """
 
@@ -182,7 +178,7 @@ class Offload:
         return copies
 
     def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
-        """Return uint8 of this size. On CPU it is an unlinked file: the disk always regains the space."""
+        """Return uint8 of this size; on CPU in an unlinked file."""
         if self._pinned:
             return self._pinned[part].of(num_bytes)
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
 """Trainer process: serves one TrainStep to the controller.
 
-One thread owns torch; all requests except /health run on it in order. Rank 0 sends each request as a command
-to the other ranks, which call the same method of their TrainStep. If all ranks refuse alike, rank 0 answers
-with that refusal. Any other error ends the rank's process with the reason as its log's last line. Once rank 0
-has lost another rank, it answers all calls with that error.
+One thread owns torch and runs requests in order. Rank 0 sends each as a command to the other ranks. If all
+ranks refuse, rank 0 answers with the refusal; any other error ends the process, with the reason as its
+log's last line.
 """
 
 from __future__ import annotations
@@ -73,10 +72,9 @@ CALLS: dict[str, type[BaseModel]] = {
     "offload": OffloadRequest,
     "onload": OffloadRequest,
 }
-"""Methods of TrainStep that all ranks call with the fields of a request."""
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
-"""Delay of the exit after another rank was lost, so that the run's error names the other."""
+"""Exit delay after another rank was lost, so that the run's error names the other."""
 
 
 class TrainerService:
@@ -141,7 +139,7 @@ class TrainerService:
                 self._failure = self._refusal_after(error)
 
     def route(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Return the handler of one of CALLS; it answers with the method's result, or with health()."""
+        """Return the handler of one of CALLS."""
 
         async def handle(request: web.Request) -> web.Response:
             message = read_message(CALLS[name], await request.read())

@@ -1,9 +1,7 @@
 """Process group of the trainer, on one node or several: commands of rank 0, sums and agreements.
 
-Nothing is pickled here. With several nodes each rank needs rank 0's store port, and any port of each other
-rank for gloo and NCCL. These ports are neither encrypted nor authenticated: a program that reaches them can
-change weights and run code, since torch.distributed.checkpoint unpickles messages of ranks. Keep the ranks'
-addresses in a private network.
+The ranks' ports are neither encrypted nor authenticated, and torch.distributed.checkpoint unpickles their
+messages: a program that reaches them can run code. Keep the ranks in a private network.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interfac
 T = TypeVar("T")
 BEATS = 2
 MESH_DIMENSIONS = ("shard",)
-"""Dimensions of the trainer's device mesh."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,7 @@ class Command:
 class Ranks:
     """Place of this process in the group. `mesh` is None without sharding.
 
-    Life: join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
-    Waits: every call and FSDP collective waits at most trainer.timeout_s for the other ranks, wait_command
-        twice that, during which rank 0 sends commands or heartbeats. So a rank that is cut off ends too.
+    Waits: every collective waits at most trainer.timeout_s for the other ranks, wait_command twice that.
     Invariant: all ranks make the same collective calls in the same order.
     """
 
@@ -126,9 +121,7 @@ ONE_RANK = Ranks()
 
 
 def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
-    """Meet and connect to the other ranks, within spec.meet_s. Raises ConfigError, also for
-    trainer.cpu_offload without a GPU.
-    """
+    """Meet and connect to the other ranks, within spec.meet_s. Raises ConfigError."""
     size = spec.trainer.world_size
     is_cuda = device.type == "cuda"
     if spec.trainer.cpu_offload and not is_cuda:
@@ -162,8 +155,8 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
 
 def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
-    """Meet the other ranks in a file, or in a store that rank 0 opens at its address only; then return
-    `connect(store)`. Raises ConfigError, which names missing ranks.
+    """Meet in a file, or in a store at rank 0's address; return `connect(store)`. Raises ConfigError, which
+    names missing ranks.
     """
     size = spec.trainer.world_size
     me = f"rank {spec.rank} ({spec.address})"
@@ -202,7 +195,7 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
         return store
 
     failure = f"{me} cannot reach the store at {where}"
-    try:  # in threads that may be abandoned: torch's limits miss silent servers and broken connections
+    try:  # abandonable threads: torch's limits miss silent servers and broken connections
         store = run_within(left_s() + 1.0, wait_others, name="rendezvous")
         failure = f"{me} has met the others at {where}, and cannot connect to each of them"
         return run_within(left_s() + 1.0, lambda: connect(store), name="rendezvous")

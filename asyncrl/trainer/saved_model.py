@@ -43,8 +43,8 @@ def save_folder(
 def save_model(
     state: Path, base: Path, path: Path, tell: Callable[[str], None], *, dtype: str, chat_template: str | None
 ) -> None:
-    """Write a saved state as a Hugging Face folder in `dtype`, adapters merged, on the run's model `base`.
-    Memory: the model in `dtype` and 1 GiB. Raises Refused, ConfigError, OSError, SafetensorError.
+    """Write a saved state as a Hugging Face folder in `dtype`, adapters merged. Raises Refused,
+    ConfigError, OSError, SafetensorError.
     """
     disable_progress_bar()
     saved = read_state(state)
@@ -83,8 +83,8 @@ def save_peft(
     dtype: str,
     chat_template: str | None,
 ) -> None:
-    """Write a saved state's adapters as a peft folder on the model `name`, with the tokenizer of `base`.
-    Reads no other weights. Raises Refused, ConfigError, OSError, SafetensorError.
+    """Write a saved state's adapters as a peft folder on the model `name`. Raises Refused, ConfigError,
+    OSError, SafetensorError.
     """
     saved = read_state(state)
     assert saved.lora is not None, "the run trains adapters"

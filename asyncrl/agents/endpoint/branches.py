@@ -1,4 +1,4 @@
-"""Branches of a rollout from recorded completions, with the reward of each token."""
+"""Branches of a rollout, with the reward of each token."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ChatNode:
     """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
 
     ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `name`:
-    id of the answer. `order`: (number of the call, choice). `num_path_ids`, `path_hash`: of all_ids(), as
-    little-endian int32. A prompt of ids has no `chat`. Not `is_trained`: its tokens are context.
+    id of the answer. `order`: (number of the call, choice). `path_hash`: of all_ids(), as little-endian
+    int32. A prompt of ids has no `chat`. Not `is_trained`: its tokens are context.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ChatNode:
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """Sort key that depends neither on arrival nor on engine."""
+        """Return a sort key that depends neither on arrival nor on engine."""
         spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
         ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
@@ -123,7 +123,7 @@ def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome,
 
 
 def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
-    """Sort nodes by contents from the root on. A continued completion follows an equal one."""
+    """Sort nodes by contents. A continued completion follows an equal one."""
     parents = {node.parent for node in nodes}
     reward = {**outcome.branch_rewards, **outcome.turn_rewards}
     own = {}
@@ -134,7 +134,6 @@ def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _paths(nodes: Sequence[ChatNode]) -> list[Path]:
-    """Return the paths to the leaves."""
     inner: set[ChatNode] = set()
     for node in nodes:
         inner.update(node.path()[:-1])

@@ -1,4 +1,4 @@
-"""Exact tokens of one session, as a tree of completions. Pure: no HTTP, no engine."""
+"""Exact tokens of one session, as a tree of completions. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
 
 @dataclass(slots=True)
 class GatewayStats:
-    """Counts so far: calls by How (the rest were new), tokens of finished calls, refusals by status."""
+    """Counts: calls by How, tokens of finished calls, refusals by status."""
 
     calls: int = 0
     extended: int = 0
@@ -46,9 +46,7 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`. A prompt of ids has no
-    `match`.
-    """
+    """A call ready to send: the parent's `num_reused` ids, then `added`."""
 
     number: int
     how: How
@@ -64,31 +62,31 @@ class PromptPlan:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """Return a new int32 [num_prompt] array."""
         before = [] if self.parent is None else [self.parent.all_ids()]
         return np.concatenate([*before, self.added])
 
 
 class Capture:
-    """Record of sent and sampled ids; finds the completion that a new call continues.
+    """Record sent and sampled ids; find the completion that a new call continues.
 
     Life: match -> plan -> the engine samples -> record each delivered choice -> ... -> rollout. Calls may
-        overlap.
+    overlap.
+
     Invariant: a planned prompt that reuses a node's ids begins with exactly the ids that the node's call sent
-        and sampled, so each sampled token in a branch has the engine's context.
+    and sampled.
     """
 
     def __init__(self, renderer: ChatRenderer, counts: GatewayStats, thinking: Marks = THINKING) -> None:
         self._renderer = renderer
         self._counts = counts
         self._thinking = thinking
-        self._nodes: dict[str, ChatNode] = {}  # by name
+        self._nodes: dict[str, ChatNode] = {}
         self._recorded = Recorded()
         self._num_calls = 0
         self._has_root = False
         self._gone_on_from: set[ChatNode] = set()
         self.num_branch_tokens = 0
-        """Tokens of all current branches; shared prefixes count in each."""
+        """Tokens of all branches; shared prefixes count in each."""
 
     @property
     def num_completions(self) -> int:
@@ -103,7 +101,7 @@ class Capture:
         settings: Mapping[str, Any] | None = None,
     ) -> PromptMatch:
         """Find the prompt of a chat. Raises ValueError if the template refuses the chat or omits a message,
-        or if the chat is invalid Unicode or nested too deep. May run in a thread in parallel with record().
+        or for invalid Unicode or depth. May run in a thread in parallel with record().
 
         `prefill`: beginning of the answer, after an open thought. `settings`: template variables.
         """
@@ -118,7 +116,7 @@ class Capture:
         return self._planned(match.how, np.array(ids, dtype=np.int32), match.parent, match)
 
     def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
-        """Continue the longest recorded prompt and completion that the ids begin with."""
+        """Continue the longest recorded ids that this prompt begins with."""
         ids = np.asarray(prompt_ids, dtype=np.int32)
         ends: dict[ChatNode | None, int] = {None: 0}
         for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
@@ -173,7 +171,7 @@ class Capture:
         self._nodes[name] = node
         self._count_branch(node)
         if match is not None:
-            # with its special tokens, which may enclose a thought
+            # special tokens may enclose a thought
             shown = answer_text(self._renderer, sampled.tolist(), shows_special=True)
             forms = answer_forms(message, shown, self._thinking)
             self._recorded.add(node, map(match.chain.key_with, forms))
@@ -205,7 +203,6 @@ class Capture:
             self._count_branch(node)
 
     def last_text(self, *, shows_special: bool) -> str:
-        """Raises RolloutFailure if there is no completion."""
         if not self._nodes:
             way_out = "let it call the model with its session's key, or return a reward."
             raise RolloutFailure("the harness ended without a completion or a reward", way_out=way_out)

@@ -1,4 +1,4 @@
-"""Read tool calls and arguments as models write them: JSON, tagged text, Python."""
+"""Read tool calls as models write them: JSON, tagged text, Python."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""Tools of a request: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
+"""`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
-"""Errors of text that stays text."""
+"""Errors of malformed calls."""
 _DECODER = json.JSONDecoder()
 
 
@@ -35,7 +35,6 @@ ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int]]
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value at `at` and the start of the next token."""
     value, end = _DECODER.raw_decode(text, skip(SPACE, text, at))
     return value, skip(SPACE, text, end)
 
@@ -51,7 +50,7 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """Raises ValueError for a call that no harness could send back."""
+    """Raise ValueError for a call that no harness could send back."""
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
         raise ValueError("a call needs the name of a tool and an object of arguments")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -60,7 +59,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
 
 
 def call_of(value: Any, keys: Sequence[str]) -> ToolCall:
-    """Return the call `{"name": ..., KEY: {...}}`, where exactly one key of `keys` is present."""
+    """Return the call `{"name": ..., KEY: {...}}` with exactly one key of `keys`."""
     (arguments,) = [value[key] for key in keys if key in value]
     return make_call(value.get("name"), arguments)
 
@@ -126,8 +125,8 @@ def json_arguments(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[
 
 
 def tagged(pattern: str) -> ReadArguments:
-    """Read tagged arguments with the schema's types. Groups: `key`, `value`, optionally `string` ("true": the
-    value is text).
+    """Read tagged arguments with the schema's types. Groups: `key`, `value`, optionally `string` ("true":
+    text).
     """
     arguments = re.compile(pattern, re.DOTALL)
 
@@ -178,7 +177,7 @@ _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)|\"", re.DOTALL)
 
 
 def _escaped(text: str) -> str:
-    """Return the JSON of a Python string. Unknown escapes stay unchanged."""
+    """Convert a Python string to JSON. Unknown escapes stay."""
     return f'"{_ESCAPE.sub(_escape, text)}"'
 
 
@@ -201,7 +200,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- types of unquoted arguments
 
 MAX_SCHEMAS = 64
-"""Limit of schema parts searched for a type."""
 _TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 
 
@@ -228,7 +226,7 @@ def typed(raw: str, key: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it is silent or too long."""
+    """Return the JSON types that a schema allows; empty if unknown."""
     found: set[str] = set()
     waiting = [schema]
     for _ in range(MAX_SCHEMAS):
@@ -250,7 +248,6 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
 
 def _at_path(root: Any, path: str) -> Any:
-    """Return the schema at a path such as "#/$defs/Color", or None."""
     for step in path.split("/")[1:]:
         root = root.get(step) if isinstance(root, Mapping) else None
     return root

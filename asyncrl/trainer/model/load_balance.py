@@ -1,15 +1,9 @@
 """Assign the sequences of an optimizer step to the micro-batches of all ranks.
 
-Each micro-step waits for its slowest rank, so the plan minimizes the sum of the maximum costs of all
-micro-steps. Every rank computes the same plan.
-
-1. First-fit decreasing by tokens gives the minimum number of micro-batches.
-2. Longest processing time first (Graham 1969) assigns by cost into this number, rounded up to whole
-   micro-steps. If something does not fit, plan 1 stays.
-3. Micro-batches sorted by cost form micro-steps.
-
-The unit is a bundle: neighbors in a group's prefix tree. Small bundles balance better and large ones share
-more; the size with the least sum wins. A single rank uses whole groups.
+The plan minimizes the sum over micro-steps of the slowest rank's cost. Every rank computes the same plan:
+first-fit decreasing gives the number of micro-batches; longest processing time first (Graham 1969) assigns
+sequences by cost; micro-batches sorted by cost form micro-steps. Neighbors in a prefix tree stay together
+as bundles, whose best size is searched.
 """
 
 from __future__ import annotations
@@ -25,12 +19,11 @@ import numpy.typing as npt
 from asyncrl.trainer.model.tree import TokenRange, in_tree_order
 
 BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
-"""Bundles are limited to this fraction of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """Packed tokens, pairs of a token and its key, and tokens at the head of a pass."""
+    """Packed tokens, (token, key) pairs, and output-head tokens of a pass."""
 
     num_tokens: int
     num_pairs: int
@@ -39,8 +32,8 @@ class PassSize:
 
 @dataclass(frozen=True)
 class Costs:
-    """Floating point operations per key of a query, and of the output head per loss token, relative to a
-    token in all linear layers, which have `num_weights`; the fraction `trained` gets a gradient.
+    """FLOPs per key of a query, and of the output head per loss token, relative to a token in all linear
+    layers; the fraction `trained` gets a gradient.
     """
 
     key: float
@@ -80,13 +73,13 @@ def costs_of(model: Any) -> Costs:
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     else:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
-    # A weight is one multiplication and one addition; a key two of each, for its score and for its value.
+    # A weight costs one multiplication and one addition; a key two of each.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
     return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
 
 
 def _active_part(name: str, config: Any) -> float:
-    """Return the fraction of a weight that a token uses; 1 if the config lacks the numbers of experts."""
+    """Return the fraction of a weight that a token uses; 1 if unknown."""
     sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     num_experts = next((size for size in sizes if size), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -97,7 +90,7 @@ def _active_part(name: str, config: Any) -> float:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences of a group that stay together. `common_*`: of the prefix that the whole group shares."""
+    """Sequences of a group that stay together. `common_*`: of the whole group's prefix."""
 
     group: int
     sequences: tuple[TokenRange, ...]
@@ -188,9 +181,7 @@ def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
 
 
 def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
-    """Return filled bins: largest first, into the first bin with space, or the cheapest. None if something
-    does not fit.
-    """
+    """Return filled bins, largest item first, or None if something does not fit."""
     tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
     is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
     bins = [Bin() for _ in range(num_bins)]

@@ -1,8 +1,4 @@
-"""Load a model from its folder: whole, or as shards.
-
-With shards, rank 0 loads the whole model into its host memory and scatters it tensor by tensor. The ranks
-build theirs on `meta`, so that each holds its shards and one tensor at most.
-"""
+"""Load a model whole, or as shards that rank 0 scatters tensor by tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 STATE_BYTES = 12
-"""Bytes per parameter in addition to its float32 weight: gradient and two moments of AdamW."""
+"""Bytes per parameter in addition to its float32 weight: gradient and two AdamW moments."""
 
 
 @contextmanager
@@ -73,8 +69,8 @@ def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
 
 
 def meta_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Build the model of load_model with parameters on `meta`. Its buffers are real: some, like rotary
-    frequencies, are in no file.
+    """Build load_model's model with parameters on `meta`. Buffers are real: rotary frequencies are in no
+    file.
     """
     folder = Path(spec.model_path)
     with loading(folder), torch.random.fork_rng([]), init_empty_weights(include_buffers=False):
@@ -117,12 +113,12 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
             if whole is not None:
                 tensor.copy_(sources[name.removeprefix("model.")])
             dist.broadcast(tensor, 0)
-    # Tied parameters are one object on both sides; FSDP uses the parameters at the first pass.
+    # Tied parameters are one object on both sides.
     policy.load_state_dict(state, strict=False, assign=True)
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
-    """Load a tokenizer, optionally with a chat template from a file. Raises OSError or ValueError."""
+    """Load a tokenizer, optionally with a Jinja file's chat template. Raises OSError or ValueError."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -130,7 +126,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
 
 
 def check_memory(model: nn.Module, device: torch.device, config: TrainerConfig) -> None:
-    """Raise ConfigError if memory is short for the optimizer; on CUDA also for the weights."""
+    """Raise ConfigError if memory is short for the optimizer, or on CUDA for the weights."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if device.type == "cuda" and not config.cpu_offload:
         needed_bytes = -(-num_parameters // config.world_size) * (STATE_BYTES + 4)

@@ -1,8 +1,7 @@
 """Split a batch into optimizer steps and micro-batches without padding.
 
-The N tokens of a micro-batch are stored as prefix trees (tree.py): a shared prefix exists once. A sequence is
-read up to its last loss token, which is only predicted. Loss tokens may be anywhere after the first token. A
-shared token has one logprob, and a loss term with advantage and weight per sequence in which it carries loss.
+A micro-batch stores its N tokens as prefix trees (tree.py). A shared token has one logprob, and a loss term
+per sequence in which it carries loss.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from asyncrl.trainer.ranks import ONE_RANK, Ranks
 
 BoolN = npt.NDArray[np.bool_]
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
-"""Larger micro-batches on this kind of device take more memory and are hardly faster."""
+"""Larger micro-batches on this device take more memory and are hardly faster."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences. int64 tensors on
-    the device.
+    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences; int64 tensors
+    on the device.
 
-    The hidden state at `predict_U` predicts `target_U`, in U distinct pairs; loss token m has pair `pair_M`,
-    is at `source_M` in the batch's arrays and belongs to sequence `sequence_M`, which is `trajectory_S` in
-    the header.
+    The hidden state at `predict_U` predicts `target_U`, in U distinct pairs. Loss token m has pair
+    `pair_M`, is at `source_M` in the batch's arrays and belongs to sequence `sequence_M`, which is
+    `trajectory_S` in the header.
     """
 
     token_ids_N: Tensor
@@ -50,7 +49,7 @@ class MicroBatch:
     trajectory_S: IntN
     allowed_U: AllowedRows | None = None
     routing_N: Tensor | None = None
-    """int32 [N, E]: experts that read each token at sampling, as in BatchArrays."""
+    """int32 [N, E]: each token's experts at sampling."""
 
     @property
     def size(self) -> PassSize:
@@ -92,8 +91,8 @@ def rank_micro_batches(
     costs: Costs,
     allowed: AllowedSets | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
-    """Return this rank's micro-batches, of at most `max_tokens` packed tokens or one longer sequence. Padding
-    micro-batches, which keep ranks in lockstep, are flagged False.
+    """Return this rank's micro-batches, of at most `max_tokens` packed tokens or one longer sequence.
+    Padding micro-batches, which keep ranks in lockstep, are flagged False.
     """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)
@@ -157,7 +156,7 @@ def _assemble(
         predicts.append(places_of(runs)[offset - 1])
     source_M = np.concatenate(sources)
     target_M = arrays.token_ids[source_M].astype(np.int64)
-    # Equal continuations share a logprob: the output head computes it once.
+    # Equal continuations share a logprob, so the output head runs once.
     pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
     allowed_U = None
     if allowed is not None and (allowed.set_N[source_M] >= 0).any():

@@ -1,19 +1,15 @@
 """Prefix-tree layout of a micro-batch, so that shared tokens are computed once.
 
 A node is a run of tokens without a branch. Each node is followed by its largest child, recursively: such a
-path is one stretch of tokens with causal attention. Smaller children begin separate paths, which also attend
-to their parent path up to the branching point:
+path is one stretch of tokens with causal attention. Smaller children begin separate paths, which also
+attend to their parent path up to the branching point:
 
     [path 1 ..........................][path 2, branches from 1 at a][path 3, from 2 at b][path 4, from 1]
                                         keys 1[:a] .................................          keys 1[:c]
 
-So each query has exactly its ancestors as keys, in contiguous stretches, and these are few: a child that is
-not the largest holds at most half of its parent's tokens, so no token has more than log2(N) parent paths
-(heavy paths: Sleator and Tarjan 1983, "A data structure for dynamic trees"). The rollouts of a prompt are one
-path each; so is the history of an agent whose template drops earlier thoughts, and each thought is a branch.
-
-A branch costs an attention pass over its later tokens. If that exceeds the savings, shared tokens are
-repeated per child, as for two rollouts that begin with the same word.
+No token has more than log2(N) parent paths (heavy paths: Sleator and Tarjan 1983, "A data structure for
+dynamic trees"). If a branch's attention pass costs more than it saves, shared tokens are repeated per
+child.
 """
 
 from __future__ import annotations
@@ -27,15 +23,14 @@ import numpy.typing as npt
 IntN = npt.NDArray[np.int64]
 
 MIN_SHARED_TOKENS, QUERIES_PER_TOKEN = 8, 24
-"""Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens with an additional attention
-pass. Measured on CPU: less does not pay for calls and merging.
-"""
+"""Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens of its pass; measured on
+CPU."""
 
 
 @dataclass(frozen=True)
 class TokenRange:
-    """Tokens [start, start + length) are read, and the last loss token, at `length`, is only predicted.
-    `num_loss` loss tokens, the first at `first`.
+    """Tokens [start, start + length) are read; the token at `length` is only predicted. `num_loss` loss
+    tokens, the first at `first`.
     """
 
     trajectory: int
@@ -77,9 +72,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Attention pattern of N tokens: each path to itself, then pass by pass to its parent paths. `rows`:
-    stretches of each sequence.
-    """
+    """Attention pattern of N tokens: each path to itself, then pass by pass to its parent paths."""
 
     num_tokens: int
     rows: tuple[Runs, ...]
@@ -117,7 +110,6 @@ class TreeNode:
 
     @property
     def is_worth_it(self) -> bool:
-        """True if sharing is cheaper than repeating the tokens per child."""
         saved = self.length * (len(self.children) + bool(self.ends) - 1)
         num_queries = self.behind - max(child.length + child.behind for child in self.children)
         return saved >= MIN_SHARED_TOKENS + num_queries / QUERIES_PER_TOKEN
@@ -126,8 +118,8 @@ class TreeNode:
 def in_tree_order(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
 ) -> list[tuple[TokenRange, int]]:
-    """Sort sequences so that those with the longest common prefixes are neighbors; return each with the
-    number of tokens shared with its predecessor.
+    """Sort sequences by longest common prefix; return each with the number of tokens shared with its
+    predecessor.
     """
     nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
     for node in reversed(nodes):
@@ -217,7 +209,6 @@ def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
 
 
 def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
-    """Place all nodes; return the pieces of each pass."""
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
         node.children.sort(key=lambda child: -child.length - child.behind)
