@@ -213,7 +213,7 @@ BASIC = frozenset(
 )
 """Settings that `asyncrl keys` lists without --all."""
 REPEATED = ("eval.task.", "placement.rollout.")
-"""Listed only once, as `task.*`."""
+"""Listed only once, as `task.*` and `placement.trainer.*`."""
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
