@@ -148,15 +148,6 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
     assert rooms.pool.gauges()["tokens/generated"] == 0, "its tokens are not trained on"
 
 
-def test_another_version_than_the_served_one_ends_the_run() -> None:
-    async def story(rooms: Apart) -> None:
-        await asyncio.sleep(2 * ONCE_S)
-        rooms.evaluation.served_nowait(3)
-        await asyncio.sleep(2 * ONCE_S)
-
-    assert "every token of this evaluation is sampled at policy_version 3" in str(fails(story))
-
-
 @given(
     decode_s=st.floats(0.001, 0.3),
     every=st.integers(1, 4),

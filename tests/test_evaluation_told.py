@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from job_runs import read_lines, write_config
-from typer.testing import CliRunner
 
-from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
 from asyncrl.job.report import Reporter
-from asyncrl.launch.plan import trainer_threads
 from asyncrl.observe.show import render_status
 from asyncrl.rollouts.evaluation import EvalResult, Sample
 from asyncrl.tasks.from_config import build_task, read_eval_task
@@ -60,14 +57,3 @@ def test_eval_prompts_are_the_first_of_the_task() -> None:
     assert prompts == read_eval_task(eval_config(num_prompts=20))[1][:5]
     trained_on = build_task(config.task, 0)
     assert any(trained_on.prompt(number) != task.prompt(number) for number in range(20))
-
-
-def test_check_reads_the_eval_task(tmp_path: Path) -> None:
-    threads = {"rollout": {"threads": "auto"}, "trainer": {"threads": "auto"}}
-    plain = load_config(write_config(tmp_path, **threads))
-    config = write_config(tmp_path, **threads, eval={"task": LETTERS, "num_prompts": 5, "slots": 8})
-    assert trainer_threads(load_config(config)) == trainer_threads(plain)
-    answer = CliRunner().invoke(app, ["check", str(config)])
-    assert answer.exit_code == 0
-    assert "eval task: asyncrl.tasks.toy:Letters, 20 prompts" in answer.stdout
-    assert "engine-eval" in answer.stdout

@@ -110,48 +110,6 @@ def sky_run(cluster: Cluster, rank: int) -> subprocess.Popen[bytes]:
     return cluster.start("bash", "-c", task["run"], SKYPILOT_NUM_GPUS_PER_NODE="8", **task["envs"], **env)
 
 
-def test_slurm_starts_head_others_and_run_in_order(cluster: Cluster) -> None:
-    code, said = cluster.run("bash", LAUNCH / "slurm.sbatch", "trainer.num_steps=3")
-    assert code == 3, said
-    (head,), (others,) = (
-        cluster.called("ray", "start", "--head"),
-        cluster.called("ray", "start", "--address=10.0.0.7:6379"),
-    )
-    assert {"--node-ip-address=10.0.0.7", "--port=6379", "--num-gpus=8", "--num-cpus=96", "--block"} <= {
-        *head
-    }
-    assert {"--num-gpus=8", "--num-cpus=96", "--block"} <= {*others}
-    on_head, on_others = cluster.called("srun")
-    assert {"--nodes=1", "--ntasks=1", "--nodelist=node1", "--cpus-per-task=96"} <= {*on_head[: -len(head)]}
-    assert {"--nodes=3", "--ntasks=3", "--exclude=node1", "--cpus-per-task=96"} <= {
-        *on_others[: -len(others)]
-    }
-    (waits,) = cluster.called("python")
-    assert waits == ["python", "examples/launch/wait_for_nodes.py", "10.0.0.7:6379", "4"]
-    (run,) = cluster.called("asyncrl", "run")
-    assert "launcher=ray:10.0.0.7:6379" in run
-    assert run[-3:] == ["--run-dir", "/shared/runs/asyncrl", "trainer.num_steps=3"]
-    order = cluster.order(on_head, head, others, run)
-    assert order == sorted(order)
-    assert cluster.calls.count(["ray", "ended"]) == 2
-    assert cluster.called("scontrol") == [["scontrol", "show", "hostnames", "node[1-4]"]]
-
-
-def test_skypilot_starts_head_and_run_on_the_first_node(cluster: Cluster) -> None:
-    sky_run(cluster, 1)
-    assert sky_run(cluster, 0).wait(timeout=60) == 3, (cluster.folder / "output").read_text()
-    (head,), (joins,) = (
-        cluster.called("ray", "start", "--head"),
-        cluster.called("ray", "start", "--address=10.0.0.7:6379"),
-    )
-    (waits,), (run,) = cluster.called("python"), cluster.called("asyncrl", "run")
-    assert {"--node-ip-address=10.0.0.7", "--port=6379", "--num-gpus=8", "--block"} <= {*head}
-    assert waits == ["python", "examples/launch/wait_for_nodes.py", "10.0.0.7:6379", "4"]
-    assert "launcher=ray:10.0.0.7:6379" in run
-    order = cluster.order(head, joins, run)
-    assert order == sorted(order)
-
-
 # ---- Ray
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, num_forked
+from gateway_cases import ScriptedEngine, World, gateway_world, in_loop, num_forked
 
 from asyncrl.messages.records import Outcome
 
@@ -162,21 +162,6 @@ async def test_responses_branch_and_return_requested_logprobs() -> None:
         told = await talk.ask("Say", include=["message.output_text.logprobs"])
         (part,) = told.output[0].content
         assert len(part.logprobs) == told.usage.output_tokens
-
-
-@in_loop
-async def test_format_becomes_a_grammar_of_the_engine() -> None:
-    wanted = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
-    async with responding(by=lambda _: '{"a": 1}') as talk:
-        response = await talk.ask(text=wanted)
-        assert (json.loads(response.output_text), response.text.format.name) == ({"a": 1}, "n")
-        body = {
-            "messages": HI,
-            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
-        }
-        assert (await talk.world.post(body, path="/v1/messages"))[0] == 200
-        first, second = (request.grammar for request in talk.world.engine.requests)
-        assert first == second is not None
 
 
 CODEX_TOOLS: list[Any] = [

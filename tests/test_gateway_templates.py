@@ -24,7 +24,6 @@ from test_gateway_capture_matrix import (
 )
 from text_tokenizers import byte_level, save
 
-from asyncrl.agents.endpoint.reasoning import close_thought
 from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.messages.grammar_checks import GrammarError
@@ -181,13 +180,3 @@ async def test_forced_call_with_a_grammar_follows_the_opened_thought(
             assert grammars.begin(engine.grammar, ids[:-1]).allowed()[ids[-1]], "all of it is allowed"
             with pytest.raises(GrammarError):
                 grammars.begin(engine.grammar, renderer.encode("</think>I say"))
-
-
-def test_thought_is_closed_as_the_prompt_opened_it() -> None:
-    for prompt, closed in (
-        ("<|assistant|><think>", "</think>"),  # GLM 4.7, DeepSeek V3.2
-        ("<|im_start|>assistant\n<think>\n", "\n</think>\n\n"),  # Qwen 3.5, MiniMax M2
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
-        ("<|im_start|>assistant\n", ""),
-    ):
-        assert close_thought(prompt, ("<think>", "</think>")) == closed

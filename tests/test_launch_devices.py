@@ -357,16 +357,6 @@ def test_child_sees_its_devices_by_the_parents_names(monkeypatch: pytest.MonkeyP
     assert child_environ(("cpu",), ()) == child_environ(("none",), named) == {}
 
 
-def test_cpu_instructions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    assert not machine.cpu_has_bfloat16(), "unknown"
-    (tmp_path / "cpuinfo").write_text("model name\t: bf16\nflags\t\t: fpu avx2\n")
-    assert not machine.cpu_has_bfloat16()
-    for line in ("flags\t\t: fpu avx512f avx512_bf16\n", "Features\t: fp asimd bf16\n"):
-        (tmp_path / "cpuinfo").write_text(line)
-        assert machine.cpu_has_bfloat16(), line
-
-
 # ---- described machines
 
 THREE = ("8xH200-141GB", 192, "2TB")
