@@ -116,13 +116,10 @@ def test_override_changes_only_its_section_of_a_yaml_anchor(good: Path, aliased:
 
 MISSPELT = """
 buffer.max-stalenes=4 -> buffer.max_staleness
-group_size=4 -> rollout.group_size
 bufer.max_staleness=1 -> buffer
 trainer.lr=1 -> trainer.learning_rate
-trainer.output_dir=x -> --run-dir
 trainer.max_staleness=2 -> buffer.max_staleness
 eval.steps=5 ->
-rollout.batch_size=8 ->
 """
 
 

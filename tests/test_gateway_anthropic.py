@@ -11,7 +11,6 @@ import anthropic
 import pytest
 from gateway_cases import HI, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, num_forked
 
-from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.messages.records import Outcome
 
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -115,38 +114,6 @@ async def test_coding_agent_loop_is_one_branch_trained_once(streamed: bool) -> N
         assert trajectory.loss_mask.sum() == sum(len(each.encode()) + 1 for each in answers)
         calls = talk.world.gateway.stats().calls
         assert (calls, num_forked(talk.world)) == (3, 0), "what is counted is no call"
-
-
-@in_loop
-async def test_stream_has_ordered_events_without_marks() -> None:
-    text = f"<think>\nHm, <3.\n</think>\n\nOh <t see.\n{use('add', {'a': 1})}"
-    async with claude(text, text) as talk:
-        events = await talk.events(tools=[ADD])
-        kinds = [event.type for event in events]
-        assert events[0].message.content == []
-        assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
-        blocks = [event for event in events if event.type == "content_block_start"]
-        assert [(each.index, each.content_block.type) for each in blocks] == [
-            (0, "thinking"),
-            (1, "text"),
-            (2, "tool_use"),
-        ]
-        told = {"thinking_delta": "", "text_delta": "", "signature_delta": "", "input_json_delta": ""}
-        num_text = 0
-        for event in events:
-            if event.type == "content_block_delta":
-                kind = event.delta.type
-                name = {"input_json_delta": "partial_json"}.get(kind, kind.removesuffix("_delta"))
-                told[kind] += getattr(event.delta, name)
-                num_text += kind == "text_delta"
-        assert told["thinking_delta"] == "Hm, <3."
-        assert told["text_delta"] == "Oh <t see."
-        assert num_text > 1, "it came in pieces"
-        assert told["signature_delta"] == signature_of("Hm, <3.")
-        assert json.loads(told["input_json_delta"]) == {"a": 1}
-        whole = await talk.ask(tools=[ADD])
-        assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
-        assert events[-2].usage.output_tokens == whole.usage.output_tokens == len(text.encode()) + 1
 
 
 @pytest.mark.parametrize("streamed", [False, True])

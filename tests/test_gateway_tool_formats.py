@@ -326,14 +326,6 @@ def test_channels_show_only_the_text_for_the_user() -> None:
     assert found("gptoss").parse("Hello") == ParsedAnswer("Hello")
 
 
-def test_format_without_tools_keeps_marks_of_thoughts() -> None:
-    plain = found("gemma4").without_tools()
-    assert plain.thinking == ("<|channel>thought", "<channel|>")
-    assert {"<|channel>", "<channel|>"} <= set(plain.opens)
-    text = written("gemma4", CASES["plain"])
-    assert plain.parse(text) == ParsedAnswer(text)
-
-
 # ---- types
 
 
@@ -343,23 +335,15 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": "integer"}, "5", 5),
     ({"type": "integer"}, "5.0", 5),
     ({"type": "integer"}, "five", "five"),
-    ({"type": "integer"}, "5.5", "5.5"),
-    ({"type": "number"}, " 5 ", 5),
     ({"type": "number"}, "1e999", "1e999"),
-    ({"type": "number"}, "NaN", "NaN"),
     ({"type": "boolean"}, "True", True),
     ({"type": ["string", "null"]}, "None", None),
     ({"type": "object"}, '{"a": 1}', {"a": 1}),
-    ({"type": "object"}, "[1]", "[1]"),
     ({"enum": ["1", "2"]}, "1", "1"),
-    ({"const": 3}, "3", 3),
-    (NESTED, "7", "7"),
     (NESTED, "null", None),
     ({"$ref": "#/nowhere"}, "7", 7),
     ({"anyOf": [{"$ref": "#/properties/key"}] * 9}, "7", 7),
-    ({}, "7", 7),
     ({}, '"7"', '"7"'),
-    ({}, "True", "True"),
     ({}, "[" * 10**5, "[" * 10**5),
 ]
 
@@ -415,10 +399,7 @@ MALFORMED = [
     call_text("f", '{"x": NaN}'),
     call_text("f", '{"x": 1e999}'),
     call_text("f", '{"x": "\\ud800"}'),
-    call_text("f", "[1]"),
-    call_text("no such name", "{}"),
     '{"name": ["f"], "arguments": {}}',
-    f"[{X}",
     "",
     "{" * 100_000,
     call_text("f", '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"),
