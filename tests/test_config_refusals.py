@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.config.weight_sync import choose_transport, refuse_transport
+from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.launch.devices import place
 from asyncrl.launch.machine import Machine
 from asyncrl.launch.nodes import single_node
@@ -126,23 +126,6 @@ def test_local_transport_is_refused_on_two_nodes(path: Path, line: str) -> None:
         refuse_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
     assert says in str(caught.value)
     assert "set weight_sync.transport=stream" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "transport"),
-    [
-        ("seed=1", "stream"),
-        ("rollout.engine=vllm", "stream"),
-        ("weight_sync.disk_dir=/data", "disk"),
-        ("rollout.engine=vllm weight_sync.transport=nccl", "stream"),
-    ],
-)
-def test_auto_transport_on_two_nodes_is_network_or_given_disk(path: Path, line: str, transport: str) -> None:
-    config = load_config(path, settings(line))
-    chosen = choose_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)[0]
-    assert chosen == transport
-    for given in (settings(line), [*settings(line), f"weight_sync.transport={chosen}"]):
-        refuse_transport(load_config(path, given), ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
 
 
 @pytest.mark.parametrize("line", TAKEN.strip().splitlines())

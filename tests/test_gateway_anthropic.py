@@ -34,12 +34,6 @@ class Claude:
         async with self.client.messages.stream(**given) as stream:
             return await stream.get_final_message()
 
-    async def events(self, **more: Any) -> list[Any]:
-        stream = await self.client.messages.create(
-            model="m", max_tokens=200, messages=HI, stream=True, **more
-        )
-        return [event async for event in stream]
-
     def prompts(self) -> list[str]:
         """Return the text of each prompt that reached the engine."""
         engine = self.world.engine

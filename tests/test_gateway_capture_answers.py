@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from gateway_capture_cases import END, Message, Play, assistant, completion, plan, user
@@ -14,7 +12,7 @@ from test_gateway_capture_matrix import renderers
 from asyncrl.agents.endpoint.prefix_match import left_out
 from asyncrl.agents.endpoint.reasoning import THINKING
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest
+from asyncrl.messages.records import Outcome
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 Renderers = Callable[..., HFChatTokenizer]
@@ -195,23 +193,10 @@ def test_rollout_without_trained_tokens_fails() -> None:
 # ---- over HTTP
 
 
-@dataclass
-class SaysInTurn:
-    """An engine that says these texts, one a call."""
-
-    tokenizer: HFChatTokenizer
-    texts: list[str]
-    prompts: list[str] = field(default_factory=list)
-
-    async def generate(self, request: SamplingRequest, **_: Any) -> Completion:
-        self.prompts.append(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
-        return completion(self.tokenizer.encode(self.texts[len(self.prompts) - 1]))
-
-
 @in_loop
 async def test_message_that_the_template_omits_gets_400(renderer_for: Renderers) -> None:
     renderer = renderer_for("qwen3_vl")
-    async with gateway_world(SaysInTurn(renderer, []), tokenizer=renderer) as world:
+    async with gateway_world(tokenizer=renderer) as world:
         chat = [user("Hi."), {"role": "developer", "content": "Secret."}]
         status, answer = await world.post({"messages": chat})
         assert (status, answer["error"]["param"]) == (400, "messages")

@@ -54,6 +54,10 @@ def item(**fields: Any) -> dict[str, Any]:
     return {"input": [fields]}
 
 
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     *((path, {**base, "guided_json": 1}, "guided_json=1 is refused") for path, base in BASES.items()),
     *((path, [1], "JSON object") for path in BASES),
@@ -74,6 +78,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     (CHAT, said(*HI) | {"chat_template_kwargs": {"messages": 1}}, "'messages' cannot be set"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": "y" * 5000}}, "4096 is the most"),
+    *((CHAT, said(*HI) | {"response_format": form}, "response_format") for form in ("json", {"type": "xml"})),
+    (CHAT, said(*HI) | {"response_format": schema_of({"$ref": "#/nowhere"})}, "response_format"),
+    (CHAT, said(*HI) | {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, said(*HI) | {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     (CHAT, said(*HI) | {"reasoning_effort": "<|end|>"}, "reasoning_effort"),
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
     (RESPONSES, item(type="computer_call"), "computer_call"),

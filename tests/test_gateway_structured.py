@@ -191,26 +191,6 @@ def test_grammar_accepts_what_was_asked_for_and_nothing_else(
                 accepted(texts, grammar, text)
 
 
-@in_loop
-async def test_wrong_formats_are_refused(engine: InProcess) -> None:
-    wrong: list[Any] = [
-        "json",
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_object", "schema": {}},
-    ]
-    wrong += [{"type": "json_object", "schema": {}}]
-    wrong += [schema_format(each) for each in ([1], {"type": 7}, {"$ref": "#/nowhere"})]
-    async with world_of(engine) as world:
-        for asked in wrong:
-            status, answer = await world.ask(response_format=asked)
-            assert (status, answer["error"]["param"][:15]) == (400, "response_format"), asked
-        status, answer = await world.ask(top_logprobs=3)
-        assert (status, answer["error"]["param"]) == (400, "top_logprobs")
-        status, answer = await world.ask(top_logprobs=21, logprobs=True)
-        assert (status, answer["error"]["param"]) == (400, "top_logprobs")
-
-
 def test_response_format_with_tools_needs_a_grammar(engine: InProcess) -> None:
     body = {"messages": HI, "tools": TOOLS, **SCHEMA}
     read = RequestReader(RULES).chat(body)

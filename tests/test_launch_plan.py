@@ -210,6 +210,7 @@ def test_engines_divide_the_fraction_of_their_device() -> None:
     ("num_cuda", "overrides", "transport"),
     [
         ((1, 1), [], "stream"),
+        ((1, 1), ["weight_sync.disk_dir=/data"], "disk"),
         ((2, 1), ["placement.trainer=0", "placement.rollout=1"], "nccl"),
         ((2, 2), ["placement.trainer=0", "placement.rollout=1", EVAL], "stream"),
         ((0, 1), ["placement.trainer={nodes: 1, gpus: 1}", *TURNS], "stream"),
