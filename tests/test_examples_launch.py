@@ -1,4 +1,4 @@
-"""Each file of examples/launch starts a valid run. Stand-ins for Slurm, Ray and asyncrl record their calls."""
+"""Each file of examples/launch starts a valid run. Stand-ins of Slurm, Ray and asyncrl record their calls."""
 
 from __future__ import annotations
 
