@@ -178,7 +178,6 @@ def test_split_engine_has_a_row_per_device(vllm: list[str]) -> None:
     whole = memory(planned(3, *vllm), "engine-0")
     assert memory(split, "engine-0").parameters == whole.parameters // 2
     assert whole.copies == 0, "it reads staged weights from their file"
-    assert memory(planned(0, *vllm), "engine-0").copies > 0
 
 
 def test_paged_cache_holds_at_least_one_sequence(vllm: list[str]) -> None:

@@ -178,7 +178,7 @@ class VllmRequirements:
 
     `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name, for stop
     strings. `starts_fresh`: it has the initial weights; an external server's are replaced first. `stays`: it
-    keeps its memory during sleep. `canary_limit` in nats. `chunk_bytes`: of a file that is loaded at once.
+    keeps its memory during sleep. `canary_limit` in nats.
     """
 
     model_path: str
@@ -192,7 +192,6 @@ class VllmRequirements:
     stays: bool = False
     returns_routing: bool = False
     canary_limit: float = math.inf
-    chunk_bytes: int = 2**28
 
 
 def check_settings(name: str, info: ServerInfo, needed: VllmRequirements) -> None:

@@ -238,7 +238,7 @@ def engine_memory(
         kv=sequences * engine.kv_length(length) * shape.layers * shape.cached * item,
         micro_batch=tokens * (4 * shape.hidden + 3 * shape.active) * item
         + slots * shape.vocab * 4 * engine.logit_copies,
-        copies=weights if stages and (engine.stages_weights or device == "cpu") else 0,
+        copies=weights if stages and engine.stages_weights else 0,
     )
     return whole.split(len(devices))
 

@@ -40,6 +40,7 @@ from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.saved_model import save_folder
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.adapters import AdapterTransport
 from asyncrl.weights.export import (
     ChunkPlace,
     Chunks,
@@ -52,11 +53,13 @@ from asyncrl.weights.export import (
     named_weights,
 )
 from asyncrl.weights.ipc import ChunkFile, SharedChunk
-from asyncrl.weights.make_transport import make_transport
+from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import Pieces, stored_pieces
-from asyncrl.weights.transport import Exported, TrainerEnd
+from asyncrl.weights.transport import Exported, TrainerEnd, Transport
 
 CHUNK_FILE = "chunk.safetensors"
+TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
+"""Transports that write no file of all weights, by name."""
 
 
 class TrainStep(Learner):
@@ -83,7 +86,7 @@ class TrainStep(Learner):
             is_file_wanted=spec.is_file_wanted,
             store=spec.weights_store,
         )
-        self.transport = make_transport(spec.transport, end)
+        self.transport = TRANSPORTS.get(spec.transport, Transport)(end)
         self._exporting: Future[ExportResponse] | None = None
 
     @property
