@@ -110,9 +110,7 @@ def test_loaded_weights_answer_bit_for_bit_like_a_fresh_server(house: House) -> 
 @pytest.mark.parametrize(
     "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
 )
-def test_a_set_that_lacks_a_tensor_leaves_a_server_of_no_version_until_a_whole_one_is_loaded(
-    house: House, name: str
-) -> None:
+def test_incomplete_set_leaves_no_version_until_a_whole_load(house: House, name: str) -> None:
     house.serve("A")
     house.plant("poison")
     answer = house.push({key: tensor for key, tensor in house.weights["B"].items() if key != name})

@@ -261,7 +261,12 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
     await process.set_label(ours)
     process.label = ours
     with _refusal_means(f"{there} has no {GENERATE}", "start it with --enable-scale-out.", 403, 404):
-        await _warm_up(process, ours)
+        # vLLM compiles once for each: greedy, prompt logprobs, seeded sampling.
+        greedy = {"max_tokens": 1, "temperature": 0.0}
+        seeded = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}
+        for number, sampling in enumerate((greedy, greedy | {"prompt_logprobs": 0}, seeded)):
+            body = vllm_request([1, 2, 3], f"warm-up-{number}", ours, None, **sampling)
+            await process.tell(GENERATE, body)
 
 
 @contextlib.contextmanager
@@ -285,11 +290,3 @@ async def _until_up(process: VllmProcess) -> None:
             raise
         except CallLost:
             await asyncio.sleep(_ASK_AGAIN_S)
-
-
-async def _warm_up(process: VllmProcess, label: str) -> None:
-    """Trigger vLLM's one-time compilation: seeded sampling, logprobs and prompt logprobs."""
-    greedy = {"max_tokens": 1, "temperature": 0.0}
-    seeded = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}
-    for number, sampling in enumerate((greedy, greedy | {"prompt_logprobs": 0}, seeded)):
-        await process.tell(GENERATE, vllm_request([1, 2, 3], f"warm-up-{number}", label, None, **sampling))
