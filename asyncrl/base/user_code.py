@@ -109,14 +109,14 @@ GRACE_S = 5.0
 MAX_ABANDONED = 64
 """Maximum running abandoned calls of a function."""
 
-WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit what is awaited."
+WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit every await."
 
 _abandoned: set[asyncio.Task[Any]] = set()
 """Abandoned tasks: destroying an unreferenced task would resume its coroutine."""
 
 
 class UserCalls:
-    """Awaits calls of one user function and abandons those that ignore cancellation.
+    """Awaits calls of one user function; abandons a call that ignores cancellation.
 
     Invariant: run returns at most grace_s after its cancellation, and at once after a second one.
     """
@@ -160,8 +160,8 @@ class UserCalls:
                     self.left_running(task)
             raise
         if task.cancelled():
-            rule = "nothing outside cancelled it: it cancelled itself, or what it awaited was cancelled"
-            way_out = "catch the CancelledError where it is raised, and raise another error instead."
+            rule = "nothing outside cancelled it: it cancelled itself, or an awaited task was cancelled"
+            way_out = "catch the CancelledError inside it, and raise another error."
             raise RolloutFailure(f"{self.name} raised CancelledError", rule=rule, way_out=way_out)
         result, error = task.result()
         if error is not None:

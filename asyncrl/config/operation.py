@@ -30,7 +30,7 @@ DEVICE_WORDS = ("auto", "cpu", "all")
 
 
 def device_numbers(devices: Any) -> list[int] | None:
-    """Return the listed device numbers, or None for another form."""
+    """Return the listed device numbers, if the text has this form."""
     if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
         devices = [*range(int(match[1]), int(match[2]) + 1)]
     numbers = devices if isinstance(devices, list) else [devices]

@@ -213,7 +213,7 @@ def published(connection: sqlite3.Connection, version: int, digest: str) -> None
 def checkpointed(
     connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
 ) -> None:
-    """Record a whole checkpoint; others are gone, except for `beside`."""
+    """Record a whole checkpoint; other checkpoints are gone, except these versions."""
     connection.execute(
         "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), decided_s.get())
     )

@@ -73,7 +73,7 @@ class TrainerSpec(FrozenConfig):
     """Sampling temperature."""
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
-    """What /export writes: all weights, only adapters (lora), or a copy for /broadcast (nccl)."""
+    """Output of /export: all weights, only adapters (lora), or a copy for /broadcast (nccl)."""
     is_file_wanted: bool = False
     """With transport=nccl: also write the file, for the eval engine."""
     weights_store: str = Field(default="", pattern=_STORE)
