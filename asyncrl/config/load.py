@@ -209,8 +209,8 @@ BASIC = frozenset(
     "observe.trackers".split()
 )
 """Listed by `asyncrl keys` without --all."""
-SAME_AS_TASK = "eval.task."
-"""Listed only once, as `task.*`."""
+REPEATED = ("eval.task.", "placement.rollout.")
+"""Sections that repeat the keys of another section."""
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
@@ -222,7 +222,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     for name, model in models.items():
         if model is not None:
             own = [key for key in all_known if key.name.startswith(f"{name}.")]
-            keys = [key for key in own if not key.name.startswith(SAME_AS_TASK)]
+            keys = [key for key in own if not key.name.startswith(REPEATED)]
             yield name, " ".join((model.__doc__ or "").split()), keys
 
 
