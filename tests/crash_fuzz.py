@@ -30,7 +30,7 @@ VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
 PATIENCE_S = 240.0
 FREE_METRICS = tuple(
     "perf/ time_s buffer/ rollout/ engine/ weight_sync/ publish/ trainer/restarts sample/interrupted "
-    "policy/logprob_gap_mean/ policy/logprob_gap_max/ eval/ gateway/ harness/".split()
+    "policy/logprob_gap_mean/ policy/logprob_gap_max/ eval/ evaluation/ gateway/ harness/".split()
 )
 """Metrics that say how a run went, not what it computed: they may differ after a kill."""
 

@@ -1,11 +1,8 @@
-"""Server side of internal calls: a child process serves an app on an inherited socket, to callers with the
-run's secret (http.Caller).
+"""Server side of internal calls: a child process serves an app on an inherited socket (http.Caller).
 
 A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its JSON spec, N a socket on which the
-parent listens already, so that no other program can take the port. Standard input is a pipe from the parent.
-Its first line has the secrets (other processes of the same user can read a process's environment). When the
-pipe ends, the parent has ended, and the child exits. A child without such a line has SECRET_ENV in its
-environment.
+parent listens already. Standard input is a pipe whose first line has the secrets; when it ends, the child
+exits. Without such a line, SECRET_ENV in the environment has the secret.
 """
 
 from __future__ import annotations
@@ -53,14 +50,13 @@ def child_arguments() -> tuple[str, int]:
 
 
 def secret_of(name: str) -> str:
-    """Return the secret of this name from the parent or the environment. Ends this child without one."""
+    """Return the named secret from the parent or the environment. Ends this child without one."""
     secret = _secrets_from_parent().get(name) or os.environ.get(name)
     return secret or fail(f"its parent has not passed {name}", way_out="start it through asyncrl.")
 
 
 @functools.lru_cache(maxsize=1)
 def _secrets_from_parent() -> dict[str, str]:
-    """Return the first line of standard input, written by ChildProcess."""
     if SECRET_ENV in os.environ:
         return {}
     line = b""
@@ -77,10 +73,7 @@ def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
 
 
 def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
-    """Exit as soon as standard input ends. Call it before any slow import.
-
-    Afterwards SIGUSR1 from the watchdog writes the stacks of all threads to standard error, this child's log.
-    """
+    """Exit when standard input ends, and dump stacks on SIGUSR1. Call it before any slow import."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _secrets_from_parent()
 
@@ -101,7 +94,7 @@ def words_of(error: Exception) -> ErrorBody:
 
 def make_app(secret: str, *, words: Callable[[Exception], ErrorBody] = words_of) -> web.Application:
     """Return an app protected by the secret, with ErrorBody for every error; `words` describes unexpected
-    errors, which are logged and answered with 500.
+    ones (500).
     """
     expected = f"Bearer {secret}".encode()
 
@@ -158,8 +151,8 @@ def json_answer(body: BaseModel, status: int = 200) -> web.Response:
 def serve(
     app: web.Application, fd: int, *, handles_signals: bool = True, cancels_handlers: bool = False
 ) -> None:
-    """Serve on the inherited socket, until SIGTERM with `handles_signals`; return after a clean shutdown.
-    `cancels_handlers`: of callers that leave.
+    """Serve on the inherited socket, until SIGTERM with `handles_signals`. `cancels_handlers`: of callers
+    that leave.
     """
     web.run_app(
         app,

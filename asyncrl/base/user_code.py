@@ -1,7 +1,7 @@
-"""User code: loaded by name from the config (load_object), awaited with a limit (UserCalls).
+"""User code: loaded by name (load_object), awaited with a limit (UserCalls).
 
-A coroutine that swallows CancelledError and a thread that never returns cannot be ended, so nothing waits for
-them: no rollout, no event loop, no process.
+A coroutine that swallows CancelledError and a thread that never returns are abandoned: nothing waits for
+them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ def find_here() -> str:
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """Import `module:attribute`, also from the working directory. `setting` is the config key, for messages.
-
-    Raises ConfigError.
-    """
+    """Import `module:attribute`, also from the working directory. Raises ConfigError about `setting`."""
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{setting}={spec} is not module:name", way_out="write it like my_task:MyTask.")
@@ -90,12 +87,12 @@ def check_call(
         what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
         names = ", and the names of task.args or generator.args" if keywords else ""
         raise ConfigError(what, way_out=f"give it exactly these parameters{names}.") from error
-    except ValueError:  # a builtin without a signature: only a call can fail
+    except ValueError:  # a builtin without a signature
         return
 
 
 def raised(error: BaseException) -> str:
-    """Describe an error of user code and its place, as text that follows the function's name."""
+    """Describe an error of user code and its place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
 
@@ -112,20 +109,19 @@ Result = TypeVar("Result")
 GRACE_S = 5.0
 """Seconds for a cancelled call to clean up."""
 MAX_ABANDONED = 64
-"""Maximum number of running abandoned calls of a function; at the limit it is not called again."""
+"""Maximum running abandoned calls of a function; then it is not called again."""
 
 WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit what is awaited."
 
 _abandoned: set[asyncio.Task[Any]] = set()
-"""Abandoned tasks, referenced until they end: destroying an unreferenced task would resume its coroutine."""
+"""Abandoned tasks: destroying an unreferenced task would resume its coroutine."""
 
 
 class UserCalls:
-    """Awaits calls of one user function in separate tasks and abandons those that ignore cancellation.
+    """Awaits calls of one user function and abandons those that ignore cancellation.
 
-    Waits: run waits until the call is done. Its caller sets the limit by cancelling it.
-    Invariant: run returns at most grace_s after its cancellation, and at once after a second one. While
-        MAX_ABANDONED calls are alive, check refuses further ones.
+    Waits: run waits for the call, until cancelled.
+    Invariant: run returns at most grace_s after its cancellation, and at once after a second one.
     """
 
     def __init__(
@@ -176,7 +172,7 @@ class UserCalls:
         return cast(Result, result)
 
     def left_running(self, call: asyncio.Future[Any]) -> None:
-        """Count a call that nobody waits for any more, until it ends."""
+        """Count an abandoned call until it ends."""
         self._alive.add(call)
         call.add_done_callback(self._alive.discard)
         self.num_abandoned += 1
@@ -206,10 +202,8 @@ def abandon(task: asyncio.Task[Any]) -> None:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Unbounded, reused daemon threads for asyncio.to_thread.
-
-    In asyncio's own threads, user calls that hang would block other calls, the end of the loop and the end of
-    the process.
+    """Daemon threads for asyncio.to_thread: hanging user calls block neither others nor the end of the
+    process.
     """
 
     def __init__(self) -> None:
@@ -240,15 +234,12 @@ def _answer(future: Future[Any], call: Callable[[], Any]) -> None:
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(call())
-        except BaseException as error:  # re-raised in the caller
+        except BaseException as error:
             future.set_exception(error)
 
 
 async def cancel_remaining(main: Awaitable[Result]) -> Result:
-    """Await `main`, then cancel the loop's other tasks and abandon those still running after GRACE_S.
-
-    Threads of asyncio.to_thread are abandoned, too; `main` awaits the ones it needs.
-    """
+    """Await `main`, then cancel the loop's other tasks and abandon those still running after GRACE_S."""
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     try:
         return await main
@@ -256,7 +247,7 @@ async def cancel_remaining(main: Awaitable[Result]) -> Result:
         remaining = asyncio.all_tasks() - {asyncio.current_task()}
         for task in remaining:
             task.cancel()
-            abandon(task)  # now: a KeyboardInterrupt may end the wait below
+            abandon(task)  # a KeyboardInterrupt may end the wait below
         if remaining:
             _, stuck = await asyncio.wait(remaining, timeout=GRACE_S)
             for task in stuck:

@@ -1,6 +1,4 @@
-"""Read a config: YAML plus `key=value` overrides. Errors name the closest valid key. Also write the
-settings as text from the models, for `asyncrl keys` and docs/configuration.md.
-"""
+"""Read a config: YAML plus `key=value` overrides. Errors name the closest valid key."""
 
 from __future__ import annotations
 
@@ -39,12 +37,11 @@ OTHER_NAMES = {
     "eval_steps": "eval.every",
     "output_dir": "--run-dir",
 }
-"""Names of other frameworks for our settings, by the last part of the key, in the same section or in none."""
+"""Other frameworks' names for our settings, by the last part of the key."""
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
-"""Parts of an error's location that are no key: pydantic names the alternative that it tried."""
+"""Alternatives that pydantic adds to an error's location."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
-"""Exceptions of yaml: 2024-13-45 (a date) and 0x_ (a number) raise ValueError, [[[[... raises
-RecursionError."""
+"""2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
 
 
 class _KeysOnce(yaml.SafeLoader):
@@ -58,7 +55,7 @@ class _KeysOnce(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and check the config in a YAML file. `overrides`: as in config_from. Raises ConfigError."""
+    """Read and check a YAML file with overrides as in config_from. Raises ConfigError."""
     try:
         values = _parse(Path(path).read_text(encoding="utf-8"), _KeysOnce, str(path))
     except (OSError, *_NO_YAML) as error:
@@ -70,23 +67,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def name_of_config(path: Path) -> str:
-    """Return the name of its runs: the file's name, or the folder's for the config.yaml of a run
-    directory.
-    """
+    """Return the name of its runs: the file's name, or the run directory's for config.yaml."""
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
 def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the config") -> RunConfig:
-    """Check a config that is a mapping. `overrides` are `section.key=value`, the value as YAML (`none` =
-    null); `path` names the config in errors. Raises ConfigError, which names every wrong key and value, its
-    place, and the closest right key.
+    """Check a config mapping. `overrides` are `section.key=value`, the value as YAML. Raises ConfigError,
+    which names every wrong key and value, and the closest right key.
     """
     for override in overrides:
         values = _with(values, override)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        lines = dict[str, str]()  # by key: of the alternatives of a union, each has its say
+        lines = dict[str, str]()  # a union's alternatives report separately
         for problem in error.errors():
             key, separator, message = _explain(dict(problem), path).partition(f" in {path}: ")
             lines[key] = f"{lines[key][:-1]}, or: {message}" if key in lines else key + separator + message
@@ -95,12 +89,10 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    """Return the resolved config as YAML that load_config reads back unchanged: a key 1 stays a number, a
-    date a date, .inf itself.
-    """
+    """Return the resolved config as YAML that load_config reads back unchanged."""
     values = config.model_dump()
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    if re.search("[\x85\u2028\u2029]", text):  # line ends of Unicode, which would be read back as plain ones
+    if re.search("[\x85\u2028\u2029]", text):  # Unicode line ends would be read back as plain ones
         text = yaml.safe_dump(values, sort_keys=False)
     return text
 
@@ -116,14 +108,13 @@ def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
 
 
 def _with(values: Any, override: str) -> dict[str, Any]:
-    """Return the values with that setting."""
     key, separator, text = override.partition("=")
     names = key.split(".")
     try:
         if not (separator and all(names)):
             raise ValueError("it is no key=value")
         plain = ".".join([names[0], *names[2:]]) if _is_of_several(values, names) else key
-        is_free = plain not in all_keys()  # as in task.args: no model defines the meaning of none there
+        is_free = plain not in all_keys()  # as in task.args: no model defines none there
         value = None if text == "none" and is_free else _parse(text, yaml.SafeLoader, key)
         found: dict[str, Any] = _set(values, names, value)
         return found
@@ -140,7 +131,7 @@ def _is_of_several(values: Any, names: Sequence[str]) -> bool:
 
 
 def _set(section: Any, names: Sequence[str], value: Any) -> Any:
-    """Return a copy with that setting. Values shared by a YAML alias stay unchanged elsewhere."""
+    """Return a copy with that setting; YAML aliases stay unchanged elsewhere."""
     name, *inner = names
     if isinstance(section, list):
         called = [one.get("name") if isinstance(one, dict) else None for one in section]
@@ -171,8 +162,8 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
 
 
 def _closest(location: Sequence[str | int]) -> str | None:
-    """Return the known key nearest to a wrong one: by another framework's name, by the same name in
-    another section, then by its letters in its own section, then anywhere.
+    """Return the nearest known key: another framework's name, the same name in another section, or similar
+    letters.
     """
     known, wrong = all_keys(), ".".join(map(str, location))
     section, _, name = wrong.rpartition(".")
@@ -191,7 +182,7 @@ def _closest(location: Sequence[str | int]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A setting: full name, type as text, default as written, and meaning. The default of a section is ''."""
+    """A setting: full name, type as text, default as written, and meaning. A section's default is ''."""
 
     name: str
     type: str
@@ -200,7 +191,7 @@ class Key:
 
 
 def all_keys() -> list[str]:
-    """Return every key by its full dotted name, sections included, in the order of the models."""
+    """Return every key by its full dotted name, sections included."""
     return [name for name, _ in _fields(RunConfig)]
 
 
@@ -221,12 +212,12 @@ BASIC = frozenset(
     "observe.trackers".split()
 )
 """Settings that `asyncrl keys` lists without --all."""
-SAME_AS_TASK = "eval.task."
-"""These settings have the meanings of `task.*`, and are not listed again."""
+REPEATED = ("eval.task.", "placement.rollout.")
+"""Listed only once, as `task.*`."""
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """Yield (section, description, keys) in the order of the config. Section '' holds the top-level keys."""
+    """Yield (section, description, keys) in config order. Section '' holds the top-level keys."""
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
     models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
     tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
@@ -234,21 +225,19 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     for name, model in models.items():
         if model is not None:
             own = [key for key in all_known if key.name.startswith(f"{name}.")]
-            keys = [key for key in own if not key.name.startswith(SAME_AS_TASK)]
+            keys = [key for key in own if not key.name.startswith(REPEATED)]
             yield name, " ".join((model.__doc__ or "").split()), keys
 
 
 def schema_text() -> str:
-    """Return the JSON schema of a config file (draft 2020-12) for editors: names, types, defaults and
-    meanings. Rules across several settings are missing.
-    """
+    """Return the JSON schema of a config file (draft 2020-12), without rules across settings."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     return json.dumps(schema, indent=1) + "\n"
 
 
 def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
-    """Describe the basic or all settings, those of a section, a setting by its full name, or settings with a
-    word in their name or meaning. A name contains a dot. Raises ConfigError if nothing matches.
+    """Describe the basic or all settings, a section, a setting by its dotted name, or settings that match a
+    word. Raises ConfigError if nothing matches.
     """
     word = (wanted or "").lower()
     if wanted is None and not lists_all:
@@ -287,7 +276,6 @@ def _described(found: Sequence[tuple[str, str, list[Key]]]) -> str:
 
 
 def _chosen(is_wanted: Callable[[Key], bool]) -> list[tuple[str, str, list[Key]]]:
-    """Return the sections with their matching keys."""
     kept = [(name, about, [key for key in keys if is_wanted(key)]) for name, about, keys in sections()]
     return [(name, about, keys) for name, about, keys in kept if keys]
 
@@ -324,7 +312,7 @@ def _type_text(kind: Any) -> str:
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a section, also of a section that may be a list, otherwise None."""
+    """Return the model of a section or of a list of sections, otherwise None."""
     return next(_models_in(info.annotation), None)
 
 

@@ -30,14 +30,14 @@ from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)
 MAX_CYCLE = 10_000
-"""Longest cycle of several interleaved tasks."""
+"""Maximum cycle of several interleaved tasks."""
 
 
 class RunConfig(FrozenConfig):
     """All settings of a run, written to config.yaml in the run directory."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of the weights made from scratch, the shuffle and every sampled token."""
+    """Seed of random weights, the shuffle and every sampled token."""
     launcher: str = "local"
     """Launcher of the run's processes. local: this machine. ray: the Ray cluster of RAY_ADDRESS or of this
     machine. ray:HOST:PORT: the Ray cluster with this head."""
@@ -58,13 +58,13 @@ class RunConfig(FrozenConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and loss."""
     teacher: TeacherConfig | None = None
-    """A model whose logprobs of the sampled tokens are learnt from (none = off)."""
+    """A model for on-policy distillation (none = off)."""
     eval: Evals | None = None
-    """A held-out task, sampled now and then, or a list of several (none = off)."""
+    """A held-out task, or a list of several (none = off)."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     """Pushes of new weights to the engines."""
     placement: PlacementConfig = PlacementConfig()
-    """Which device each side uses."""
+    """Devices of each side."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints of the run."""
     journal: JournalConfig = JournalConfig()
@@ -92,7 +92,6 @@ class RunConfig(FrozenConfig):
 
     @property
     def eval_slots(self) -> int:
-        """Return the samples decoded at once: evaluations run in sequence."""
         return max((one.slots for one in self.evals.values()), default=0)
 
     @property
@@ -124,13 +123,11 @@ class RunConfig(FrozenConfig):
 
     @property
     def keeps_turns(self) -> bool:
-        """Return whether engines keep the KV cache of ended agent turns."""
         return self.rollout.facts.keeps_turns and self.generator.is_harness
 
     def is_deterministic(self, device: str, *, has_experts: bool = False) -> bool:
         """Return True if tokens of an engine on `device` do not depend on concurrent work. Above
-        max_staleness 0, auto is false for vLLM: the weights that sample a token depend on time anyway.
-        With experts, auto is false on a CPU.
+        max_staleness 0 the sampling weights of vLLM depend on time anyway.
         """
         if self.rollout.deterministic != "auto":
             return self.rollout.deterministic
@@ -312,7 +309,7 @@ def key_of(section: str, name: str) -> str:
 
 
 def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
-    """Raises ValueError if two have one name."""
+    """Raise ValueError for duplicate names."""
     found = {one.called if len(given) > 1 else "": one for one in given}
     if len(found) < len(given):
         names = [one.called for one in given]

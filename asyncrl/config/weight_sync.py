@@ -1,8 +1,7 @@
-"""Section `weight_sync`; what each transport needs of engine, placement and settings, and its words.
+"""Section `weight_sync`; what each transport needs of engine, placement and settings.
 
-A new transport is a line in TRANSPORTS, with its rules in refuse_transport. The trainer's end of
-each is a class in asyncrl/weights/transport.py; the engine's end is in the embedded loaded_weights.py, and
-for vLLM in asyncrl/engines/vllm_weights.py (load_of).
+A new transport is a line in TRANSPORTS, rules in refuse_transport, and its ends in
+asyncrl/weights/transport.py, loaded_weights.py (embedded) and asyncrl/engines/vllm_weights.py.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class TransportCapabilities:
 
     sends_adapters: bool = False
     is_transfer: bool = False
-    """Tensors go from device to device."""
+    """Tensors are sent from device to device."""
     is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
@@ -43,7 +42,7 @@ class TransportCapabilities:
     is_fetched: bool = False
     """Nodes other than the trainer's fetch its file into their shared memory."""
     bound: str = ""
-    """Why engines cannot be on other nodes; '': they can."""
+    """Why engines cannot be on other nodes, or ''."""
 
 
 TRANSPORTS: dict[TransportName, TransportCapabilities] = {
@@ -62,41 +61,37 @@ class WeightSyncConfig(FrozenConfig):
     """Pushes of new weights to the engines."""
 
     transport: Literal["auto"] | TransportName = "auto"
-    """auto = on CUDA devices nccl (separate devices) or ipc (colocated); elsewhere disk if disk_dir is given,
-    else shm; on several nodes disk or stream. shm: a safetensors file in shared memory. stream: the same
-    file, downloaded once by each node. disk: the same file in disk_dir. lora: only the adapters (needs
-    trainer.lora), downloaded by other nodes. nccl: one broadcast to all engines from the trainer's device
-    (gloo on the CPU). ipc: chunks in memory of the shared CUDA devices."""
+    """auto = on CUDA devices nccl (separate devices) or ipc (colocated); elsewhere disk if disk_dir is
+    given, else shm; on several nodes disk or stream. shm: a safetensors file in shared memory. stream: the
+    file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one broadcast
+    to all engines (gloo on the CPU). ipc: chunks in memory of the shared CUDA devices."""
     disk_dir: str | None = None
-    """Folder for transport=disk (auto is disk with it), on a file system that trainer and engines share under
-    the same path."""
+    """Folder for transport=disk, on a file system that trainer and engines share under one path."""
     interrupt: Literal["auto"] | Interrupt = "auto"
-    """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed KV
-    cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest in
-    measurements."""
+    """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed
+    KV cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest."""
     canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
-    """After each push to vLLM, the largest allowed difference between its logprobs of a fixed text and the
-    trainer's, in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
+    """Maximum difference in nats between vLLM's logprobs of a fixed text and the trainer's after each push
+    (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again,
-    an export or a handover that does ends the run."""
+    """Timeout for each phase of a push or a handover, in seconds. On expiry an engine is restarted; a late
+    export or handover ends the run."""
     chunk_bytes: int = Field(default=2**28, ge=2**16)
     """When colocated, bytes per chunk of weights. A larger tensor is one chunk."""
 
     @property
     def settled(self) -> TransportName:
-        """The transport, after launch/capacity.py has resolved auto."""
+        """Return the transport, after launch/capacity.py has resolved auto."""
         assert self.transport != "auto", "resolve_auto() comes before anything that moves weights"
         return self.transport
 
     @property
     def facts(self) -> TransportCapabilities:
-        """Facts about this transport. An unresolved auto has the facts valid on any device."""
+        """Return this transport's facts; an unresolved auto has those valid on any device."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 
     @property
     def file_transport(self) -> TransportName:
-        """Return the file transport that auto chooses."""
         return "shm" if self.disk_dir is None else "disk"
 
     @model_validator(mode="after")
@@ -142,15 +137,14 @@ def choose_transport(
 
 
 def _used_twice(devices: Sequence[str]) -> list[str]:
-    """The CUDA devices that several of these processes use."""
     return sorted({device for device in devices if device != "cpu" and devices.count(device) > 1})
 
 
 def refuse_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> None:
-    """Raise ConfigError, with a way out, if this transport cannot serve these engines. `is_turns`: trainer
-    and engines share their devices. auto always chooses a transport that can.
+    """Raise ConfigError if this transport cannot serve these engines. `is_turns`: trainer and engines share
+    their devices.
     """
     facts, sync = config.weight_sync.facts, config.weight_sync
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"

@@ -60,8 +60,6 @@ KEPT_HANDOVERS = 100
 
 
 class RunListener(Protocol):
-    """What a run reports while it works."""
-
     def evaluated(self, result: EvalResult) -> None: ...
     def published(self, version: int, digest: str) -> None: ...
     def rollout_failed(
@@ -71,8 +69,6 @@ class RunListener(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Components:
-    """Components of a run, all started."""
-
     fleet: Fleet
     journal: Journal
     feed: PromptSource
@@ -93,7 +89,7 @@ class Components:
     harnessing: AgentRuntime | None
 
     def write_pins(self) -> None:
-        """Record model and data. Raises OSError."""
+        """Record model and data files. Raises OSError."""
         for pin in self.pins:
             pin.write()
 
@@ -107,10 +103,8 @@ async def build(
     may_change: tuple[bool, bool],
     num_first: int,
 ) -> Components:
-    """Build and start all components; `life` closes them. Raises AsyncrlError; closing `life` then cleans up.
-
-    `is_new`: the run is not resumed. `may_change`: whether model and data may differ from the start of the
-    run. `num_first`: number of engines to start.
+    """Build and start all components; `life` closes them. `may_change`: whether (model, data) may differ from
+    the start of the run.
     """
     config = life.config
     log = life.log
@@ -196,7 +190,6 @@ async def build(
 
 
 async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
-    """Return the journal and an empty staging folder."""
     disk_dir = await asyncio.to_thread(disk_root, life.config.weight_sync.disk_dir)
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
@@ -210,7 +203,6 @@ async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
 
 
 async def _read_tasks(life: Lifecycle) -> tuple[Mapping[str, PromptTask], Mapping[str, EvalTask]]:
-    """Check the config; return its tasks and eval tasks by name."""
     found = await check_everything(life)
     eval_tasks = dict[str, EvalTask]()
     for name, settings in life.config.evals.items():
@@ -231,7 +223,6 @@ def _pin_data(
 
 
 def load_tokenizer(config: RunConfig, model_path: Path) -> HFChatTokenizer:
-    """Load the tokenizer of the run's model. Blocks."""
     model = config.model
     template, settings = model.chat_template, model.chat_template_kwargs
     return HFChatTokenizer(model_path, chat_template=template, chat_template_kwargs=settings)
@@ -246,7 +237,7 @@ def _make_evaluation(
     checkpoints: Checkpoints,
     listener: RunListener,
 ) -> Evaluation:
-    """Evaluate on the eval engine or the rollout engines. Checkpoints get the results that rank them."""
+    """Build the evaluation, on the eval engine or the rollout engines."""
     config = life.config
     target = fleet.eval_client
     engine = fleet.engines.counted_apart()
@@ -281,7 +272,7 @@ def _make_scheduler(
     evaluation: Evaluation | None,
     listener: RunListener,
 ) -> WeightScheduler:
-    """Build the pushes, and the scheduler that runs them."""
+    """Build the pushes and their scheduler."""
     config = life.config
     sync = config.weight_sync
     files = fleet.node_files
@@ -303,7 +294,7 @@ def _make_scheduler(
         if evaluation is not None and evaluation.wants(version):
             manifest = await fetched(await fleet.trainer.export())
             evaluation.published_nowait(manifest)
-            Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240  a name in shared memory
+            Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240
 
     def handed_over(event: str, detail: Mapping[str, Any]) -> None:
         journal.event_nowait(event, detail, keep=KEPT_HANDOVERS if event in ROUTINE else None)

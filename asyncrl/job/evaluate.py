@@ -24,9 +24,8 @@ def make_eval_sets(
     generator_of: Callable[[float, TaskScorer, list[RoomError]], Generator],
     earlier: Mapping[str, Sequence[Mapping[str, float]]],
 ) -> list[HeldOut]:
-    """Return the evaluations of the config. Those in `earlier`, by name, are not repeated.
-
-    `generator_of` makes a generator for a temperature; it appends errors that end the evaluation to the list.
+    """Return the evaluations of the config; those in `earlier` are not repeated. `generator_of` appends
+    errors that end the evaluation to its list.
     """
     config = life.config
     sets = list[HeldOut]()
@@ -63,7 +62,7 @@ def make_eval_generator(
     scorer: TaskScorer,
     broken: list[RoomError],
 ) -> Generator:
-    """Return a generator of single completions or, with `harnessing`, of the run's own agent."""
+    """Return a generator of single completions, or of the run's agent."""
     if harnessing is None or not config.evaluates_agent:
         rollout = config.rollout.model_copy(update={"temperature": temperature})
         sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})

@@ -22,7 +22,7 @@ from asyncrl.config import CheckpointConfig
 CONTROLLER, TRAINER, MANIFEST = "controller.json", "trainer", "manifest.json"
 FORMAT = 1
 RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl", "samples.jsonl")
-"""Records of the run before the checkpoint. A resumed run does not write these lines again."""
+"""Records of the run before the checkpoint, which a resumed run does not write again."""
 CHECK_DISK = "check its disk, its permissions and the limit of open files, then start again."
 
 
@@ -35,7 +35,7 @@ def sync_records(run_dir: Path) -> None:
 
 
 class ControllerState(BaseModel, frozen=True):
-    """State of controller.json, used to resume without the journal.
+    """controller.json, used to resume without the journal.
 
     `feed`: PromptSource.state(). `out`: num_requeued of each drawn prompt that is in no batch yet, by id.
     """
@@ -46,8 +46,6 @@ class ControllerState(BaseModel, frozen=True):
 
 
 class FileEntry(BaseModel, frozen=True, extra="forbid"):
-    """Size in bytes and digest of a checkpoint file."""
-
     size: int
     sha256: str
 
@@ -86,17 +84,12 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """A checkpoint that does not match its manifest."""
-
     folder: Path
     why: str
 
 
 def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
-    """Rename damaged checkpoints to damaged_step_N; return a sentence about each.
-
-    Call this after the run has resumed from an older one, so that a refused start changes nothing.
-    """
+    """Rename damaged checkpoints to damaged_step_N; return a sentence about each. Call it after a resume."""
     sentences = []
     for found in passed_over:
         aside = found.folder.with_name(f"damaged_{found.folder.name}")
@@ -111,12 +104,11 @@ def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
 
 
 class Checkpoints:
-    """Checkpoints of one run directory. All methods block: call them in a thread.
+    """Checkpoints of one run directory. All methods block.
 
     Life: begin() -> the trainer writes -> finish() syncs, writes the manifest and renames; or abandon().
-    Waits: hold `in_use` around finish(), which removes older checkpoints, and from newest_whole() until its
-        result and the journaled batches since are no longer needed. Do not hold it while a trainer writes:
-        that trainer may have to load a checkpoint first.
+    Waits: hold `in_use` around finish(), and from newest_whole() until its result is no longer needed;
+    never while a trainer writes, since it may have to load a checkpoint first.
     Invariant: a folder was whole when it was named step_N.
     """
 
@@ -144,9 +136,7 @@ class Checkpoints:
         return Pending(folder)
 
     def finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> Path:
-        """Complete the checkpoint, then prune older ones. Raises CheckpointError and leaves older ones
-        unchanged.
-        """
+        """Complete the checkpoint, then prune older ones. Raises CheckpointError."""
         final = self.root / f"step_{version}"
         try:
             text = json.dumps(controller, indent=1) + "\n"
@@ -165,10 +155,8 @@ class Checkpoints:
         shutil.rmtree(pending.folder, ignore_errors=True)
 
     def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
-        """Return the newest whole checkpoint and newer damaged ones. Remove unfinished ones unless
-        `keep_unfinished`.
-
-        Raises CheckpointError for an unreadable checkpoint, which may be whole.
+        """Return the newest whole checkpoint and newer damaged ones. Raises CheckpointError for an
+        unreadable one.
         """
         passed_over: list[Damaged] = []
         for version in reversed(self._settled(keep_unfinished)):
@@ -194,8 +182,8 @@ class Checkpoints:
             raise CheckpointError(what, way_out=CHECK_DISK) from error
 
     def oldest_version(self) -> int:
-        """Return the oldest of the keep_last newest, or 0 if fewer exist. Resumes may need the journal from
-        this version on.
+        """Return the oldest of the keep_last newest, or 0 if fewer exist: resumes may need the journal
+        since.
         """
         versions = self.versions()
         return versions[-self.config.keep_last] if len(versions) >= self.config.keep_last else 0
@@ -244,10 +232,8 @@ def write_manifest(folder: Path, version: int) -> None:
 
 
 def read_whole(folder: Path, version: int) -> Whole:
-    """Compare every file of a checkpoint with its manifest.
-
-    Raises CheckpointDamaged for wrong or missing files, and CheckpointError for unreadable files or another
-    format.
+    """Compare every file with the manifest. Raises CheckpointDamaged; CheckpointError for
+    unreadable files.
     """
     found = _read_json(folder, MANIFEST)
     if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:

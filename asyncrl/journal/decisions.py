@@ -1,7 +1,7 @@
 """Effects of each decision on the tables, in the writer's thread and transaction.
 
 A decision is refused (JournalError, sqlite3.IntegrityError) or done as a whole. Late decisions about a
-handed-back group change nothing.
+requeued group change nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EPOCH = "epoch/"
 
 
 decided_s: ContextVar[float] = ContextVar("decided_s")
-"""Time of the decision, in seconds since the epoch; earlier than its write."""
+"""Time of the decision, in seconds since the epoch."""
 
 
 def text(given: object) -> str:
@@ -55,8 +55,8 @@ def began_at(
 ) -> None:
     """Begin a new journal for a run that resumes from a checkpoint without its old one.
 
-    `num_drawn` prompts had been drawn. Those in `out` are sampled again, with that num_requeued; the
-    others are consumed. `memory`: PromptSource.memory.
+    `num_drawn` prompts had been drawn; those in `out` are sampled again, with that num_requeued. `memory`:
+    PromptSource.memory.
     """
     before = {"version": version, "num_drawn": num_drawn, "out": out, "next_group_id": next_group_id}
     before["memory"] = memory
@@ -69,8 +69,8 @@ def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
 
 
 def epoch(connection: sqlite3.Connection, task: str, number: int, what: str) -> None:
-    """Record an epoch of a task sampled by difficulty; `what`: its prompts, for Epochs.load_epoch. A run
-    killed before its first prompt repeats this.
+    """Record an epoch of a task sampled by difficulty; `what`: its prompts, for Epochs.load_epoch.
+    Repeatable.
     """
     key = f"{EPOCH}{number}/{task}"
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(what)))
@@ -142,8 +142,8 @@ def rollout_failed(
 def tokens_lost(
     connection: sqlite3.Connection, group_id: GroupId, num_tokens: int, sample_index: int | None = None
 ) -> None:
-    """Count sampled tokens outside any trajectory. With `sample_index`, the rollout's unfinished completion
-    is lost too.
+    """Count sampled tokens outside any trajectory. With `sample_index`, also drop the unfinished
+    completion.
     """
     more = "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?"
     connection.execute(more, (num_tokens, group_id))
@@ -159,9 +159,7 @@ def group_ended(
     *,
     requeued: int | None = None,
 ) -> None:
-    """End a running group, or requeue a ready one. `requeued`: the prompt is repeated with that
-    num_requeued.
-    """
+    """End a running group, or requeue a ready one. `requeued`: the prompt's num_requeued, if repeated."""
     found = _state(connection, group_id)
     if found != "running" and (found, state) != ("ready", "requeued"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
@@ -254,9 +252,7 @@ def event(
 
 
 def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
-    """Delete messages and tokens of some groups that no resume needs: in batches before a version, and older
-    untrained ones. Return their number, 0 when done.
-    """
+    """Delete messages and tokens of some groups that no resume needs. Return their number, 0 when done."""
     found = connection.execute(
         "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
         " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < :version"
@@ -298,8 +294,8 @@ def _state(connection: sqlite3.Connection, group_id: GroupId) -> str:
 def _rollout(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int
 ) -> tuple[str, bool, int | None]:
-    """Return its group's state, whether it has ended, and its segment's attempt, in one statement, since each
-    one yields the interpreter to the event loop.
+    """Return its group's state, whether it has ended, and its segment's attempt, in one statement for
+    speed.
     """
     row = connection.execute(_ROLLOUT, {"group": group_id, "sample": sample_index}).fetchone()
     if row is None:

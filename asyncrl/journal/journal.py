@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 GATHER_S = 0.02
-"""Seconds to gather unawaited decisions for one commit and one thread switch."""
+"""Seconds to gather unawaited decisions for one commit."""
 
 
 class _Job(NamedTuple):
@@ -48,18 +48,14 @@ def _later(
 
 
 class Journal:
-    """Record of a run in journal.sqlite. `_nowait` methods queue their decision for up to GATHER_S and return
-    at once; awaited methods return when it is durable.
+    """Record of a run in journal.sqlite. `_nowait` methods queue their decision for up to GATHER_S; awaited
+    methods return when it is durable.
 
     Life: of a group: admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or
-        failed, filtered, requeued. A ready group may still become requeued. Prompts of failed or
-        requeued groups may be requeued.
-    Waits: batch_taken, flush, compact and read_resume sleep until the commit; wait_failed until a failure.
-        The thread sleeps in the queue, which the staleness rule bounds: the run awaits each batch.
+    failed, filtered, requeued.
+    Waits: batch_taken, flush, compact and read_resume wait for the commit; wait_failed for a failure.
     Invariant: a group has one state and at most one batch; a prompt has one group that runs, is ready or
-        taken. Unique keys and the transaction of batch_taken guarantee both. Decisions become durable in
-        order and are answered after the commit. Only the process with the run's lock (RunLock) writes.
-
+    taken. Decisions become durable in order. Only the process with the RunLock writes.
     Errors: the first error is final: wait_failed raises it, and so does every waiting or later call.
     """
 
@@ -78,9 +74,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, *, run_id: str) -> Journal:
-        """Open or create the journal of a run. Blocks while checking the file: call it in a thread. Raises
-        JournalError for a damaged or foreign file.
-        """
+        """Open or create the journal of a run. Blocks. Raises JournalError for a damaged or foreign file."""
         return cls(path, open_to_write(path, run_id))
 
     admitted_nowait = _later(decisions.admitted)
@@ -101,9 +95,9 @@ class Journal:
     async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:
         """Assign the groups to this batch for good; train only after this returns.
 
-        "replayed": a resumed run has taken the same batch before. Raises JournalError if a group is not ready
-        or in another batch, or the version has other groups or is not next. If cancelled, the batch may be
-        taken.
+        "replayed": a resumed run has taken the same batch before. Raises JournalError if a group is not
+        ready or in another batch, or the version has other groups or is not next. If cancelled, the batch
+        may be taken.
         """
         decide = partial(decisions.batch_taken, batch=batch)
         return await self._durable(
@@ -125,10 +119,8 @@ class Journal:
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
     async def compact(self, before_version: int) -> None:
-        """Delete tokens before `before_version`, the oldest kept checkpoint, and of older untrained groups.
-        Group records stay.
-
-        Runs in small steps, so that other decisions wait for one step at most.
+        """Delete tokens before `before_version`, the oldest kept checkpoint, and of older untrained groups,
+        in small steps.
         """
         some = partial(decisions.compact_some, before_version=before_version)
         while await self._durable(some, "old tokens to be deleted from the journal"):

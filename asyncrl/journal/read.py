@@ -1,7 +1,4 @@
-"""Read-only queries for resumes and `inspect`, safe during writes.
-
-Everything here blocks: call it in a thread.
-"""
+"""Read-only queries for resumes and `inspect`, safe during writes. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ _COUNTED = {
     "rollout/dropped": "total(state = 'requeued' AND reason IN ('dropped', 'all_masked'))",
     "rollout/given_up": "total(state IN ('requeued', 'failed') AND requeued IS NULL)",
 }
-"""Run-wide counters, by the names of observe/metrics.py. Dropped: by the staleness rule, not by a resume.
-"""
+"""Run-wide counters, by the names of observe/metrics.py. Dropped: by the staleness rule, not by a resume."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +37,8 @@ class ResumeState:
     """State of a run that resumes from weights `checkpoint_version`.
 
     Batches checkpoint_version .. next_version - 1 are trained again unchanged. `ready` and `running` groups
-    continue, oldest first. `requeued` prompts (id -> num_requeued) are repeated in their old order, those
-    in `returning` only after version next_version, at which their groups failed. `num_drawn` different
-    prompts were ever admitted, including before a lost journal. Prompts have no answer or info: the task
-    makes them again.
+    continue. `requeued` prompts (id -> num_requeued) are repeated in their old order, those in `returning`
+    only after the version at which their groups failed. `num_drawn`: prompts ever admitted.
     """
 
     path: Path
@@ -75,9 +69,7 @@ class ResumeState:
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a read-only snapshot. SQLite errors become JournalError, and ValueError or TypeError a report of a
-    damaged file.
-    """
+    """Open a read-only snapshot. Errors of SQLite and of damaged values become JournalError."""
     try:
         with closing(connect(path, is_read_only=True)) as connection:
             connection.create_function("local_time", 1, _local_time)
@@ -161,8 +153,8 @@ def _observed(connection: sqlite3.Connection) -> tuple[tuple[str, float, int], .
 
 
 def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began_at: int) -> int:
-    """Return the version after the newest batch. Raises for a batch since the checkpoint that cannot be
-    trained again.
+    """Return the version after the newest batch. Raises if a batch since the checkpoint cannot be trained
+    again.
     """
     if checkpoint_version < began_at:
         raise JournalError(
@@ -248,9 +240,7 @@ _GROUP = (
     "group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, oldest_version,"
     " iif(num_rollouts, reward_sum / num_rollouts, NULL) AS reward_mean, lost_tokens AS retried_tokens"
 )
-"""Columns of a group: `num_sampled` tokens of its `num_rollouts` finished rollouts, `retried_tokens` of
-failed attempts.
-"""
+"""Columns of a group: `num_sampled` tokens of its finished rollouts, `retried_tokens` of failed attempts."""
 
 
 def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
@@ -340,7 +330,6 @@ def _rows(connection: sqlite3.Connection, query: str, *values: int) -> list[dict
 
 
 def _local_time(seconds: float | None) -> str | None:
-    """Return local time with its offset, to the millisecond."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")

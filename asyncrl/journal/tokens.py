@@ -1,9 +1,8 @@
 """Exact conversion of token records to bytes, for the journal and recordings.
 
-A blob is zlib over: head length (uint32), head (JSON), token ids (int32), logprobs (float32), loss mask (one
-bit per token), optional teacher logprobs (float32) and experts per token (uint16). Numbers are little endian
-in byte planes (all lowest bytes first), which compresses better. zlib's checksum and the place in the head
-detect changed bytes.
+A blob is zlib over: head length (uint32), head (JSON), token ids (int32), logprobs (float32), loss mask
+(one bit per token), optional teacher logprobs (float32) and experts per token (uint16), little endian in
+byte planes, which compress better.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from asyncrl.messages.records import Completion, Credit, GrammarSpan, Rollout, T
 FORMAT = 2
 _LEVEL = 1  # higher levels save 1 to 3 % at twice the time
 _SHORT = 1024
-"""Blobs up to this many bytes are stored uncompressed; zlib's setup is half of the encoding."""
+"""Blobs up to this size in bytes are stored uncompressed: zlib's setup is half of the encoding."""
 _json = json.JSONEncoder(separators=(",", ":")).encode
 _LENGTH = struct.Struct("<I")
 
@@ -134,7 +133,7 @@ def _from_planes(body: bytes, start: int, count: int, dtype: str) -> npt.NDArray
     return planes.T.copy().view(dtype).reshape(count)
 
 
-# ---- contents of a group, by sample_index; a damaged row raises ValueError
+# contents of a group, by sample_index; a damaged row raises ValueError
 
 
 def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:
