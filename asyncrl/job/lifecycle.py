@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
-from asyncrl.base.files import write_whole
+from asyncrl.base.files import RunLock, write_whole
 from asyncrl.base.staging import clear_own_staging
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
@@ -297,11 +297,16 @@ def make_run_dir(folder: Path, mode: int) -> None:
 
 
 @contextlib.contextmanager
-def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove a new directory if ConfigError is raised before a group is admitted."""
+def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
+    """Make and lock the directory. Remove a new one if ConfigError is raised before a group is admitted."""
     is_new = not folder.exists()
     try:
-        yield
+        make_run_dir(folder, mode)
+        lock = RunLock(folder / "run.lock").acquire()
+        try:
+            yield
+        finally:
+            lock.release()
     except ConfigError:
         if is_new and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrl.agents.command import passed_env
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
-from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.spans import span
 from asyncrl.base.user_code import cancel_remaining
@@ -26,12 +26,11 @@ from asyncrl.job.lifecycle import (
     Interrupts,
     Lifecycle,
     RunLog,
+    locked_run_dir,
     logging_to,
-    make_run_dir,
     new_run_dir,
     rare_collections,
     refuse_few_files,
-    removed_if_refused,
     run_again,
     run_id,
 )
@@ -111,24 +110,18 @@ def _opened_run_dir(
     """Lock the directory; yield it with the point to resume from. Raises ConfigError."""
     if resume == "must" and not folder.exists():
         find_resume(folder, config, resume)  # raises ConfigError
-    with removed_if_refused(folder):
-        make_run_dir(folder, config.observe.dir_mode)
-        lock = RunLock(folder / "run.lock").acquire()
-        try:
-            # before any refusal
-            is_ours = settle_saved(folder)
-            point = find_resume(folder, config, resume, allow_change)
-            if is_ours and point is None:  # a failed start
-                shutil.rmtree(folder / "model", ignore_errors=True)
-                for name in (MODEL_PIN, DATA_PIN):
-                    (folder / name).unlink(missing_ok=True)
-            run_id(folder)  # before the config: only a run's directory has an id
-            if point is None:
-                write_whole(folder / "config.yaml", run_config_yaml(config))
-            with logging_to(folder):
-                yield folder, point
-        finally:
-            lock.release()
+    with locked_run_dir(folder, config.observe.dir_mode):
+        is_ours = settle_saved(folder)  # before any refusal
+        point = find_resume(folder, config, resume, allow_change)
+        if is_ours and point is None:  # a failed start
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            for name in (MODEL_PIN, DATA_PIN):
+                (folder / name).unlink(missing_ok=True)
+        run_id(folder)  # before the config: only a run's directory has an id
+        if point is None:
+            write_whole(folder / "config.yaml", run_config_yaml(config))
+        with logging_to(folder):
+            yield folder, point
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.command import passed_env
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
@@ -35,11 +35,10 @@ from asyncrl.job.check import check_everything
 from asyncrl.job.lifecycle import (
     Lifecycle,
     RunLog,
+    locked_run_dir,
     logging_to,
-    make_run_dir,
     new_run_dir,
     refuse_few_files,
-    removed_if_refused,
 )
 from asyncrl.job.servers import Servers
 from asyncrl.launch.capacity import resolve_auto
@@ -101,16 +100,11 @@ def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Ite
                 rule="the model and logs are written there",
                 way_out="choose another --run-dir, or omit it.",
             )
-        with removed_if_refused(folder):
-            make_run_dir(folder, config.observe.dir_mode)
-            lock = RunLock(folder / "run.lock").acquire()
-            try:
-                shutil.rmtree(folder / "model", ignore_errors=True)
-                write_whole(own, run_config_yaml(config))
-                with logging_to(folder):
-                    yield Lifecycle(config, folder, log, launcher)
-            finally:
-                lock.release()
+        with locked_run_dir(folder, config.observe.dir_mode):
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            write_whole(own, run_config_yaml(config))
+            with logging_to(folder):
+                yield Lifecycle(config, folder, log, launcher)
 
 
 async def _make_servers(life: Lifecycle) -> tuple[Servers, HFChatTokenizer]:
