@@ -89,7 +89,6 @@ class Components:
     harnessing: AgentRuntime | None
 
     def write_pins(self) -> None:
-        """Record model and data files. Raises OSError."""
         for pin in self.pins:
             pin.write()
 
@@ -103,9 +102,7 @@ async def build(
     may_change: tuple[bool, bool],
     num_first: int,
 ) -> Components:
-    """Build and start all components; `life` closes them. `may_change`: whether (model, data) may differ from
-    the start of the run.
-    """
+    """Build and start all components; `life` closes them. `may_change`: (model, data)."""
     config = life.config
     log = life.log
     journal, staging_dir = await _open_journal(life)
@@ -237,7 +234,7 @@ def _make_evaluation(
     checkpoints: Checkpoints,
     listener: RunListener,
 ) -> Evaluation:
-    """Build the evaluation, on the eval engine or the rollout engines."""
+    """Evaluate on the eval engine or the rollout engines."""
     config = life.config
     target = fleet.eval_client
     engine = fleet.engines.counted_apart()
@@ -295,7 +292,6 @@ def _eval_generator(
     scorer: TaskScorer,
     broken: list[RoomError],
 ) -> Generator:
-    """Return a generator of single completions, or of the run's agent."""
     if harnessing is None or not config.evaluates_agent:
         rollout = config.rollout.model_copy(update={"temperature": temperature})
         sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
@@ -318,7 +314,6 @@ def _make_scheduler(
     evaluation: Evaluation | None,
     listener: RunListener,
 ) -> WeightScheduler:
-    """Build the pushes and their scheduler."""
     config = life.config
     sync = config.weight_sync
     files = fleet.node_files

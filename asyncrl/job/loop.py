@@ -53,9 +53,9 @@ from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
-"""Prefixes of tasks that run until the weights are saved."""
+"""Tasks that run until the weights are saved, by prefix."""
 EVALUATING = ("publisher", "evaluation")
-"""Prefixes of tasks that the last evaluation also needs."""
+"""Tasks that the last evaluation needs."""
 
 logger = logging.getLogger("asyncrl.job.loop")
 
@@ -107,7 +107,7 @@ def run_job(
 def _opened_run_dir(
     config: RunConfig, folder: Path, resume: ResumeMode, allow_change: Sequence[str]
 ) -> Iterator[tuple[Path, ResumePoint | None]]:
-    """Lock the directory; yield it with the point to resume from. Raises ConfigError."""
+    """Yield the locked directory and the point to resume from."""
     if resume == "must" and not folder.exists():
         find_resume(folder, config, resume)  # raises ConfigError
     with locked_run_dir(folder, config.observe.dir_mode):
@@ -135,7 +135,6 @@ class Job:
     placement: Placement
     point: ResumePoint | None
     num_first: int
-    """Engines at the start."""
 
     @property
     def config(self) -> RunConfig:
@@ -177,7 +176,6 @@ class Job:
         return 0 if life.signal is None else 128 + life.signal
 
     def _start_guards(self, run: Components) -> None:
-        """Start supervision, until the weights are saved."""
         watchdog = self._make_watchdog(run)
         self.life.spawn(watchdog.run(), name="watchdog")
         self.life.spawn(self._report_status(run, watchdog), name="status")
@@ -220,7 +218,7 @@ class Job:
         )
 
     async def _catch_up(self, run: Components) -> Sequence[UnfinishedGroup]:
-        """Restore a killed run; return the groups that continue."""
+        """Return the groups that continue."""
         point = self.point
         if point is None:
             run.write_pins()
@@ -299,7 +297,6 @@ class Job:
             stopping.cancel()
 
     async def _end(self, run: Components) -> None:
-        """Save after the last step or a stop."""
         if self.life.signal is not None:
             self.life.cancel_tasks(all_but=GUARDS)
             self.log.activity("writing a checkpoint")

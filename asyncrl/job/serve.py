@@ -76,14 +76,12 @@ def serve_gateway(
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
-    """Serve one engine until Ctrl-C; return the exit code."""
     with _opened_lifecycle(config, run_dir, name) as life:
         return asyncio.run(cancel_remaining(life.run(partial(_live_engine, life))))
 
 
 @contextmanager
 def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Iterator[Lifecycle]:
-    """Lock the directory; yield a lifecycle with the config settled for this machine."""
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
         num_engines = config.rollout.engine_range.min
@@ -119,7 +117,6 @@ async def _make_servers(life: Lifecycle) -> tuple[Servers, HFChatTokenizer]:
 
 
 async def _start(life: Lifecycle, servers: Sequence[Server]) -> None:
-    """Start processes, wait until they answer, and watch them."""
     life.log.activity(f"loading the model in {', '.join(server.name for server in servers)}")
     life.servers = servers
     for server in servers:
@@ -153,7 +150,6 @@ async def _live_engine(life: Lifecycle) -> int:
 
 
 async def _live_gateway(life: Lifecycle, path: Path | None, num_rollouts: int | None) -> int:
-    """Serve a gateway for users, or run `num_rollouts` rollouts."""
     tasks = (await check_everything(life, is_needed=num_rollouts is not None)).tasks
     servers, tokenizer = await _make_servers(life)
     engines = servers.engines()
