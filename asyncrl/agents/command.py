@@ -2,8 +2,7 @@
 
 It reads the task as JSON on standard input. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
 OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR and generator.env. Answer and outcome
-key come only through the pipe, so that children do not inherit them. Without generator.sandbox, a command has
-all rights of the worker's user.
+key come only through the pipe, so that children do not inherit them.
 """
 
 from __future__ import annotations
@@ -34,14 +33,11 @@ KEPT_ENV = ("PATH", "HOME", "LANG")
 ROLLOUT_ENV = ["TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
 ROLLOUT_ENV += ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
 OWN_PREFIX = "ASYNCRL_"
-"""Prefix of asyncrl's own variables, hidden from commands."""
+"""Prefix of variables hidden from commands."""
 MARK_ENV = "ASYNCRL_COMMAND"
-"""Variable by which the guard finds a worker's commands."""
 STDERR_TAIL_BYTES = 2000
 MAX_OUTPUT_BYTES = 2**20
-"""Limit on each output stream; more fails the rollout."""
 GRACE_S = 2.0
-"""Delay between SIGTERM and SIGKILL."""
 _KILL_WAIT_S = 5.0
 _POLL_S = 0.02
 _DRAIN_S = 1.0
@@ -60,17 +56,17 @@ rm -rf "$2"
 
 
 class CommandHarness:
-    """Run a command for each rollout, in its own process group and folder.
+    """Run each command in its own process group and folder.
 
-    Waits: for the command's exit, then up to GRACE_S for the rest of its group.
+    Waits: for its exit, then up to GRACE_S for the rest of its group.
 
     Invariant: after run(), no process of the group, pipe or folder remains. A process that leaves the group
     (setsid) ends with the worker or sandbox.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Check the command; arguments that name files become absolute. `is_worker`: kill all commands if
-        this process is killed. Raises ConfigError.
+        """Arguments that name files become absolute. `is_worker`: kill all commands if this process is
+        killed. Raises ConfigError.
         """
         _refuse_own("generator.env", config.env)
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
@@ -97,7 +93,6 @@ class CommandHarness:
             )
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """Return the outcome on the last line. Raises RolloutFailure."""
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
         for name in ("work", "tmp", "shm"):
             (folder / name).mkdir()
@@ -111,7 +106,7 @@ class CommandHarness:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _run(self, task: AnyTask, session: Session, folder: Path, forwarder: Forwarder | None) -> str:
-        """Return the standard output. Raises RolloutFailure if the command fails or prints too much."""
+        """Return the standard output. Raises RolloutFailure."""
         command = self.command
         environment = self._environment(session, folder)
         fds = tuple[int, ...]()
@@ -173,9 +168,9 @@ class CommandHarness:
 
 
 class _Process(asyncio.SubprocessProtocol):
-    """Output of a command by file descriptor, at most MAX_OUTPUT_BYTES and one chunk each.
+    """Output by file descriptor, at most MAX_OUTPUT_BYTES and one chunk each.
 
-    `ended`: it has exited or printed too much. `drained`: all pipes are closed, too.
+    `ended`: exited or printed too much. `drained`: all pipes are closed, too.
     """
 
     def __init__(self) -> None:
@@ -241,7 +236,6 @@ def _refuse_own(setting: str, names: Iterable[str]) -> None:
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
-    """Return the task as JSON, with the outcome key."""
     values = asdict(task) | {"name": task.name}
     if session.outcome_key is not None:
         values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
@@ -249,7 +243,7 @@ def _standard_input(task: AnyTask, session: Session) -> bytes:
 
 
 def last_line_outcome(text: str) -> Outcome:
-    """Parse the last non-empty line: a number, an object of rewards, or nothing. Raises RolloutFailure."""
+    """Parse the last non-empty line: a number, an object of rewards, or nothing."""
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     try:
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Task and session of a harness, the harness `python`, and the result of an attempt."""
+"""Task and session of a harness, and the harness `python`."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl.worker")
 
 GRACE_S = 30.0
-"""Seconds for the cleanup of a cancelled harness."""
+"""Limit for the cleanup of a cancelled harness."""
 MAX_RETRIES = 4
-"""Client retries: the gateway samples a repeated call only once."""
+"""The gateway samples a repeated call only once."""
 OUTCOME = TypeAdapter(Outcome)
 _MAX_WORDS = 4000
 
 
 class MissingAnswerError(ConfigError, AttributeError):
-    """A missing answer was read; an AttributeError for hasattr and getattr."""
+    """An AttributeError for hasattr and getattr."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnyTask:
     """An attempt at a prompt. `info` comes from JSON: tuples become lists, keys strings.
 
-    `seed`, in [0, 2**63), is for the harness's own draws: different for each attempt, equal in a repeated
-    run.
+    `seed`, in [0, 2**63), differs for each attempt, and is equal in a repeated run.
     """
 
     prompt_id: str
@@ -59,7 +58,6 @@ class AnyTask:
         return task_of(self.prompt_id)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise MissingAnswerError for `answer` if generator.give_answer is false."""
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
         way_out = "set generator.give_answer=true, or leave the reward to the task (return nothing)."
@@ -68,7 +66,7 @@ class AnyTask:
 
 @dataclass(frozen=True, slots=True)
 class Task(AnyTask):
-    """Task with an answer (generator.give_answer=true)."""
+    """Task with an answer."""
 
     answer: Any = field(default=None, repr=False, kw_only=True)
 
@@ -77,9 +75,7 @@ class Task(AnyTask):
 class Session:
     """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI client, or `client`.
 
-    Life: one attempt; afterwards every call gets 410.
-
-    `outcome_key`: set if the program posts its outcome.
+    After the attempt, every call gets 410. `outcome_key`: set if the program posts its outcome.
     """
 
     base_url: str
@@ -102,7 +98,7 @@ class Session:
 
 
 def make_http_client() -> Any:
-    """Return the shared httpx client of a worker; creating one costs more than a call."""
+    """Return the shared httpx client of a worker."""
     import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -118,10 +114,10 @@ def _openai() -> Any:
 
 
 class Harness(Protocol):
-    """Run rollouts. An exception fails its rollout; only ConfigError ends the worker."""
+    """An exception in run fails its rollout; ConfigError ends the worker."""
 
     async def run(self, task: AnyTask, session: Session) -> Any:
-        """Return the result for as_outcome; None or Outcome() leaves the reward to the task.
+        """Return a reward, an Outcome, or None for the task's reward.
 
         After the end, also by cancellation, nothing of the rollout may run.
         """
@@ -129,7 +125,7 @@ class Harness(Protocol):
 
 
 def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness:
-    """Return the harness. Raises ConfigError if it cannot run here."""
+    """Return the harness. Raises ConfigError."""
     kind = kind_of(config)
     assert kind is not None, "the config has a harness"
     module, _, name = kind.place.partition(":")
@@ -141,15 +137,15 @@ def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness
 class PythonHarness:
     """Call `function(task, session, **args)`.
 
-    An async function runs on the worker's event loop: blocking it stops all rollouts and, beyond
-    gateway.lease_timeout_s, loses them. A plain function runs in its own thread: after a timeout it runs
-    until its next model call, which is refused.
+    An async function that blocks the worker's event loop stops all rollouts and, beyond
+    gateway.lease_timeout_s, loses them. A plain function has its own thread: after a timeout it runs until
+    its next model call, which is refused.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
         spec, self._args = config.python or "", config.args
         if is_worker:
-            with contextlib.suppress(ModuleNotFoundError):  # import now: it takes seconds
+            with contextlib.suppress(ModuleNotFoundError):  # takes seconds
                 importlib.import_module("openai")
         usage = ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
         self._function: Callable[..., Any] = load_function(
@@ -182,7 +178,6 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcome | ErrorBody:
-    """Return an attempt's result. ConfigError passes."""
     given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
     task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
     limit = asyncio.timeout(item.timeout_s)
@@ -202,7 +197,7 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
 
 
 def as_outcome(value: object) -> Outcome:
-    """Convert None, a finite number (also of numpy and torch), or an Outcome. Raises RolloutFailure."""
+    """Convert None, a finite number, or an Outcome. Raises RolloutFailure."""
     try:
         if isinstance(value, (str, bytes)):
             raise ValueError("it is a text")

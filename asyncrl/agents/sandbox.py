@@ -1,7 +1,6 @@
 """Run a command in bubblewrap: read-only system files, private folders, no network except the gateway.
 
-The first program inside listens on its loopback and passes that socket to the worker, which forwards
-connections to the gateway.
+The first program inside passes a listening socket to the worker, which forwards connections to the gateway.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from asyncrl.config import GeneratorConfig
 
 HOME = "/rollout"
 PORT = 8700
-"""Port of the gateway inside the sandbox."""
 TRIAL = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
 TRIAL_S = 60.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -48,18 +46,17 @@ try:
 except OSError as error:
     sys.exit(f"{command[0]} cannot be started in the sandbox: {error}")
 """
-"""The first program in a sandbox."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """`paths` are readable; `max_bytes` limits memory per process (0: no limit)."""
+    """`max_bytes` limits memory per process (0: no limit)."""
 
     paths: tuple[str, ...]
     max_bytes: int = 0
 
     def around(self, command: Sequence[str], folder: Path, channel: int) -> list[str]:
-        """Return the command line that runs `command` in the sandbox.
+        """Return the command line.
 
         `folder` contains `work`, `tmp` and `shm`. The file descriptor `channel` gets the listening socket.
         """
@@ -71,7 +68,7 @@ class Sandbox:
 
 
 def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], folder: str) -> list[str]:
-    """Return bwrap options for no network and read-only system files.
+    """Return bwrap options.
 
     `binds` (writable) and `shown` (readable) are keyed by path in the sandbox.
     """
@@ -91,13 +88,13 @@ def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], fold
         if not any(Path(place).is_relative_to(each) for each in seen):
             options += ["--ro-bind", path, place]
             seen.append(place)
-    # root and /dev are in memory, which a command must not fill
+    # root and /dev are in memory
     return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
 
 
 def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
-    """Return the sandbox of generator.sandbox, if any; it can read files named in `command`. Raises
-    ConfigError if bubblewrap fails here.
+    """Return the sandbox of generator.sandbox; it can read files named in `command`. Raises ConfigError if
+    bubblewrap fails here.
     """
     if config.sandbox == "none":
         return None
@@ -124,13 +121,11 @@ def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | N
 def is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # such as a whole script
+    except (OSError, ValueError):
         return False
 
 
 class Forwarder:
-    """Forward connections from a sandbox to the gateway."""
-
     def __init__(self, base_url: str) -> None:
         parts = urlsplit(base_url)
         is_tls = parts.scheme == "https"
@@ -147,7 +142,7 @@ class Forwarder:
         self._forwarding: set[asyncio.Task[Any]] = set()
 
     async def wait_open(self) -> None:
-        """Receive and serve the sandbox's socket; return early if the sandbox ended."""
+        """Serve the sandbox's socket; return early if the sandbox ended."""
         self.their_end.close()
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
@@ -179,7 +174,7 @@ class Forwarder:
             ends.append(far)
             await asyncio.gather(_pump(reader, far), _pump(answers, writer))
         except (OSError, asyncio.CancelledError):
-            pass  # one end is gone, or the rollout has ended
+            pass  # one end is gone
         finally:
             self._forwarding.discard(task)
             for end in ends:

@@ -1,7 +1,6 @@
 """Harness `verifiers`: an environment of https://github.com/PrimeIntellect-ai/verifiers.
 
-API 0.4 (`verifiers.v1`): a package exports a Taskset, and optionally a Harness and an Env. The library's
-server, here in the worker, passes the program's calls to the session.
+API 0.4 (`verifiers.v1`): a package exports a Taskset, and optionally a Harness and an Env.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import VERIFIERS_KEY
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
-"""The library reads one key from the environment; a session's key is in its address instead."""
+"""A session's key is in its address; the library wants one in the environment."""
 
 _CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
-"""Loggers of each call; httpx would log addresses with keys."""
+"""httpx would log addresses with keys."""
 
 
 class VerifiersHarness:
     """Run one task of the environment per rollout.
 
-    Hooks and rewards run on the worker's event loop: blocking it stops all rollouts.
+    Its hooks and rewards must not block the worker's event loop.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
@@ -47,7 +46,6 @@ class VerifiersHarness:
                 logging.getLogger(name).setLevel(logging.WARNING)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """Return reward and metrics. Raises RolloutFailure, or ConfigError for impossible settings."""
         played, vf = self._task(task), _library(self._name)
         address = f"{session.base_url.removesuffix('/v1')}/s/{session.api_key}/v1"
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
@@ -59,7 +57,7 @@ class VerifiersHarness:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """Share the taskset's tool servers: the first rollout opens them, the last closes them."""
+        """Share the taskset's tool servers among rollouts."""
         async with self._changing:
             if not self._is_open:
                 await self._servers.enter_async_context(_serving(self._env))
@@ -75,13 +73,11 @@ class VerifiersHarness:
                     await self._servers.aclose()
 
     def kill_all_nowait(self) -> None:
-        """Free servers, sandboxes and folders of remaining runtimes."""
         from verifiers.v1.runtimes.base import cleanup_at_exit
 
         cleanup_at_exit()
 
     def _task(self, task: AnyTask) -> Any:
-        """Rebuild the environment's own task."""
         data = task.info.get(VERIFIERS_KEY)
         if data is None:
             what = f"prompt {task.prompt_id} does not come from the verifiers environment {self._name}"
@@ -116,7 +112,7 @@ async def _serving(env: Any) -> AsyncIterator[None]:
     """Like Env.serving(), but with one interception server per rollout.
 
     verifiers 0.4.0: an interception server keeps one HTTP client per address until it stops, and each session
-    has its own address. Use Env.serving() once InterceptionServer.unregister closes unused clients.
+    has its own address. Remove once InterceptionServer.unregister closes unused clients.
     """
     async with env.shared_tools() as shared:
         env._shared_tools = shared
@@ -129,8 +125,7 @@ async def _serving(env: Any) -> AsyncIterator[None]:
 
 
 def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
-    """Return the environment whose taskset is `identifier`, also from the working directory; `args` are its
-    config.
+    """Return the environment whose taskset is `identifier`; `args` are its config.
 
     Raises ConfigError.
     """
@@ -161,7 +156,6 @@ def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
 
 
 def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
-    """Return the taskset of a trainable environment. Raises ConfigError."""
     return _load_trainable(identifier, args)[0].taskset
 
 

@@ -1,8 +1,7 @@
 """Worker process: take work items from a gateway, run them in the harness, post the results. `python -m
 asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
 
-A child answers GET /health in a separate thread: a harness that blocks the event loop costs only its
-rollouts. SIGTERM or the parent's end stops a worker and its commands.
+A child answers GET /health in a separate thread, so that a blocked event loop costs only its rollouts.
 """
 
 from __future__ import annotations
@@ -43,20 +42,18 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 CALL_TIMEOUT_S = 15.0
 MAX_SIGN_PERIOD_S = 5.0
-"""Seconds between heartbeats, at most a quarter of lease_timeout_s."""
+"""Upper limit; also a quarter of lease_timeout_s."""
 MAX_BACKOFF_S = 30.0
 TICK_S = 1.0
 GOODBYE_TIMEOUT_S = 1.0
 
 
 class Worker:
-    """Runs one rollout per slot.
+    """Run one rollout per slot.
 
-    Life: run() until cancelled, or the gateway reports the run's end: then all harnesses are cancelled, and
-    the gateway learns that this worker leaves.
+    Life: run() until cancelled, or the gateway reports the run's end: then all harnesses are cancelled.
 
-    Waits: for a free slot, then for work. Without an answer from the gateway it retries, at most
-    MAX_BACKOFF_S apart, for `give_up_s`.
+    Waits: for a free slot, then for work. Without an answer from the gateway it retries for `give_up_s`.
 
     Invariant: an item is in `holding` from its arrival until its result is acknowledged, or it is cancelled.
     Heartbeats share the harnesses' event loop: blocking it for lease_timeout_s loses all items.
@@ -85,7 +82,7 @@ class Worker:
         return list(self._running)
 
     def health(self, now_s: float) -> wire.WorkerHealth:
-        """Return the state at `now_s` of the loop's clock. Thread-safe."""
+        """`now_s`: of the loop's clock. Thread-safe."""
         lost_s = self._lost_since_s
         return wire.WorkerHealth(
             name=self.name,
@@ -99,8 +96,8 @@ class Worker:
     async def run(self) -> None:
         """Work until cancelled, or until the run is done.
 
-        Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError without a
-        gateway for `give_up_s`.
+        Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError after
+        `give_up_s`.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -139,7 +136,7 @@ class Worker:
                 self._running[item.item_id] = tasks.create_task(self._run_item(item, answer.model), name=name)
 
     def _take_request(self) -> wire.TakeRequest:
-        """Build a request for each try, because the held items change."""
+        """Built for each try, because the held items change."""
         self._number += 1
         return wire.TakeRequest(
             **self._identity,
@@ -166,7 +163,7 @@ class Worker:
         except asyncio.CancelledError:
             self._free(item)
             raise
-        self._free(item)  # any other error ends the worker, which reports the held item
+        self._free(item)  # the worker reports the held item and ends
 
     def _free(self, item: wire.WorkItem) -> None:
         del self._running[item.item_id]
@@ -178,7 +175,7 @@ class Worker:
         return self._http
 
     async def _send_heartbeats(self) -> None:
-        await self._is_known.wait()  # the first answer sets the interval
+        await self._is_known.wait()
         while True:
             await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
             timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
@@ -186,7 +183,7 @@ class Worker:
             for item_id, why in answer.cancel.items():
                 if (running := self._running.get(item_id)) is not None:
                     log.info("%s is cancelled: %s", running.get_name(), why)
-                    running.cancel()  # also during the post of its result, which would be refused
+                    running.cancel()  # also if it posts its result
 
     def _alive_request(self, *, is_leaving: bool = False) -> wire.AliveRequest:
         return wire.AliveRequest(**self._identity, holding=self.holding, is_leaving=is_leaving)
@@ -200,8 +197,8 @@ class Worker:
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
     ) -> Answer:
-        """Post messages from `make` until answered. Raises CallRefused for 410, ConfigError if the gateway
-        rejects this worker.
+        """Post messages from `make` until answered. Raises CallRefused for 410, ConfigError if this worker is
+        rejected.
         """
         backoff_s = 0.5
         while True:
@@ -256,7 +253,7 @@ def work(
     harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
 ) -> int:
     """Work until a signal and return its number, or until the run is done and return 0; a second signal exits
-    at once. Raises like Worker.run.
+    at once.
     """
 
     async def live() -> int:
@@ -267,7 +264,7 @@ def work(
         assert task is not None
 
         def end(number: int) -> None:
-            if received:  # the second signal skips the cleanup of harnesses
+            if received:  # without cleanup of harnesses
                 end_process(128 + number)
             received.append(number)
             task.cancel()
@@ -289,7 +286,6 @@ def work(
 
 
 def main() -> None:
-    """Work until SIGTERM or the parent's end."""
     from asyncrl.base.message import SECRET_ENV
     from asyncrl.base.serving import (
         add_route,
@@ -367,8 +363,7 @@ def run_worker(
     Ctrl-C.
 
     `key` None: read it from `key_file` or the environment. `harness` has one option of HARNESSES, `args` is a
-    JSON object, `env` has NAME=VALUE, `sandbox` generator.sandbox and related settings. Raises ConfigError
-    for invalid options, and errors of Worker.run.
+    JSON object, `env` has NAME=VALUE. Raises ConfigError for invalid options, and errors of Worker.run.
     """
     worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
     os.environ.pop(WORKER_KEY_ENV, None)
@@ -410,7 +405,7 @@ def gateway_url(url: str) -> str:
 
 
 def _key_in(path: Path) -> str:
-    """Return the key in a key file or a run's gateway.json."""
+    """Read a key file or a run's gateway.json."""
     try:
         text = path.read_text(encoding="utf-8").strip()
         return str(json.loads(text)["worker_key"]) if text.startswith("{") else text

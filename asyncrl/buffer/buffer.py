@@ -1,4 +1,4 @@
-"""The buffer: holds groups by the staleness rule, and lets producers and trainer wait."""
+"""The buffer: waits of producers and trainer on the staleness rule."""
 
 from __future__ import annotations
 
@@ -55,11 +55,10 @@ OnRequeued = Callable[[GroupId, Group | None, str], None]
 class Buffer:
     """Groups between admission and training.
 
-    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned through `on_requeued`,
-    which frees the place.
+    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned through `on_requeued`.
 
     Waits: producers in wait_open, the trainer in wait_batch. Cancelling either loses nothing: a group or
-    batch is delivered without a sleep. Each opening wakes all waiters of wait_open, so use few.
+    batch is delivered without a sleep.
 
     Invariant: no token with a loss weight in a taken batch is older than max_staleness. With `mask`, the
     trainer enforces it from the batch's min_version and mask_older.
@@ -99,7 +98,7 @@ class Buffer:
         self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
     ) -> tuple[GroupId, ...]:
         """Restore the state of a killed run, before any other call; batch `version` is next. Returns the
-        groups that no batch can use under changed settings; `on_requeued` is not called for them.
+        groups that no batch can use under changed settings, without `on_requeued`.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}
@@ -131,8 +130,8 @@ class Buffer:
     def finish_nowait(self, group: Group) -> Finished:
         """Mark a group as ready, or drop it by buffer.filter.
 
-        Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. A group whose tokens are all masked
-        goes to `on_requeued`; a filtered group does not, because its prompt is not sampled again.
+        Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. A filtered group is not passed to
+        `on_requeued`.
         """
         if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
             self._filter(group)
@@ -168,14 +167,13 @@ class Buffer:
     # ---- weight sync
 
     def set_served_nowait(self, version: int) -> None:
-        """Note that every engine serves `version` or a newer one."""
         self.rule.set_served_nowait(version)
         self._changed()
 
     # ---- trainer
 
     async def wait_batch(self) -> Batch:
-        """Return the next batch once the rule allows it, and set `last_wait`. Only one task may wait."""
+        """Return the next batch once the rule allows it, and set `last_wait`."""
         clock = asyncio.get_running_loop().time
         self._meter = meter = WaitMeter(clock(), self.rule.waits_for, self.rule.next_batch)
         self._note_load()
@@ -279,7 +277,7 @@ def _versions(group: Group) -> tuple[int, int]:
 
 
 def rewards_of(group: Group) -> set[float]:
-    """Return the rewards of a group's rollouts, or of their parts if they have credits.
+    """Return the rewards of a group's rollouts or credits.
 
     Equal rewards give no gradient. Dynamic sampling replaces such groups (DAPO,
     https://arxiv.org/abs/2503.14476, section 3.2).

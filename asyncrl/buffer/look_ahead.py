@@ -1,4 +1,4 @@
-"""buffer.look_ahead=auto: finds the smallest look-ahead that feeds the trainer as well as any."""
+"""buffer.look_ahead=auto: the smallest look-ahead that feeds the trainer."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from statistics import fmean, stdev
 
 START = 2
 WARM_UP = 2
-"""First batches to ignore: a process that has just started is slow."""
+"""Batches to ignore: a new process is slow."""
 FIRST_WINDOW, WINDOW, MEMORY = 5, 12, 36
-"""Batches before each first decision, before each later one, and at most to judge by."""
+"""Batches before a first decision, before a later one, and at most to judge by."""
 NUM_FIRST = 4
 MIN_LACK_FRACTION = 0.03
 """Fraction of the time that the trainer may lack groups."""
 BATCH_IN_HAND = 0.9
-"""Ready batches to keep: the fewest that keep the trainer 95 % busy in simulations with lognormal lengths,
-sigma 0.5 to 1.5.
+"""Ready batches to keep: the fewest that keep the trainer 95 % busy in simulations (lognormal lengths, sigma
+0.5 to 1.5).
 """
 SLACK = 0.3
-"""Excess batches before the look-ahead is lowered."""
+"""Excess batches before lowering."""
 FIRST_HOLD = 96
-"""Batches until a refuted raise or lowering is tried again; doubled each time."""
+"""Batches before a refuted change is tried again; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,10 @@ class LookAhead:
     By Little's law, the number of running groups must be (mean time of a group) / (time of a step), in
     batches, plus one ready batch. The first time is (integral of the running groups) / (groups finished),
     which counts groups that still run. The second excludes the time in which the trainer lacked groups with
-    all admissible groups admitted; no look-ahead would end a wait with open admission.
+    all admissible groups admitted.
 
     Engines may slow down as more groups run. So a raise must make batches come faster, in proportion to
     look_ahead + 1; otherwise it is undone in part, and not repeated for a while.
-
-    Straggler waits (on_overdue=wait) need no rule: a long group only delays the batch of its deadline.
     """
 
     def __init__(self, max_staleness: int) -> None:
@@ -67,14 +65,14 @@ class LookAhead:
         self._came_down, self._lower_from, self._lower_hold = False, 0, FIRST_HOLD
 
     def note(self, now_s: float, num_running: int, *, lacks: bool) -> None:
-        """Record the running groups from `now_s` on; `lacks`: the trainer lacks groups."""
+        """`lacks`: the trainer lacks groups from `now_s` on."""
         passed_s = now_s - self._now_s
         self._running_s += passed_s * self._num_running
         self._lack_s += passed_s * self._lacks
         self._now_s, self._num_running, self._lacks = now_s, num_running, lacks
 
     def batch_taken(self, now_s: float, num_groups: int, num_ready: int) -> int:
-        """Return the look-ahead after the trainer took `num_groups` and left `num_ready`."""
+        """Return the new look-ahead; the trainer left `num_ready`."""
         self.note(now_s, self._num_running, lacks=False)
         if self._taken_s is not None and self._batch >= WARM_UP:
             num_finished = num_groups + num_ready - self._num_ready
@@ -125,7 +123,7 @@ class LookAhead:
         self.current = needed
 
     def _measured(self) -> tuple[float, float]:
-        """Return the mean time of recent batches, and its standard error as a fraction of it."""
+        """Return the mean time of recent batches, and its relative standard error."""
         intervals = [max(sample.interval_s, 1e-9) for sample in list(self._samples)[-FIRST_WINDOW:]]
         mean = fmean(intervals)
         return mean, stdev(intervals) / math.sqrt(len(intervals)) / mean if len(intervals) > 1 else 1.0

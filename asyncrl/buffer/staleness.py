@@ -1,4 +1,4 @@
-"""The staleness rule, a pure state machine over versions and counts: events in, decisions out."""
+"""The staleness rule, a pure state machine over versions and counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WaitCause = Literal["generation", "stragglers", "publishing"]
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice:
-    """The groups of batch `version` in order of admission, and the groups that no later batch can use."""
+    """Groups in order of admission, and groups that no later batch can use."""
 
     version: int
     group_ids: tuple[GroupId, ...]
@@ -26,10 +26,10 @@ class BatchChoice:
 
 @dataclass(frozen=True, slots=True)
 class OverduePolicy:
-    """buffer.on_overdue: the fate of a group that the next batch would make too old.
+    """The fate of a group that the next batch would make too old.
 
-    `waits`: the batch waits for it. `masks`: late groups are trained on, without tokens older than the
-    batch's min_version. Neither: it is generated again.
+    `waits`: the batch waits for it. `masks`: it is trained on, without tokens older than the batch's
+    min_version. Neither: it is generated again.
     """
 
     waits: bool = False
@@ -40,7 +40,7 @@ class OverduePolicy:
         return "all_masked" if self.masks else "dropped"
 
     def last_use(self, deadline: int, newest_deadline: int | None) -> int | None:
-        """Return the last batch that can use a group whose oldest token has `deadline`; None: any batch.
+        """Return the last batch that can use a group whose oldest token has `deadline`; None: any.
 
         `newest_deadline`: of its newest token, None while it samples.
         """
@@ -75,13 +75,10 @@ class StalenessRule:
         self.num_groups, self.num_batches, self.max_staleness = num_groups, num_batches, max_staleness
         self.overdue: OverduePolicy = POLICIES[on_overdue]
         self.next_batch = 0
-        """Index of the next batch: the number of batches taken."""
         self.served = 0
-        """Oldest policy_version that any engine serves."""
         self.set_look_ahead(look_ahead)
         self.num_issued = 0
-        """Groups ever admitted."""
-        self._running: dict[GroupId, int] = {}  # -> deadline, in order of admission
+        self._running: dict[GroupId, int] = {}  # deadline, in order of admission
         self._ready: dict[GroupId, int] = {}  # -> deadline
         self._ready_order: list[tuple[int, GroupId]] = []  # heap; entries no longer in _ready are skipped
         self._running_due: Counter[int] = Counter()
@@ -110,14 +107,13 @@ class StalenessRule:
 
     @property
     def oldest_running(self) -> tuple[GroupId, int] | None:
-        """Return (id, start version) of the longest-running group."""
         for group_id, deadline in self._running.items():
             return group_id, deadline - self.max_staleness
         return None
 
     @property
     def waits_for(self) -> WaitCause | None:
-        """Return the cause of the wait for the next batch; None if it can be taken."""
+        """Return the cause of the wait for the next batch, if any."""
         if self.num_ready >= self.num_groups:
             return "stragglers" if self.overdue.waits and self._is_in_danger() else None
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
@@ -126,7 +122,7 @@ class StalenessRule:
 
     @property
     def lacks_groups(self) -> bool:
-        """Return whether the next batch waits for groups that a larger look-ahead would admit."""
+        """Return whether a larger look-ahead would help the next batch."""
         return self.num_open == 0 and self.waits_for in ("generation", "publishing")
 
     def _is_in_danger(self) -> bool:
@@ -152,8 +148,8 @@ class StalenessRule:
     ) -> tuple[GroupId, ...]:
         """Restore the state of a killed run; batch `version` is next.
 
-        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens. Returns the
-        groups that no batch can use under changed settings, and forgets them.
+        `running`: id -> start version, `ready`: id -> (oldest, newest) version. Returns and forgets the
+        groups that no batch can use under changed settings.
         """
         self.next_batch = self.served = version
         self.num_issued = next_group_id
@@ -168,7 +164,7 @@ class StalenessRule:
         return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
-        """Set the batches beyond the served version that may start. Started groups stay."""
+        """Started groups stay."""
         assert 0 <= look_ahead <= self.max_staleness, f"look_ahead {look_ahead} is beyond max_staleness"
         self.look_ahead = look_ahead
 
@@ -188,7 +184,7 @@ class StalenessRule:
 
     def sampled_nowait(self, group_id: GroupId) -> None:
         """Mark a running group as fully sampled. With `mask`, a batch too late for version next_batch then
-        drops it without waiting for its rewards.
+        drops it.
         """
         newest_deadline = self.next_batch + self.max_staleness
         self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], newest_deadline))
@@ -199,7 +195,7 @@ class StalenessRule:
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
         """Mark a running group as ready; `oldest` and `newest` are the versions of its tokens.
 
-        Returns True if no batch can use the group any more; it is then forgotten.
+        Returns True, and forgets it, if no batch can use it any more.
         """
         deadline = oldest + self.max_staleness
         assert self._running[group_id] <= deadline, f"group {group_id} has a token older than its ticket"
@@ -220,8 +216,8 @@ class StalenessRule:
         self._note_last_use(group_id, None)
 
     def take_nowait(self) -> BatchChoice:
-        """Take batch next_batch: the num_groups ready groups of earliest deadline, then lowest id. Raises
-        WouldWait if `waits_for` has a cause.
+        """Take the num_groups ready groups of earliest deadline, then lowest id. Raises WouldWait if
+        `waits_for` has a cause.
         """
         assert self.next_batch < self.num_batches, f"all {self.num_batches} batches were taken"
         if cause := self.waits_for:

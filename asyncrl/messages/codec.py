@@ -43,18 +43,15 @@ LAYOUTS = {
     },
     "refused": {"numbers": "<i8", "text": "u1"},
 }
-"""Arrays of each kind, widest first."""
 _DTYPES = {kind: {name: np.dtype(code) for name, code in layout.items()} for kind, layout in LAYOUTS.items()}
 _HEADS = {kind: struct.Struct(f"<{1 + len(layout)}Q") for kind, layout in LAYOUTS.items()}
 _KINDS = list(LAYOUTS)
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
-"""Event after sampled tokens: more tokens (a stream), the end, an interruption by a weight update (resume or
-abort follows), or an abort.
-"""
+"""Event after sampled tokens. interrupted: by a weight update; resume or abort follows."""
 
 
 class Asked(NamedTuple):
-    """A request with its number on the link; `is_streamed`: send tokens during sampling."""
+    """`is_streamed`: send tokens during sampling."""
 
     number: int
     request: GenerateRequest
@@ -64,8 +61,8 @@ class Asked(NamedTuple):
 class Sampled(NamedTuple):
     """New tokens of one request.
 
-    ids int32 [N], logprobs float32 [N] in nats, version spans (start, end, policy_version); `then` is one of
-    SAMPLED. `routing`: as in GenerateResponse, in the last frame of an engine with router replay.
+    ids int32 [N], logprobs float32 [N] in nats, version spans (start, end, policy_version). `routing`: in the
+    last frame of an engine with router replay.
     """
 
     number: int
@@ -79,7 +76,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A received frame: its kind, arrays of shape [items], and JSON part."""
+    """Arrays of shape [items]."""
 
     kind: str
     arrays: Mapping[str, npt.NDArray[Any]]
@@ -92,7 +89,6 @@ class Frame:
 
 
 def write_frame(kind: str, arrays: Mapping[str, Any], text: Any = None) -> bytes:
-    """Encode arrays, or sequences that become arrays, and the JSON part."""
     encoded = b"" if text is None else json.dumps(text).encode()
     given = {**arrays, "text": np.frombuffer(encoded, np.uint8)}
     parts = [np.asarray(given[name], dtype) for name, dtype in _DTYPES[kind].items()]
@@ -134,7 +130,7 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
 
 
 def submit_frame(asked: Sequence[Asked]) -> bytes:
-    """Encode requests; shared prompt objects and grammars are encoded once."""
+    """Encode requests, shared prompt objects and grammars once."""
     prompts = {id(one.request.prompt_ids): one.request.prompt_ids for one in asked}
     place = {key: index for index, key in enumerate(prompts)}
     grammars = [*dict.fromkeys(one.request.grammar for one in asked)]
@@ -163,7 +159,7 @@ def submit_frame(asked: Sequence[Asked]) -> bytes:
 
 
 def read_submit(frame: Frame) -> list[Asked]:
-    """Decode the requests of a submit frame; equal prompts share one array."""
+    """Decode requests; equal prompts share one array."""
     rows, grammars = frame.text
     prompts = _parts(frame.arrays["prompts"], frame.arrays["prompt_sizes"].tolist())
     asked = []
@@ -202,7 +198,7 @@ def sampled_frame(rows: Sequence[Sampled]) -> bytes:
 
 
 def read_sampled(frame: Frame) -> Iterable[Sampled]:
-    """Yield the rows of a sampled frame. Raises ValueError or LookupError."""
+    """Raise ValueError or LookupError."""
     arrays = frame.arrays
     sizes = arrays["sizes"].tolist()
     tops: Iterable[Sequence[TopLogprobs]] = repeat((), len(sizes))
@@ -222,7 +218,7 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
 
 
 def response(request_id: str, *rows: Sampled) -> GenerateResponse:
-    """Return a request's rows as one answer with adjacent spans of one version joined."""
+    """Return a request's rows as one answer."""
     token_ids = list[int]()
     logprobs = list[float]()
     spans = list[VersionSpan]()
@@ -259,7 +255,6 @@ def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tup
 
 
 def _parts(items: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split `items` into parts of these sizes. Raises ValueError."""
     ends = [*accumulate(sizes, initial=0)]
     if ends[-1] != len(items):
         raise ValueError(f"parts of {sizes[:6]}... are {ends[-1]} of {len(items)}")

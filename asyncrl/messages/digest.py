@@ -56,7 +56,6 @@ def tensor_digest(name: str, dtype: str, shape: tuple[int, ...], data: memoryvie
 
 
 def joint_digest(tensor_digests: Iterable[bytes]) -> str:
-    """Return the digest of a set of weights; the order of its tensors does not matter."""
     return hashlib.sha256(b"".join(sorted(tensor_digests))).hexdigest()[:32]
 
 

@@ -17,21 +17,18 @@ if TYPE_CHECKING:
 
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
-"""Effect of a weight swap on running requests (`weight_sync.interrupt`)."""
 
 TransportName = Literal["shm", "disk", "stream", "lora", "nccl", "ipc"]
-"""Transport of the weights (`weight_sync.transport`)."""
 
 WeightKind = Literal["weights", "lora"]
-"""Content of a push: all weights, or adapters for the engines' initial weights."""
 
 NO_EXPERT = 65535
-"""Unknown expert in the record of a token's routing (uint16)."""
+"""Unknown expert (uint16)."""
 
 
 class LatencyModel(Message):
-    """The latency model of rollout.engine=simulated. A decode step with n sequences takes decode_step_s + n *
-    per_row_s and draws one random token for each.
+    """The latency model of rollout.engine=simulated: a decode step with n sequences takes decode_step_s + n *
+    per_row_s.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)  # `asyncrl keys` prints them
@@ -50,17 +47,15 @@ EnginePart = Literal["weights", "kv"]
 
 
 class TransferStats(Message):
-    """Answer of /sleep, /wake, /offload and /onload."""
-
     num_bytes: int
     seconds: float
 
 
 class MemoryHandle(Message):
-    """Handle that opens a block of memory in another process; valid across writes.
+    """Handle of a memory block for another process; valid across writes.
 
-    `name`: a file in shared memory, or base64 of the CUipcMemHandle of a CUDA allocation. `device`: UUID of a
-    CUDA device, "" for a file.
+    `name`: a file in shared memory, or base64 of a CUipcMemHandle. `device`: UUID of a CUDA device, "" for a
+    file.
     """
 
     kind: Literal["file", "cuda"]
@@ -70,7 +65,7 @@ class MemoryHandle(Message):
 
 
 class PlacedTensor(Message):
-    """A contiguous tensor from byte `start`. `dtype` as torch calls it: float32, bfloat16."""
+    """A contiguous tensor from byte `start`. `dtype`: float32, bfloat16."""
 
     name: str
     dtype: str
@@ -79,9 +74,7 @@ class PlacedTensor(Message):
 
 
 class ChunkMemory(Message):
-    """The tensors of a chunk, in memory that the next chunk overwrites. One handle per device, all with the
-    same layout.
-    """
+    """The tensors of a chunk, in memory that the next chunk overwrites. One handle per device."""
 
     handles: list[MemoryHandle] = Field(min_length=1)
     tensors: list[PlacedTensor]
@@ -92,7 +85,7 @@ class GroupMember(Message):
     workers have the ranks from `rank` on.
 
     `path`: a file where the members meet, or with `store` (ADDRESS:PORT of the trainer's node) a name there.
-    `is_new`: form the group first. `timeout_s` bounds forming it and sending each buffer.
+    `is_new`: form the group first.
     """
 
     path: str
@@ -109,14 +102,12 @@ class SentChunk(Message):
 
 
 class SentWeights(Message):
-    """Contents of the following broadcast."""
-
     version: int
     chunks: list[SentChunk]
 
 
 class FileRequest(Message):
-    """Fetch a file of weights from `url` to a node; `key` names its content, `purpose` its reader."""
+    """`key` names the content, `purpose` its reader."""
 
     url: str
     secret: str
@@ -125,10 +116,7 @@ class FileRequest(Message):
 
 
 class ScoreRequest(Message):
-    """POST /score: return the logprob of each token id from `start` on, given all ids before it.
-
-    Logprobs are of logits / `temperature`.
-    """
+    """Return the logprob of each token id from `start` on, of logits / `temperature`."""
 
     token_ids: list[int] = Field(min_length=2)
     start: int = Field(ge=1)
@@ -136,7 +124,7 @@ class ScoreRequest(Message):
 
 
 class ScoreResponse(Message):
-    """`logprobs`: float32 in nats, of token_ids[start:]."""
+    """float32 in nats, of token_ids[start:]."""
 
     logprobs: list[float]
 
@@ -148,9 +136,9 @@ MAX_TOP_LOGPROBS = 20
 class GenerateRequest:
     """Sample up to `max_tokens` after `prompt_ids`, int [P].
 
-    The last `num_resumed` ids were sampled by an earlier segment of the request; they count for stop strings
-    and the grammar. Each draw depends only on (`seed`, absolute position). `max_tokens` >= 1; `temperature`
-    >= 0; 0 < `top_p` <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS.
+    The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
+    grammar. Each draw depends only on (`seed`, absolute position). `max_tokens` >= 1; `temperature` >= 0; 0 <
+    `top_p` <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS.
     """
 
     request_id: str
@@ -168,9 +156,9 @@ class GenerateRequest:
 class GenerateResponse(Message):
     """Sampled tokens of a request: its answer, or without `finish_reason` a streamed chunk.
 
-    `finish_reason` abort: a push, sleep or abort ended the request early. `logprobs`: float32 in nats, of the
-    sampled distribution after temperature (0 is greedy, with the logprobs of temperature 1), top_p and
-    grammar. `version_spans` cover every token once, in order.
+    `finish_reason` abort: a push, sleep or abort ended the request early. `logprobs`: float32 in nats, after
+    temperature (0 is greedy, with the logprobs of temperature 1), top_p and grammar. `version_spans` cover
+    every token once, in order.
     """
 
     request_id: str
@@ -184,8 +172,6 @@ class GenerateResponse(Message):
 
 
 class WeightsBody(Message):
-    """A set of tensors, pushed as `version`; `digest`: see messages/digest.py."""
-
     version: int = Field(ge=0)
     digest: str
     num_tensors: int
@@ -193,7 +179,7 @@ class WeightsBody(Message):
 
 
 class ChunkBody(WeightsBody):
-    """Chunk `index` of the weights: a safetensors file `path`, or `memory`, open on each device."""
+    """Chunk `index` of the weights: a safetensors file `path`, or `memory`."""
 
     index: int = Field(ge=0)
     path: str = ""
@@ -202,12 +188,10 @@ class ChunkBody(WeightsBody):
 
 
 class PrepareRequest(WeightsBody):
-    """Read the safetensors file `path` into staging during serving; with a `member`, receive the weights
-    there.
+    """Read the safetensors file `path` into staging; with a `member`, receive the weights there.
 
-    `kind` lora: adapters for the initial weights, as `<module>.lora_A.weight` [rank, in] and
-    `<module>.lora_B.weight` [out, rank], and the scalar `scale`; staged is base + scale * B A, computed in
-    float32.
+    `kind` lora: `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] for the initial
+    weights, and the scalar `scale`; staged is base + scale * B A, computed in float32.
     """
 
     path: str
@@ -216,14 +200,14 @@ class PrepareRequest(WeightsBody):
 
 
 class PrepareResponse(Message):
-    """`digest` of the staged tensors, computed by the server."""
+    """`digest` is computed by the server."""
 
     version: int
     digest: str
 
 
 class CommitRequest(Message):
-    """Swap to the staged weights with this `digest`, and serve them as `version`."""
+    """Swap to the staged weights with this `digest`."""
 
     version: int = Field(ge=0)
     digest: str
@@ -231,7 +215,7 @@ class CommitRequest(Message):
 
 
 class CommitResponse(Message):
-    """`digest` of the weights now serving; `pause_s`: time in which no token could be decoded."""
+    """`pause_s`: time in which no token could be decoded."""
 
     version: int
     digest: str
@@ -240,9 +224,7 @@ class CommitResponse(Message):
 
 
 class SleepRequest(Message):
-    """Free the memory of these parts. Interrupts running requests; new ones wait until all parts are awake.
-    Idempotent.
-    """
+    """Free the memory of these parts; running requests are interrupted, new ones wait. Idempotent."""
 
     parts: list[EnginePart] = ["kv", "weights"]
 
@@ -254,9 +236,7 @@ class WakeRequest(Message):
 
 
 class LoadChunkRequest(ChunkBody):
-    """Load this chunk of a push into the awake weights. `is_last`: /commit follows, with the digest of all
-    tensors.
-    """
+    """Load a chunk into the awake weights. `is_last`: /commit follows, with the digest of all tensors."""
 
     @property
     def place(self) -> str:
@@ -271,7 +251,7 @@ class LoadChunkResponse(Message):
 
 
 class EngineHealth(Message):
-    """GET /health of an engine server. `max_length` bounds prompt plus completion, in tokens."""
+    """`max_length` bounds prompt plus completion, in tokens."""
 
     name: str
     kind: str
@@ -283,9 +263,8 @@ class EngineHealth(Message):
     tokens_generated: int
     device: str
     decode_s: float = 0.0
-    """Seconds spent in prefill and decode so far."""
     tokens_prefilled: int = 0
-    """Prompt tokens computed, not copied from the KV cache, so far."""
+    """Without tokens copied from the KV cache."""
     asleep: list[EnginePart] = []
     graphs: str = ""
-    """CUDA graphs for decode steps: on, or off and why; empty if the engine has none."""
+    """CUDA graphs: on, or off and why; empty if none."""

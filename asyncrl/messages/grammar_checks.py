@@ -1,8 +1,7 @@
 """Check a grammar in a separate process, which a hostile grammar may crash.
 
-llguidance's limits miss some cases: a chain of thousands of `$ref` overflows its stack, and its message about
-conflicting patterns doubles with each pattern. Run as a program, this module reads a grammar and prints the
-reason for a refusal as JSON. A check takes about 0.1 s, so callers keep the verdicts.
+llguidance's limits miss some cases: thousands of nested `$ref` overflow its stack, and its message about
+conflicting patterns doubles with each pattern. A check takes about 0.1 s, so callers keep the verdicts.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ STACK_BYTES = 2**21
 """Smaller than the stack of any thread that compiles a grammar later."""
 MEMORY_BYTES = 2**32
 _ENVIRONMENT = ("PATH", "PWD", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Environment variables passed on; no keys."""
 _LONGEST_SHOWN = 300
 
 
 class GrammarError(ValueError):
-    """A grammar is wrong or exceeds the limits."""
+    pass
 
 
 def llguidance() -> Any:
@@ -44,8 +42,8 @@ def llguidance() -> Any:
 
 @cache
 def grammar_limits() -> Any:
-    """Return llguidance's limits for one grammar: about 20 ms to read its regular expressions, 20 ms per
-    mask, and 2 kB per lexer state.
+    """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per mask, and 2 kB per
+    lexer state.
     """
     return llguidance().LLParserLimits(
         initial_lexer_fuel=1_000_000,
@@ -70,7 +68,7 @@ def raise_for(error: str) -> None:
 
 
 def check_grammar(text: str) -> None:
-    """Raise GrammarError if no tokenizer can follow this grammar. Blocks for at most CHECK_TIMEOUT_S."""
+    """Raise GrammarError if no tokenizer can follow this grammar."""
     check_size(text)
     known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     try:

@@ -16,24 +16,24 @@ if TYPE_CHECKING:  # a worker runs without numpy
     import numpy.typing as npt
 
 LARGEST_NUMBER = 1e18
-"""Largest absolute reward or metric; keeps float32 sums and squares finite."""
+"""Keeps float32 sums and squares finite."""
 MAX_METRICS = 256
-"""Most metrics of one rollout. Each name becomes a curve of the run."""
+"""Each name becomes a curve of the run."""
 Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)]
 
 GroupId = NewType("GroupId", int)
-"""Number of a group in order of admission, from 0; never reused."""
+"""In order of admission, from 0; never reused."""
 
 TopLogprobs = Sequence[tuple[int, float]]
-"""The most likely tokens at one position, in order: (id, logprob in nats of the sampled distribution)."""
+"""(id, logprob in nats) of the most likely tokens, in order."""
 
 Finished = Literal["ready", "filtered", "requeued"]
-"""Fate of a finished group: ready; replaced by buffer.filter; dropped earlier; or too old and requeued."""
+"""ready; replaced by buffer.filter; or dropped or too old, and requeued."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) were sampled under policy_version `version`, by engine server number `engine` (-1:
+    """Tokens [start, end) were sampled under policy_version `version`, by engine number `engine` (-1:
     unknown).
     """
 
@@ -44,7 +44,6 @@ class VersionSpan:
 
     @property
     def plain(self) -> list[int]:
-        """[start, end, version, engine] for files; without engine if unknown."""
         span = (self.start, self.end, self.version, self.engine)
         return [int(number) for number in (span if self.engine >= 0 else span[:3])]
 
@@ -62,8 +61,7 @@ class GrammarSpan:
 class Prompt:
     """A task item of a group.
 
-    `prompt_id` is unique within a run: epoch/index, or task/epoch/index with several tasks. Only the reward
-    function sees `answer` and `info`. `num_requeued`: times that its group failed or became too old.
+    `prompt_id` is unique within a run: [task/]epoch/index. Only the reward function sees `answer` and `info`.
     """
 
     prompt_id: str
@@ -78,8 +76,8 @@ class Prompt:
 
     @property
     def seed_id(self) -> str:
-        """The prompt's part of each seed. It changes with each requeue, so that the same long completion is
-        not sampled again.
+        """Part of each seed. It changes with each requeue, so that the same long completion is not sampled
+        again.
         """
         return f"{self.prompt_id} requeued {self.num_requeued}" if self.num_requeued else self.prompt_id
 
@@ -91,17 +89,16 @@ def task_of(prompt_id: str) -> str:
 
 
 def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
-    """Return counts by task as metrics: the sum, and gauge/TASK of several tasks."""
+    """Return the sum of counts, and gauge/TASK of several tasks."""
     return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """A logical request: sample at most `max_tokens` tokens after the prompt ids.
+    """Sample at most `max_tokens` tokens after the prompt ids.
 
     `route_key` keeps requests with a common prompt on one engine. `after`: the last span of the previous
-    turn, whose engine has the conversation in its cache. `grammar` limits the completion
-    (messages/token_grammars.py).
+    turn, whose engine has the conversation in its cache.
     """
 
     request_id: str
@@ -121,9 +118,8 @@ class SamplingRequest:
 class Completion:
     """Tokens of one logical request, joined from its segments; partial without `finish_reason`.
 
-    `behaviour_logprobs`: float32 in nats, one per token. `version_spans` cover every token once, in order.
-    `top_logprobs`: empty for tokens of an earlier process. `routing`: RoutedTokens.known of
-    engines/segment_check.py.
+    `behaviour_logprobs`: float32 in nats. `version_spans` cover every token once, in order. `routing`:
+    RoutedTokens.known of engines/segment_check.py.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -137,8 +133,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Credit of tokens [start, end) of a trajectory: they earn `reward` as part `unit` of their rollout. A
-    unit is one sample of the advantage and has one reward.
+    """Tokens [start, end) of a trajectory earn `reward` as part `unit` of their rollout, one sample of the
+    advantage.
     """
 
     start: int
@@ -152,10 +148,10 @@ class Trajectory:
     """The token record of one branch of a finished rollout; arrays have one entry per token, prompt included.
 
     token_ids int32 [T]; loss_mask bool [T], true only on tokens sampled in this branch; behaviour_logprobs
-    float32 [T] in nats, 0 without loss_mask; version_spans cover the tokens with loss_mask, in order. A
-    harness that edits its history makes several branches; each sampled token has loss in one of them.
-    `credits` replace `reward` in the advantage. teacher_logprobs float32 [T]. routing uint16 [T, E]: for each
-    router in order, the experts that read the token, or NO_EXPERT.
+    float32 [T] in nats; version_spans cover the tokens with loss_mask, in order. A harness that edits its
+    history makes several branches; each sampled token has loss in one branch. `credits` replace `reward` in
+    the advantage. teacher_logprobs float32 [T]. routing uint16 [T, E]: for each router in order, the experts
+    that read the token, or NO_EXPERT.
     """
 
     sample_index: int
@@ -183,17 +179,16 @@ class Trajectory:
 
 
 Rollout = tuple[Trajectory, ...]
-"""The branches of one finished rollout; at least one."""
+"""The branches of one finished rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Outcome of a rollout, from its harness.
 
-    `reward` None: the task's reward function scores the last completion. `turn_rewards` and `branch_rewards`
+    `reward` None: the task's reward function scores the last completion. `turn_rewards` or `branch_rewards`
     map completion ids (chatcmpl-0, ...) to rewards: each completion, or each branch named by any completion
-    found only in it, is a separate sample of the advantage, and all must be named. Give only one; `reward`
-    None is then their mean.
+    found only in it, is a separate sample of the advantage, and all must be named.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
@@ -210,7 +205,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Admission of one group: no token may be older than `start_version`."""
+    """No token may be older than `start_version`."""
 
     group_id: GroupId
     start_version: int
@@ -232,8 +227,7 @@ class Group:
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Groups of one optimizer step, in order of admission; the step turns policy_version v into v + 1. Tokens
-    older than `min_version` are masked with `mask_older` (buffer.on_overdue=mask); otherwise the trainer
-    refuses the batch.
+    older than `min_version` are masked with `mask_older`; otherwise the trainer refuses the batch.
     """
 
     version: int
@@ -246,9 +240,8 @@ class Batch:
 class WaitReport:
     """Seconds that the trainer waited for one batch, by cause.
 
-    generation: fewer than num_groups groups were ready, and admission was open or everything admitted was
-    running. stragglers: taking the ready groups would have made a running group too old (on_overdue=wait).
-    publishing: admission waited for a newer version to be served.
+    generation: too few ready groups. stragglers: taking the ready groups would have made a running group too
+    old (on_overdue=wait). publishing: admission waited for a newer version to be served.
     """
 
     generation_s: float = 0.0
@@ -262,9 +255,9 @@ class WaitReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
-    """A group that was running when its run was killed, by sample_index. `failures`: (attempts, reason) of
-    failed rollouts, attempts 0 if the prompt can never be sampled; `partials`: (number of the attempt,
-    sampled tokens) of running rollouts. Any other rollout starts from its prompt.
+    """A group of a killed run, by sample_index. `failures`: (attempts, reason), attempts 0 if the prompt can
+    never be sampled; `partials`: (number of the attempt, sampled tokens). Any other rollout starts from its
+    prompt.
     """
 
     ticket: Ticket

@@ -19,14 +19,12 @@ TrainerPart = Literal["weights", "gradients", "optimizer"]
 
 
 class BroadcastRequest(Message):
-    """Send the weights of `version` to all members of the group."""
-
     version: int = Field(ge=0)
     member: GroupMember
 
 
 class BroadcastResponse(Message):
-    """The weights were sent; `digest` is of the trainer's copy."""
+    """`digest`: of the trainer's copy."""
 
     version: int
     digest: str
@@ -34,13 +32,13 @@ class BroadcastResponse(Message):
 
 
 class OffloadRequest(Message):
-    """Move these parts of the trainer's state off its device (/offload), or back (/onload). Idempotent."""
+    """Move these parts of the trainer's state off or back onto its device. Idempotent."""
 
     parts: list[TrainerPart]
 
 
 class Canary(Message):
-    """The trainer's logprobs of a fixed short text under the exported weights, in nats at temperature 1.
+    """The trainer's logprobs of a fixed text under the exported weights, in nats at temperature 1.
 
     `logprobs`: of token_ids[1:]. `next_logprob`: of the most likely next id.
     """
@@ -51,8 +49,7 @@ class Canary(Message):
 
 
 class ExportChunkRequest(Message):
-    """Write chunk `index` of the current weights, at most weight_sync.chunk_bytes or one tensor, into the
-    staging file or memory.
+    """Write chunk `index` of the weights, at most weight_sync.chunk_bytes or one tensor.
 
     Each chunk replaces the one before.
     """
@@ -62,15 +59,13 @@ class ExportChunkRequest(Message):
 
 
 class ExportChunkResponse(ChunkBody):
-    """A chunk is ready. With `is_last`, `whole_digest` and `canary` are of all chunks."""
+    """With `is_last`, `whole_digest` and `canary` are of all chunks."""
 
     whole_digest: str = ""
     canary: Canary | None = None
 
 
 class TrainerHealth(Message):
-    """GET /health of the trainer worker."""
-
     policy_version: int
     device: str
     is_busy: bool
@@ -78,7 +73,7 @@ class TrainerHealth(Message):
 
 
 class TrainResponse(Message):
-    """Result of an optimizer step: metrics by full name (`policy/loss`, ...).
+    """Metrics of an optimizer step by full name (`policy/loss`, ...).
 
     `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`: (group_id,
     sample_index, mean |engine - trainer| in nats over fresh tokens).
@@ -91,10 +86,9 @@ class TrainResponse(Message):
 
 
 class ExportResponse(WeightsBody):
-    """A set of weights in staging, or only the adapters (see PrepareRequest).
+    """A set of weights or adapters in staging.
 
-    `path`: a safetensors file for local engines. `is_held`: the trainer sends them itself (/broadcast);
-    `path` may be ''.
+    `path`: a safetensors file. `is_held`: the trainer sends them itself (/broadcast).
     """
 
     path: str
@@ -104,27 +98,24 @@ class ExportResponse(WeightsBody):
 
 
 class SaveRequest(Message):
-    """Write the current weights and tokenizer as a Hugging Face folder; not `merged`: the adapters, as a peft
-    folder.
-    """
+    """Write a Hugging Face folder; not `merged`: a peft folder with the adapters."""
 
     path: str
     merged: bool = True
 
 
 class StateRequest(Message):
-    """Save the training state into the new folder `path` (/begin_save_state answers once training may
-    continue, /wait_save_state once the folder is written), or load it (/load_state). The client has checked
-    the files before a load.
+    """Save the training state into the new folder `path`, or load it. /begin_save_state answers once training
+    may continue, /wait_save_state once the folder is written.
     """
 
     path: str
 
 
 class TrajectoryHeader(Message):
-    """A trajectory of a batch, in tokens [start, end) of the packed arrays.
+    """A trajectory of a batch, in tokens [start, end).
 
-    `credits` of the branches replace `reward`, which is the rollout's.
+    `credits` of the branches replace the rollout's `reward`.
     """
 
     group_index: int
@@ -141,9 +132,7 @@ class TrajectoryHeader(Message):
 
 
 class BatchHeader(Message):
-    """Fields of /train other than the arrays. Tokens older than `min_version` get no loss, or the batch is
-    refused.
-    """
+    """Tokens older than `min_version` get no loss, or the batch is refused."""
 
     version: int
     min_version: int
@@ -153,7 +142,7 @@ class BatchHeader(Message):
 
 
 class BatchArrays(BaseModel):
-    """Arrays of a batch, trajectories one after the other, N tokens in all.
+    """Arrays of all trajectories of a batch, N tokens.
 
     token_ids int32; loss_mask bool; behaviour_logprobs float32 in nats; versions int32, -1 for a token that
     was not sampled; engines int16, -1 if unknown; teacher_logprobs float32; routing uint16 [N, E]: see
@@ -174,7 +163,7 @@ class BatchArrays(BaseModel):
 
 
 def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
-    """Return the body of POST /train: a safetensors blob with the header as JSON in its first array."""
+    """Return a safetensors blob with the header as JSON in its first array."""
     blob = np.frombuffer(header.model_dump_json().encode(), dtype=np.uint8)
     given = {name: array for name, array in arrays if array is not None}
     body: bytes = save_safetensors({"header": blob, **given})
@@ -182,7 +171,7 @@ def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
 
 
 def unpack_batch(body: bytes) -> tuple[BatchHeader, BatchArrays]:
-    """Decode pack_batch. Raises ValueError for an invalid body."""
+    """Raise ValueError for an invalid body."""
     try:
         tensors: dict[str, Any] = load_safetensors(body)
         header = BatchHeader.model_validate(json.loads(tensors.pop("header").tobytes()))

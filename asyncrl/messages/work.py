@@ -28,18 +28,17 @@ MAX_WAIT_S = 20.0
 MAX_OUTCOME_BYTES = 2**18
 
 MAX_MESSAGE_BYTES = 2**22
-"""Largest worker message. gateway.max_body_bytes limits only calls."""
+"""gateway.max_body_bytes limits only calls."""
 
 VERIFIERS_KEY = "verifiers"
-"""Key in a prompt's info of the data that rebuilds a verifiers task."""
+"""Key in a prompt's info of a verifiers task's data."""
 
 
 class WorkItem(Message):
     """An attempt of a rollout for a worker.
 
     `key` opens only the session of this attempt. `answer` is withheld unless `has_answer`. `outcome_key`
-    (None: nothing is posted) writes the outcome: it is for the harness, never for programs that the model
-    runs.
+    (None: nothing is posted) is for the harness, never for programs that the model runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -60,17 +59,15 @@ class WorkItem(Message):
 
 
 class WorkerMessage(Message):
-    """Base of worker messages; each is a heartbeat. Each process draws a new `instance`."""
+    """Each message is a heartbeat. Each process draws a new `instance`."""
 
     worker: str = Field(min_length=1, max_length=200)
     instance: str = Field(min_length=1, max_length=64)
 
 
 class TakeRequest(WorkerMessage):
-    """Request for at most `max_items`.
-
-    `holding`: all items that the worker has not returned. A given item missing here was lost in transit and
-    is queued again. `number` grows; late requests are ignored.
+    """`holding`: all items that the worker has not returned. A given item missing here was lost in transit
+    and is queued again. `number` grows; late requests are ignored.
     """
 
     number: int = Field(ge=0)
@@ -81,9 +78,7 @@ class TakeRequest(WorkerMessage):
 
 
 class TakeAnswer(Message):
-    """Work, or none within the time. A worker silent for `lease_timeout_s` loses all of it. `is_over`: the
-    run is done.
-    """
+    """Work, or none within the time. A worker silent for `lease_timeout_s` loses it."""
 
     model_config = WorkItem.model_config
 
@@ -94,20 +89,20 @@ class TakeAnswer(Message):
 
 
 class AliveRequest(WorkerMessage):
-    """A worker's heartbeat. `is_leaving`: it ends without finishing its items."""
+    """`is_leaving`: the worker ends without finishing its items."""
 
     holding: list[str]
     is_leaving: bool = False
 
 
 class AliveAnswer(Message):
-    """`cancel`: held items that are no longer this worker's, with the reason."""
+    """`cancel`: items that are no longer this worker's, with the reason."""
 
     cancel: dict[str, str]
 
 
 class ResultRequest(WorkerMessage):
-    """`failure` or `outcome` of an item; if neither, its posted outcome counts."""
+    """If neither `failure` nor `outcome`, the posted outcome counts."""
 
     item_id: str
     outcome: Outcome | None = None
@@ -119,10 +114,10 @@ class Accepted(Message):
 
 
 class WorkerHealth(Message):
-    """Answer of GET /health. `loop_lag_s`: how long its event loop has been blocked.
+    """`loop_lag_s`: how long the event loop has been blocked.
 
-    `gateway_lost_s`: seconds since the gateway last answered, if its last call failed. `num_abandoned`:
-    harness calls that did not end when cancelled.
+    `gateway_lost_s`: since the last answer, if the last call failed. `num_abandoned`: harness calls that did
+    not end when cancelled.
     """
 
     name: str
@@ -133,26 +128,18 @@ class WorkerHealth(Message):
     num_abandoned: int = 0
 
 
-# Interfaces of the gateway and the tokenizer, which import nothing from each other.
-
-
 class RolloutSession(Protocol):
-    """One attempt's conversation with the endpoint, and its sampled tokens."""
+    """One attempt's conversation with the endpoint."""
 
     key: str
-    """The bearer token, valid until the session ends."""
     overflow: str | None
-    """The limit that ended its calls, if any."""
     num_spent: int
-    """Tokens that the engines returned to its calls."""
 
     @property
-    def num_completions(self) -> int:
-        """Number of answers to its harness."""
-        ...
+    def num_completions(self) -> int: ...
 
     def end_nowait(self, reason: str) -> None:
-        """Refuse further and pending calls (410 with `reason`). Idempotent: the first reason stays."""
+        """Refuse further and pending calls (410). Idempotent: the first reason stays."""
         ...
 
     def while_open(self) -> AbstractAsyncContextManager[object]:
@@ -160,13 +147,11 @@ class RolloutSession(Protocol):
         ...
 
     def last_text(self) -> str:
-        """Return the text of the newest completion. Raises RolloutFailure if there is none."""
+        """Raise RolloutFailure if there is no completion."""
         ...
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all sampled tokens by branch. Raises RolloutFailure if there are none, or `outcome` names an
-        unknown completion.
-        """
+        """Return all sampled tokens by branch. Raises RolloutFailure."""
         ...
 
 
@@ -182,7 +167,7 @@ class SessionHost(Protocol):
         shows_special: bool = True,
     ) -> RolloutSession:
         """Open a session; the caller ends it. Seeds derive from `prompt_id` (Prompt.seed_id), sample, attempt
-        and call. `shows_special`: answers contain the text of special tokens.
+        and call.
         """
         ...
 
@@ -191,7 +176,7 @@ class WorkQueue(Protocol):
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Let a worker run it; `started` is called once a worker has taken it. Raises RolloutFailure.
 
-        Cancelling withdraws the work; the worker learns of it at its next heartbeat.
+        Cancelling withdraws the work.
         """
         ...
 
@@ -201,8 +186,6 @@ new_hash = partial(blake2b, digest_size=16)
 
 
 class ChatRenderer(Protocol):
-    """The tokenizer, with template and encoding apart."""
-
     @property
     def end_ids(self) -> frozenset[int]: ...
 
@@ -213,14 +196,12 @@ class ChatRenderer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the chat as text, up to the assistant's next turn. `settings`: template variables. Raises
-        ValueError if the template refuses them.
-        """
+        """Return the chat up to the next answer. `settings`: template variables. Raises ValueError."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return token ids; special tokens are recognized, none is added. Raises ValueError for invalid
-        Unicode. Long texts run in a thread.
+        """Special tokens are recognized, none is added. Raises ValueError for invalid Unicode. Long texts run
+        in a thread.
         """
         ...
 
@@ -228,9 +209,7 @@ class ChatRenderer(Protocol):
 
 
 def answer_text(tokenizer: ChatRenderer, token_ids: Sequence[int], *, shows_special: bool) -> str:
-    """Return the text of a sampled answer without its end-of-turn token. `shows_special`: keep other special
-    tokens (task.special_tokens=visible).
-    """
+    """Return a sampled answer without its end-of-turn token. `shows_special`: with other special tokens."""
     is_ended = len(token_ids) > 0 and token_ids[-1] in tokenizer.end_ids
     said = token_ids[:-1] if is_ended else token_ids
     return tokenizer.decode(said, skip_special_tokens=not shows_special)

@@ -25,8 +25,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A scored rollout: `length` in sampled tokens over all turns."""
-
     prompt_id: str
     reward: float
     length: int
@@ -38,8 +36,8 @@ class Sample:
 class EvalResult:
     """Scored samples at `version`; `num_failed` others have no reward.
 
-    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: evaluations so far that
-    were due and did not begin, or did not end.
+    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: due evaluations that did
+    not begin, or did not end.
     """
 
     version: int
@@ -52,8 +50,8 @@ class EvalResult:
     name: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """Return values by metric name, if there are enough samples and prompts. Reward: the mean of
-        the prompts' means; other means are over samples. Failed samples are in none.
+        """Return values by metric name. Reward: the mean of the prompts' means; other means are over samples.
+        Failed samples are in none.
         """
         metrics: dict[str, float] = {
             "eval/version": self.version,
@@ -86,12 +84,11 @@ class HeldOut:
     retries.
 
     Evaluated versions: the first at or after each multiple of `every` (0 included with `at_start`), and the
-    last. `evaluated`: newest version evaluated before a resume.
+    last. `evaluated`: newest version evaluated before a resume. `broken`: engine errors that reached a
+    harness; with one, a failed rollout is no data.
 
-    `broken`: engine errors that reached a harness; with one, a failed rollout is no data.
-
-    Invariant: every token of a result was sampled at its version. Seeds depend only on prompt and sample, so
-    that two evaluations differ only by weights.
+    Every token was sampled at its version. Seeds depend only on prompt and sample, so that two evaluations
+    differ only by weights.
     """
 
     generator: Generator
@@ -118,7 +115,7 @@ class HeldOut:
         return not self.is_over and version >= min(self._next, self.last)
 
     def is_due_nowait(self, version: int) -> bool:
-        """Return whether `version` is due. Call once per version, in order."""
+        """Call once per version, in order."""
         if is_due := self.is_next(version):
             self._next = (version // self.every + 1) * self.every
         return is_due
@@ -167,8 +164,6 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
 
 @dataclass(slots=True)
 class EvaluationStats:
-    """Totals. `held_s`: seconds in which a push or the trainer waited for an evaluation."""
-
     state: Literal["idle", "loading", "sampling", "off"] = "idle"
     version: int = 0
     finished: int = 0
@@ -179,7 +174,7 @@ class EvaluationStats:
 
 @dataclass(frozen=True, slots=True)
 class DueVersion:
-    """`weights`: the kept export; None: the engines serve the version."""
+    """`weights`: the kept export; None: the engines serve it."""
 
     version: int
     weights: ExportResponse | None
@@ -187,18 +182,16 @@ class DueVersion:
 
 
 class Evaluation:
-    """Evaluates published versions, on an eval engine in parallel with training, or on the rollout engines.
+    """Evaluate published versions, on an eval engine in parallel with training, or on the rollout engines.
 
     Life: idle -> a due version is published -> loading (eval engine) -> sampling -> idle. Off once the eval
     engine is lost or the run stops.
 
     Waits: run waits for a due version, then at most timeout_s per evaluation. On the rollout engines the next
-    push and the trainer wait in wait_released; with an eval engine only the run's end waits.
+    push and the trainer wait in wait_released.
 
     Invariant: all tokens of an evaluation have one version. Versions due during an evaluation on an eval
     engine are skipped, except the last.
-
-    A hard link in `folder` keeps an export that the trainer deletes.
     """
 
     name = "evaluation"
@@ -257,7 +250,7 @@ class Evaluation:
         return [] if self.is_off else [one for one in self._held_out if one.is_due_nowait(version)]
 
     def published_nowait(self, manifest: ExportResponse) -> None:
-        """Keep this version's weights for the eval engine if it is due, before the next export."""
+        """Keep a due version's weights as a hard link, before the next export deletes them."""
         version = manifest.version
         stats = self._stats
         due = self._due_nowait(version)
@@ -266,7 +259,7 @@ class Evaluation:
         is_last = version >= due[0].last
         if self._pending is not None or (stats.state != "idle" and not is_last):
             stats.skipped += len(self._pending.due if self._pending is not None and is_last else due)
-            if not is_last:  # the last version replaces a waiting one
+            if not is_last:  # it replaces a waiting version
                 return
         if not self._is_fetched:
             path = self._folder / f"eval-{version}.safetensors"
@@ -316,13 +309,11 @@ class Evaluation:
                 await self._changed.wait()
 
     def give_up(self, error: RoomError) -> None:
-        """Stop evaluating: the eval engine is lost. Idempotent."""
         if not self.is_off:
             self.stop_nowait()
             self._on_trouble(f"the run continues without evaluation: {error}")
 
     def stop_nowait(self) -> None:
-        """End the current evaluation without a result. Idempotent."""
         self._stats.state = "off"
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
@@ -362,7 +353,7 @@ class Evaluation:
             stats.state = "idle"
 
     async def _limited(self, one: HeldOut, version: int, work: Awaitable[Result]) -> Result | None:
-        """Return the result, or None if the time limit, a stop or a lost eval engine ended the work."""
+        """Return None if the time limit, a stop or a lost eval engine ended the work."""
         lost: RoomError | None = None
         self._limit = limit = asyncio.timeout(one.timeout_s)
         try:

@@ -1,4 +1,4 @@
-"""Generators: ways to sample and score one attempt of a rollout."""
+"""Generators sample and score one attempt of a rollout."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SingleTurn:
     stop: tuple[str, ...] = ()
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Sample one completion. Raises RolloutFailure if the prompt is too long or refused."""
+        """Raise RolloutFailure if the prompt is too long or refused."""
         prompt, index = attempt.prompt, attempt.sample_index
         prompt_ids = self.prompts.ids_of(prompt)
         if not prompt_ids:
@@ -122,7 +122,6 @@ def make_trajectory(
     completion: Completion,
     reward: float,
 ) -> Trajectory:
-    """Return the token record of a prompt and its completion, P + N tokens."""
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
     logprobs = np.zeros(num_prompt + num_sampled, np.float32)
     logprobs[num_prompt:] = completion.behaviour_logprobs
@@ -151,7 +150,7 @@ def make_trajectory(
 
 
 class HarnessGenerator:
-    """Generator: run the harness on a worker in a session of its own.
+    """Run the harness on a worker, in a session per attempt.
 
     The clock of rollout.timeout_s stops while work is queued. A rollout that reached a limit is truncated or
     failed, by `on_overflow`; truncated without reward gets 0.
@@ -168,9 +167,7 @@ class HarnessGenerator:
         self._host, self._queue, self._scorer, self._on_overflow = host, queue, scorer, on_overflow
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Sample by a worker. Raises RolloutFailure if the harness or its worker fails, or nothing can be
-        trained on.
-        """
+        """Raise RolloutFailure if the harness or its worker fails, or nothing can be trained on."""
         prompt = attempt.prompt
         index = attempt.sample_index
         name = attempt.rollout_id
@@ -224,14 +221,14 @@ class HarnessGenerator:
 
 
 def own_reward(outcome: Outcome) -> float | None:
-    """Return the harness's reward, or the mean of its parts; None: the task scores."""
+    """Return None if the task scores."""
     parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
     return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
 
 
 @dataclass(frozen=True, slots=True)
 class DistillingGenerator:
-    """Add a teacher's logprobs to another generator's rollouts.
+    """Add a teacher's logprobs to rollouts.
 
     The clock of rollout.timeout_s stops: teacher answers have their own limit.
     """
@@ -240,7 +237,6 @@ class DistillingGenerator:
     teacher: Teacher
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Raise the generator's errors; scoring also raises RequestRefused."""
         score = await self.generator.sample(attempt)
 
         async def score_and_judge() -> Rollout:

@@ -34,7 +34,6 @@ NUM_OLDEST = 8
 
 UnusedState = Literal["failed", "requeued"]
 Spawn = Callable[..., asyncio.Task[None]]
-"""Starts a coroutine as a named task in the run's TaskGroup."""
 OnFailed = Callable[[GroupId, Prompt, FailedRollout], None]
 
 
@@ -43,8 +42,6 @@ class RunningGroup:
 
     Life: made from its ticket or a killed run -> one add() per rollout -> group(), or cancel() if the buffer
     revokes it.
-
-    Invariant: a failed rollout does not affect its siblings.
     """
 
     def __init__(self, before: UnfinishedGroup, group_size: int) -> None:
@@ -52,7 +49,6 @@ class RunningGroup:
         self.group_size = group_size
         self.tasks: list[asyncio.Task[Any]] = []
         self.sampled: set[int] = set()
-        """Sample indices of fully sampled rollouts."""
         self._rollouts: dict[int, Rollout] = dict(before.rollouts)
         self._failures = {
             index: FailedRollout(index, attempts, RolloutFailure(why))
@@ -73,7 +69,7 @@ class RunningGroup:
             self._rollouts[outcome[0].sample_index] = outcome
 
     def group(self) -> Group | None:
-        """Return the finished group in order, or None if fewer than two rollouts are usable."""
+        """Return None if fewer than two rollouts are usable."""
         if len(self._rollouts) < min(2, self.group_size):
             return None
         by_index = sorted(self._rollouts.items())
@@ -81,7 +77,7 @@ class RunningGroup:
         return Group(self.ticket.group_id, self.prompt, branches)
 
     def why_failed(self) -> tuple[str, bool]:
-        """Return why group() is None, and whether another attempt may succeed."""
+        """Return the failure, and whether another attempt may succeed."""
         last = list(self._failures.values())[-1]
         why = (
             f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
@@ -100,15 +96,14 @@ class Producers:
     Life: admitted -> rollouts run -> finish_nowait, or fail_nowait if fewer than two are usable; or the
     buffer revokes it.
 
-    A revoked prompt returns to the front of the source at once. A failed prompt returns after another group
-    has succeeded (if all fail, prompts are not the cause) and a later version is served (so that at
-    max_staleness 0 batches do not depend on timing), at most max_requeues times.
+    A revoked prompt returns at once. A failed prompt returns after another group has succeeded (if all fail,
+    prompts are not the cause) and a later version is served (so that at max_staleness 0 batches do not depend
+    on timing), at most max_requeues times.
 
     Waits: run sleeps for a free slot, then for the buffer's permission; only then it takes a ticket, which
     carries the served version. Free slots go first to admitted groups, earliest deadline first.
 
-    Invariant: every ticket is answered once: finished, failed or revoked. At most `capacity` rollouts sample
-    at once.
+    Invariant: every ticket is answered once: finished, failed or revoked.
     """
 
     name = "producers"
@@ -147,7 +142,6 @@ class Producers:
         self.last_failure = ""
 
     def gauges(self) -> dict[str, float]:
-        """Return values for observe/metrics.py."""
         counted = ("finished", "dropped", "failed_groups", "given_up")
         return {
             "rollout/inflight": len(self._runner.started_s),
@@ -192,11 +186,10 @@ class Producers:
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
         group = self._start(unfinished)
-        if not group.to_run:  # killed before the group's end was journaled
+        if not group.to_run:  # killed before its end was journaled
             self._complete(group)
 
     def returns_nowait(self, start_version: int, prompt: Prompt) -> None:
-        """Repeat the prompt of a group that failed in a killed run."""
         self._returning.append((start_version, prompt))
 
     async def aclose(self) -> None:
@@ -206,10 +199,7 @@ class Producers:
         self._groups.clear()
 
     def requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
-        """Handle the buffer's revocation; `group` is None while it runs.
-
-        The prompt is repeated up to max_requeues times.
-        """
+        """`group` is None while it runs. The prompt is repeated up to max_requeues times."""
         unused = group or self._groups.pop(group_id)
         if isinstance(unused, RunningGroup):
             unused.cancel()
@@ -257,7 +247,7 @@ class Producers:
         on_phase = functools.partial(self._on_phase, group, index)
         outcome = await self._runner.run(attempt, slots=self._slots, order=order, on_phase=on_phase)
         if self._groups.get(group_id) is not group:
-            return  # revoked in the meantime
+            return
         if isinstance(outcome, FailedRollout):
             self._failed[group.prompt.task] += 1
             self.last_failure = str(outcome.failure)
@@ -311,7 +301,7 @@ class Producers:
     def _end_unused(
         self, group_id: GroupId, state: UnusedState, prompt: Prompt, reason: str, *, may_succeed: bool
     ) -> Prompt | None:
-        """Journal the end of an unused group. Return its prompt, or None if given up."""
+        """Return the prompt, or None if it is given up."""
         again: Prompt | None = None
         if may_succeed and prompt.num_requeued < self.max_requeues:
             again = replace(prompt, num_requeued=prompt.num_requeued + 1)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
-    """Return the reproducible seed in [0, 2**63) of a request.
+    """Return a request's seed in [0, 2**63).
 
     A retry must not repeat the failed tokens. First attempts add nothing to the hash, so that a plain loop
     derives the same seeds.
@@ -36,8 +36,7 @@ class Slots:
 
     Waits: wait sleeps until the rollout holds a slot, wait_spare until one is free.
 
-    Invariant: at most `capacity` rollouts get slots, and none waits while one is free; the smallest `order`
-    is next. Shrinking revokes nothing.
+    Invariant: no rollout waits while a slot is free; the smallest `order` is next. Shrinking revokes nothing.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -67,7 +66,6 @@ class Slots:
                 await self._waiting[name]
 
     async def wait_spare(self) -> None:
-        """Wait until a slot is free and no rollout is queued."""
         with waiting(self._what_is_free, on="a rollout that ends"):
             while self.num_held >= self.capacity:
                 await self._spare.wait()
@@ -101,14 +99,13 @@ class Slots:
 
 
 class RolloutClock:
-    """Time budget of a rollout over all attempts; None: no limit."""
+    """Time budget of a rollout over all attempts."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.left_s = timeout_s
         self._limit: asyncio.Timeout | None = None
 
     def start(self) -> asyncio.Timeout:
-        """Return the limit of one attempt."""
         self._limit = asyncio.timeout(self.left_s)
         return self._limit
 
@@ -130,18 +127,16 @@ class RolloutClock:
 @dataclass(slots=True)
 class Seen:
     rollout: Callable[[], Rollout] = tuple
-    """Branches so far, without a reward. May raise RolloutFailure."""
+    """May raise RolloutFailure."""
     num_spent: Callable[[], int] = int
-    """Tokens that the engines returned, without a killed run's."""
+    """Without a killed run's tokens."""
     num_kept: int = 0
     """Tokens in the journal's unfinished completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutAttempt:
-    """An attempt at a prompt. `rollout_id` (`g17/r3`) is the same for all attempts. `partial`: tokens from a
-    killed run.
-    """
+    """`rollout_id` (`g17/r3`) is the same for all attempts. `partial`: tokens from a killed run."""
 
     rollout_id: str
     group_id: GroupId
@@ -159,7 +154,7 @@ class RolloutAttempt:
             self.seen.num_kept = len(partial.token_ids)
 
     def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
-        """Journal the wasted tokens. A cancelled attempt (None) keeps its completion for a resume."""
+        """A cancelled attempt (None) keeps its completion for a resume."""
         if self.journal is None:
             return
         num_lost = self.seen.num_spent() + (0 if self.partial is None else len(self.partial.token_ids))
@@ -178,16 +173,13 @@ Score = Callable[[], Awaitable[Rollout]]
 
 class Generator(Protocol):
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Sample all tokens of an attempt.
-
-        Sampling and scoring raise RolloutFailure (data), or RoomError (ends the run).
-        """
+        """Sampling and scoring raise RolloutFailure (data), or RoomError (ends the run)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRollout:
-    """A rollout that failed `num_attempts` times; 0: its prompt is impossible. `seen`: of the last one."""
+    """`num_attempts` 0: the prompt is impossible. `seen`: of the last attempt."""
 
     sample_index: int
     num_attempts: int
@@ -205,8 +197,8 @@ Phase = Literal["sampling", "scoring"]
 class RolloutRunner:
     """Run rollouts within rollout.timeout_s each, retries included.
 
-    Waits: run waits for a slot before each attempt, then in the generator, at most timeout_s for all attempts
-    (None: no limit) unless the generator holds the clock.
+    Waits: run waits for a slot before each attempt, then in the generator, at most timeout_s in total unless
+    the generator holds the clock.
 
     Invariant: run returns data for any failure; only RoomError and CancelledError pass. An attempt holds a
     slot exactly while it samples.
@@ -227,8 +219,8 @@ class RolloutRunner:
         order: tuple[int, ...],
         on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Rollout | FailedRollout:
-        """Run a rollout with retries. `on_phase` is called after sampling, and before a retry samples again.
-        A resumed rollout gets a new time budget.
+        """`on_phase` is called after sampling, and before a retry samples again. A resumed rollout gets a new
+        time budget.
         """
         clock = RolloutClock(self.timeout_s)
         try:

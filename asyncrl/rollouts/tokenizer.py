@@ -27,7 +27,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue
 class HFChatTokenizer:
     """ChatRenderer of a model's folder. Thread-safe.
 
-    Loads tokenizer.json, because AutoTokenizer imports torch.
+    AutoTokenizer would import torch.
     """
 
     template: str
@@ -46,8 +46,8 @@ class HFChatTokenizer:
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`chat_template`: Jinja file that replaces the tokenizer's; `chat_template_kwargs`: default template
-        variables. Raises ConfigError.
+        """`chat_template`: Jinja file; `chat_template_kwargs`: default template variables. Raises
+        ConfigError.
         """
         self.model_path = str(model_path)
         self._tokenizer = tokenizer = _load(self.model_path)
@@ -104,7 +104,7 @@ class HFChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the chat up to the assistant's next turn. Raises ValueError.
+        """Raise ValueError if the template refuses the chat.
 
         `settings` override the run's template variables. Developer becomes system if the template does not
         know the role. Templates get tool-call arguments as objects, since most would quote a text again;
@@ -133,7 +133,7 @@ class HFChatTokenizer:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text and special tokens. Raises ValueError for lone surrogates."""
+        """Raise ValueError for lone surrogates."""
         try:  # equals the transformers call, without BatchEncoding and offsets
             return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except TypeError as error:
@@ -165,7 +165,7 @@ def _load(model_path: str) -> Any:
 
 
 def read_template(path: Path) -> str:
-    """Return the template in model.chat_template. Raises ConfigError."""
+    """Raise ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

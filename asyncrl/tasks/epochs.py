@@ -18,7 +18,7 @@ Indices = npt.NDArray[np.int64]
 FLOOR = 0.1
 """Minimum probability of a prompt in an epoch."""
 UNIT = 10**9
-"""Rewards are counted in this unit: integer sums do not depend on order."""
+"""Unit of rewards: integer sums do not depend on order."""
 
 
 class Epochs:
@@ -30,9 +30,7 @@ class Epochs:
     (Sampling For Learnability), used for language models in https://arxiv.org/abs/2502.12272.
 
     An epoch whose first draw is at policy_version v uses groups that started before v; at max_staleness 0
-    they have all ended, so that timing has no influence.
-
-    Cost: O(num_prompts) per epoch, O(log epochs) per draw.
+    timing has no influence.
     """
 
     def __init__(
@@ -65,8 +63,8 @@ class Epochs:
         }
 
     def reach_nowait(self, draw: int, version: int | None) -> tuple[int, str] | None:
-        """Prepare a draw for a group that starts at policy_version `version` (None: later than all groups).
-        Return the epoch for load_epoch if one sampled by difficulty begins.
+        """`version`: start of the draw's group (None: later than all). Return the epoch for load_epoch if one
+        sampled by difficulty begins.
         """
         if not self._by_difficulty:
             return None
@@ -98,7 +96,7 @@ class Epochs:
         return self._start(epoch) + place
 
     def load_epoch(self, epoch: int, text: str) -> None:
-        """Restore an epoch from reach_nowait. Raises ValueError if it does not fit."""
+        """Raise ValueError if it does not fit."""
         size = int(np.count_nonzero(self._has(text)))
         if epoch != len(self._epochs) or not size:
             raise ValueError(f"epoch {epoch} cannot follow {len(self._epochs)} epochs")
@@ -116,7 +114,7 @@ class Epochs:
         }
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
-        """Restore memory(). Raises KeyError or ValueError."""
+        """Raise KeyError or ValueError."""
         self._sums = np.frombuffer(_from_text(memory["sums"]), np.int64).copy()
         self._counts = np.frombuffer(_from_text(memory["counts"]), np.int32).copy()
         if len(self._sums) != self.num_prompts:

@@ -22,7 +22,7 @@ LoadTaskset = Callable[[], Any]
 
 
 def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> PromptTask:
-    """Build the task of `config`. `load_taskset` is required for task.verifiers. Raises ConfigError."""
+    """`load_taskset` is required for task.verifiers. Raises ConfigError."""
     if config.verifiers:
         return VerifiersTask(_taskset(load_taskset), size=config.size)
     if config.python is not None:
@@ -42,9 +42,7 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
 def look_at_task(
     config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
 ) -> tuple[PromptTask | None, str]:
-    """Return the task and its description before the start. The task is None if only the run may read it: of
-    a verifiers environment, or a dataset from the hub.
-
+    """Return the task and its description before the start. The task is None if only the run may read it.
     Raises like build_task.
     """
     if config.verifiers:
@@ -55,7 +53,7 @@ def look_at_task(
         words = "not looked at: it is no folder here, and the hub needs the network"
         return None, f"dataset {config.dataset}, split {config.split}; {words}"
     task = build_task(config, seed)
-    TaskPrompts(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
+    TaskPrompts(task, seed=seed, shuffle=config.shuffle, name=task_name(config))
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
     digest = f", digest {whole_digest(task.digests)}" if isinstance(task, RowTask) else ""
@@ -86,12 +84,11 @@ def make_prompt_source(
 
 
 def task_name(config: TaskConfig) -> str | None:
-    """Return a user task's name in errors."""
     return f"task.python={config.python}" if config.python is not None else None
 
 
 def build_score(config: TaskConfig, seed: int) -> Score:
-    """Build the score function, without reading rows. Raises like build_task."""
+    """Build only the score function."""
     if config.files is not None or config.dataset is not None or config.verifiers:
         return _reward_function(config)
     return build_task(config, seed).score
@@ -143,7 +140,7 @@ EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 
 
 def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
-    """Return the eval task. `label`: prefix of its prompt ids. Raises ConfigError."""
+    """`label`: prefix of its prompt ids. Raises ConfigError."""
     with _named_eval(label):
         return _taken(config, build_task(config.task, EVAL_SEED), label)
 

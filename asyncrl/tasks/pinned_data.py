@@ -23,7 +23,7 @@ _SAVED = TypeAdapter(dict[str, dict[str, str]])
 
 
 def digest_of_file(path: Path) -> str:
-    """Return the digest of a file's bytes; unchanged size and time prove nothing. Raises ConfigError."""
+    """Return the digest of a file's bytes. Raises ConfigError."""
     try:
         with path.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
@@ -43,7 +43,6 @@ def digest_of_rows(rows: Any) -> str:
 
 
 def whole_digest(digests: Digests) -> str:
-    """Return the digest of all data, as in task.digest."""
     one, *others = digests.values() or [""]
     return f"xxh3:{xxhash.xxh3_128_hexdigest(''.join([one, *others]).encode()) if others else one}"
 
@@ -58,13 +57,10 @@ def check_digest(config: TaskConfig, digests: Digests) -> None:
 
 
 class DataPin:
-    """Data that a run began with. Construction compares; writing comes last."""
+    """Data that a run began with; construction compares."""
 
     def __init__(self, run_dir: Path, digests: Mapping[str, Digests], *, is_free: bool = False) -> None:
-        """`digests`: by task. `is_free`: accept any data.
-
-        Raises ConfigError that names changed files.
-        """
+        """`digests`: by task. `is_free`: accept any data. Raises ConfigError."""
         self.path = run_dir / DATA_PIN
         self._digests = {name: dict(files) for name, files in digests.items() if files}
         saved = {} if is_free or not self.path.exists() else self._read()

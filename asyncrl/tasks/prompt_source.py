@@ -1,4 +1,4 @@
-"""Draw order of prompts: requeued prompts first, then seeded epochs."""
+"""Requeued prompts first, then seeded epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, us
 
 
 class TaskPrompts:
-    """Prompts of one task in draw order. Ids are [LABEL/]EPOCH/INDEX."""
+    """Ids are [LABEL/]EPOCH/INDEX."""
 
     def __init__(
         self,
@@ -27,7 +27,6 @@ class TaskPrompts:
         label: str = "",
         by_difficulty: bool = False,
     ) -> None:
-        """`name` is the task's name in errors."""
         self._name = name or repr(task)
         if len(task) == 0:
             what = f"the task {self._name} has no prompts"
@@ -65,7 +64,7 @@ class TaskPrompts:
 
 
 class PromptSource:
-    """Prompts for the producers, from one task or several.
+    """Prompts from one task or several.
 
     A drawn prompt is consumed (no call) or requeued, to be drawn again first.
 
@@ -78,14 +77,11 @@ class PromptSource:
         shares: Mapping[str, int] | None = None,
         on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
     ) -> None:
-        """`shares`: by label. `on_epoch` is called with each epoch of a task sampled by difficulty, before
-        its first prompt.
-        """
+        """`on_epoch` is called before the first prompt of an epoch sampled by difficulty."""
         self._tasks = {task.label: task for task in tasks}
         self._rota = Rota(shares or dict.fromkeys(self._tasks, 1))
         self._on_epoch = on_epoch
         self.num_drawn = 0
-        """Draws so far, without requeued prompts."""
         self._requeued: dict[int, int] = {}  # draw -> num_requeued
 
     def next_nowait(self, version: int | None = None) -> Prompt:
@@ -98,12 +94,11 @@ class PromptSource:
         return self._make(draw, self._requeued.pop(draw, 0))
 
     def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
-        """Record the mean reward of a group that started at policy_version `version`."""
         task = self._tasks[task_of(prompt_id)]
         task.epochs.observe_nowait(task.place_of(prompt_id)[1], reward, version)
 
     def requeue_nowait(self, prompt: Prompt) -> None:
-        """Put a drawn prompt at the front. Raises ValueError if it is not in use."""
+        """Raise ValueError if the prompt is not in use."""
         draw = self._draw_of(prompt.prompt_id)
         if draw >= self.num_drawn or draw in self._requeued:
             raise ValueError(f"prompt {prompt.prompt_id} is not in use, so it cannot be requeued")
@@ -127,7 +122,6 @@ class PromptSource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Settings that a saved position requires to be equal."""
         order: dict[str, Any] = {"shares": self._rota.shares}
         for name, task in self._tasks.items():
             order |= {f"{name or 'task'}.{key}": value for key, value in task.epochs.order.items()}
@@ -140,9 +134,7 @@ class PromptSource:
                 raise _other_task(f"the saved position has {key}={before}, this run has {now.get(key)}")
 
     def restore_nowait(self, num_drawn: int, requeued: Mapping[str, int]) -> None:
-        """Continue after `num_drawn` draws; `requeued`: id -> num_requeued. Raises TaskError if the tasks
-        cannot have drawn these prompts.
-        """
+        """Continue after `num_drawn` draws; `requeued`: id -> num_requeued. Raises TaskError."""
         self.num_drawn = num_drawn
         try:
             for prompt_id, num_requeued in requeued.items():
@@ -156,9 +148,7 @@ class PromptSource:
         epochs: Sequence[tuple[str, int, str]],
         observed: Sequence[tuple[str, float, int]],
     ) -> None:
-        """Restore memory(), then later epochs and finished groups (as for observed_nowait), before
-        restore_nowait. Raises TaskError.
-        """
+        """Restore memory(), later epochs and finished groups, before restore_nowait. Raises TaskError."""
         try:
             for name, saved in memory.items():
                 self._tasks[name].epochs.load_memory(saved)
@@ -170,7 +160,6 @@ class PromptSource:
             raise _other_task(f"the saved order of the prompts does not fit: {error}") from error
 
     def prompts_back(self) -> dict[str, int]:
-        """Return id -> num_requeued of requeued prompts, in order."""
         counts = dict[str, int]()
         for draw, count in sorted(self._requeued.items()):
             name, number = self._rota.turn(draw)
@@ -182,7 +171,6 @@ class PromptSource:
         return {name: memory for name, memory in memories.items() if memory}
 
     def state(self) -> dict[str, Any]:
-        """Return the position for JSON, without prompts in use."""
         return {
             "order": self.order,
             "num_drawn": self.num_drawn,
@@ -222,7 +210,7 @@ class Rota:
                 lacks = twice * (share * turn - len(self._places[name]) * self._length)
                 if lacks >= self._length or len(shares) == 1:
                     deadlines.append((Fraction((twice - 1) * self._length - lacks, share), name))
-            _, name = min(deadlines, key=lambda entry: entry[0])  # ties go to the first task
+            _, name = min(deadlines, key=lambda entry: entry[0])
             self._turns.append((name, len(self._places[name])))
             self._places[name].append(turn - 1)
 

@@ -1,4 +1,4 @@
-"""Scores completions within a time limit: inline, in threads, or in killable processes."""
+"""Score completions within a time limit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class TaskScorer:
     """Call `task.score` inline, in threads or in processes, by `task.reward_pool`.
 
     A plain function runs at most `reward_workers` times at once; an async function is unbounded, except in
-    processes. A call that exceeds its time limit and cannot be ended is left running and counted (UserCalls).
-    Failures are RewardFailures, never a reward of 0.
+    processes. A call that cannot be ended at its limit keeps running and is counted. Failures are
+    RewardFailures, never a reward of 0.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TaskScorer:
         return self._shows_special
 
     async def score(self, prompt: Prompt, completion: str) -> float:
-        """Return a finite reward. Raises RewardFailure (data), or TaskError (ends the run)."""
+        """Raise RewardFailure (data), or TaskError (ends the run)."""
         if not self._has_score:
             raise no_reward(prompt)
         try:
@@ -144,14 +144,13 @@ class Scorers:
 
 
 START_LIMIT_S = 120.0
-"""Limit for starting a process and building the score function."""
 
 
 class ProcessPool:
     """Processes that are killed at the time limit of a call.
 
-    Life: from the first call to aclose(); a dead process is replaced. If an idle process dies, pebble breaks
-    the pool: then the pool is replaced, and its open calls fail.
+    Life: from the first call to aclose(). If an idle process dies, pebble breaks the pool: then it is
+    replaced, and its open calls fail.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
@@ -168,7 +167,7 @@ class ProcessPool:
         self._pool = self._make()
 
     async def run(self, prompt: Prompt, completion: str) -> float:
-        """Score a completion. Raises UserCodeFailed, or TaskError if it can build the function."""
+        """Raise UserCodeFailed, or TaskError if no process can build the function."""
         from pebble import ProcessExpired
 
         pool = self._pool
@@ -205,7 +204,6 @@ class ProcessPool:
 
 
 _score: Score | str = "never started"
-"""The score function of a worker process, or an error message."""
 
 
 def _start(config: TaskConfig, seed: int) -> None:
@@ -227,11 +225,10 @@ def _die_with_parent() -> None:
 
 
 def _work(prompt: Prompt, completion: str) -> float | str:
-    """Return the reward, or an error message if no call is possible."""
     if isinstance(_score, str):
         return _score
     reward = call(_score, prompt, completion)
     if isinstance(reward, float):
         return reward
-    with user_code():  # a cancellation here is the user's own
+    with user_code():
         return asyncio.run(call_async(reward))

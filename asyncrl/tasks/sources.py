@@ -1,5 +1,5 @@
-"""Prompts and rewards from files, Hugging Face datasets, reasoning-gym
-(https://github.com/open-thought/reasoning-gym) and verifiers environments, and the `math` reward.
+"""Prompts from files, Hugging Face datasets, reasoning-gym (https://github.com/open-thought/reasoning-gym)
+and verifiers environments, and the `math` reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ ROW = TypeAdapter(dict[str, Any])
 
 
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
-    """Read the rows of all files, in order. Raises ConfigError."""
     if settings:
         raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
     rows: list[Mapping[str, Any]] = []
@@ -79,9 +78,8 @@ READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parque
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
-    """Read a split of a hub id or folder; `settings` go to `datasets.load_dataset`.
-
-    A folder may come from `save_to_disk` or contain data files. Raises ConfigError.
+    """`settings` go to `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data files.
+    Raises ConfigError.
     """
     import datasets
 
@@ -106,10 +104,7 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
 
 
 class GymTask:
-    """reasoning-gym task `name` with `size` prompts, scored by its own score_answer.
-
-    Scores the last <answer> tags, or the whole completion without tags.
-    """
+    """Score the last <answer> tags with the library's score_answer, or the whole completion without tags."""
 
     def __init__(self, name: str, *, size: int, seed: int, settings: Mapping[str, Any]) -> None:
         try:
@@ -138,7 +133,7 @@ class GymTask:
         return len(self._dataset)
 
     def prompt(self, index: int) -> Item:
-        """Return entry `index`. Its metadata go to `answer`, which they often reveal."""
+        """Metadata go to `answer`, which they often reveal."""
         entry = self._dataset[index]
         return Item(entry["question"], answer={"answer": entry["answer"], "metadata": entry["metadata"]})
 
@@ -153,11 +148,10 @@ class VerifiersTask:
     """Tasks of a verifiers environment (https://github.com/PrimeIntellect-ai/verifiers), the first `size` of
     an endless taskset.
 
-    All are read here, so that a bad task ends the run before it starts. Messages are for display.
+    All are read here, so that a bad task ends the run before it starts.
     """
 
     def __init__(self, taskset: Any, *, size: int) -> None:
-        """Raises ConfigError for a task that workers cannot rebuild."""
         self._name = type(taskset).__name__
         found: list[Any] = []
         try:
@@ -180,7 +174,6 @@ class VerifiersTask:
         return self._items[index]
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Raise RewardFailure: text has no score by itself."""
         raise no_reward(prompt)
 
     def _item(self, data: Any, index: int) -> Item:
@@ -205,17 +198,16 @@ def _shown(content: Any) -> str:
 
 
 # math-verify (https://github.com/huggingface/Math-Verify) uses signals for time limits, which need the main
-# thread, so they are off and the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for
-# hours, so `math` runs in processes by default.
+# thread, so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math`
+# runs in processes by default.
 
 
 DELIMITERS = ("$", "\\boxed", "\\[", "\\(")
 
 
 def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
-    """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0.
-
-    Raises ValueError if `answer` is missing or unreadable.
+    """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0. Raises
+    ValueError.
     """
     from math_verify import parse, verify
 
@@ -229,7 +221,7 @@ def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
 def _gold(answer: str) -> tuple[Any, ...]:
     """Parse the reference answer, after #### if any (GSM8K).
 
-    Bare LaTeX gets dollars; otherwise math-verify sees only its first number.
+    Without dollars, math-verify sees only the first number of LaTeX.
     """
     from math_verify import parse
 

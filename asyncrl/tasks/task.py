@@ -1,4 +1,4 @@
-"""Task protocol, tasks from rows, and score calls: a number or a failure."""
+"""Tasks, and calls of their score."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Content = str | Sequence[Mapping[str, str]]
 """The user's text, or chat messages with `role` and `content`."""
 
 Score = Callable[[Prompt, str], float | Awaitable[float]]
-"""Reward of a completion's text; depends only on prompt and text, in any thread or process."""
+"""Depends only on prompt and text; runs in any thread or process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt of a task. The model never sees `answer` and `info`."""
+    """The model never sees `answer` and `info`."""
 
     content: Content
     answer: Any = None
@@ -34,18 +34,16 @@ class Item:
 
 @runtime_checkable
 class PromptTask(Protocol):
-    """Interface of `task.python: module:Class`. Built as `Class(size=..., seed=..., **task.args)`."""
+    """Interface of `task.python`. Built as `Class(size=..., seed=..., **task.args)`."""
 
-    def __len__(self) -> int:
-        """Return the number of prompts in an epoch."""
-        ...
+    def __len__(self) -> int: ...
 
     def prompt(self, index: int) -> str | Item:
         """Return the prompt at `index` (0 .. len - 1), always the same."""
         ...
 
     def score(self, prompt: Prompt, completion: str) -> float | Awaitable[float]:
-        """Return the reward of a completion; may be `async def`. An exception fails the rollout."""
+        """Return the reward; may be `async def`. An exception fails the rollout."""
         ...
 
 

@@ -1,6 +1,4 @@
-"""Optimizer steps on this rank's part of a batch. A batch is epochs * mini_batches steps, one
-policy_version.
-"""
+"""Optimizer steps on this rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -68,8 +66,6 @@ class StepSums:
 
 @dataclass
 class BatchTotals:
-    """Logprobs and entropies before a batch's first step; (loss, gradient norm) of each step."""
-
     logprobs_N: Float32N
     entropies_N: Float32N
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -80,10 +76,8 @@ class BatchTotals:
 
 
 class Learner:
-    """Weights, optimizer and step counts, owned by one thread.
-
-    Life: policy_version 0 -> train -> 1 ...; a refused batch leaves policy_version unchanged.
-    Invariant: on CPU the same batches with the same number of threads give the same bits.
+    """Weights, optimizer and step counts, owned by one thread. A refused batch leaves policy_version
+    unchanged.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
@@ -97,7 +91,6 @@ class Learner:
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self._schedule_ahead = 0
-        """Schedule offset in steps, after a resume with other epochs or mini_batches."""
         self._has_recorded = False
         self._allowed: AllowedSets | None = None
         self._objective = Objective(spec)
@@ -113,7 +106,7 @@ class Learner:
         self._meter = step_report.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Train on a batch and return metrics by full name, NaN without a value. Raises Refused."""
+        """Train on a batch; return metrics by full name, NaN without a value. Raises Refused."""
         self._meter.start()
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         objective.check_batch(header, arrays, self.policy_version, vocab_size)
@@ -140,7 +133,7 @@ class Learner:
         means = {f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()}
         return {
             "policy/clip_fraction": 0.0,
-            **means,  # user metrics below must not be hidden
+            **means,
             "policy/loss": loss,
             "policy/grad_norm": grad_norm,
             **step_report.policy_metrics(
@@ -176,7 +169,7 @@ class Learner:
     def _forward(
         self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> tuple[Float32N, Float32N]:
-        """Return logprobs and entropies of loss tokens, float32 [N], 0 elsewhere."""
+        """Return logprobs and entropies, float32 [N], 0 without loss."""
         sums = StepSums(len(has_loss))
         micros = self._micro_batches(header, arrays, has_loss)
         self._meter.enter("logprobs")
@@ -205,7 +198,7 @@ class Learner:
     def _optimizer_step(
         self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
     ) -> None:
-        """Take one step on the chosen tokens; a non-finite gradient is skipped and counted."""
+        """Take one step; a non-finite gradient is skipped and counted."""
         try:
             sums = self._accumulate(batch, chosen)
             if is_first:
@@ -262,8 +255,7 @@ class Learner:
         self.num_skipped_in_a_row = 0
         taken.steps.append((sums.loss, grad_norm))
 
-    def before_change(self) -> None:
-        """Wait for readers of the weights before they change."""
+    def before_change(self) -> None: ...
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
         """Count a skipped step and save the batch. Raises Refused after too many."""
@@ -276,7 +268,7 @@ class Learner:
         log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
-        """Return |current - behaviour| metrics of fresh tokens. Raises Refused above the limit."""
+        """Return |current - behaviour| metrics. Raises Refused above the limit."""
         self.rollout_gaps = []
         if not self.spec.measures_gap:
             return {}

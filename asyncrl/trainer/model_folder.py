@@ -1,4 +1,4 @@
-"""Hugging Face folder of trainer and engines: find, fetch or make it, and pin its files for resumed runs."""
+"""Find, fetch or make the Hugging Face folder of the model, and pin its files for resumed runs."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TO
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 RunModule = Callable[[str, Sequence[str], float], Awaitable[tuple[int | None, str]]]
-"""Runs `python -m` with a timeout in seconds; returns exit code (None: killed) and output."""
+"""Runs `python -m` with a timeout; returns exit code (None: killed) and output."""
 
 
 async def make_model_folder(
     config: RunConfig, run_dir: Path, run: RunModule, *, commit: str | None = None
 ) -> Path:
-    """Return the folder of the config's model. `commit`: the run's hub commit. Raises ConfigError."""
+    """Return the folder of the config's model. Raises ConfigError."""
     if config.model.scratch is None:
         path = str(config.model.path)
         return await asyncio.to_thread(find_model, path, config.model.revision, commit=commit)
@@ -67,7 +67,7 @@ async def make_model_folder(
 def find_model(
     path: str, revision: str | None = None, key: str = MODEL_KEY, *, commit: str | None = None
 ) -> Path:
-    """Return the folder of the model that `key` names, fetched if necessary. Blocks. Raises ConfigError."""
+    """Return the folder of the model that `key` names, fetched if necessary. Raises ConfigError."""
     if (given := _find_given(path, key, revision)) is not None:
         return given
     from huggingface_hub import snapshot_download
@@ -86,7 +86,7 @@ def find_model(
 
 
 def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
-    """Return a given or cached model folder, or None if it must be fetched. Raises ConfigError."""
+    """Return a model folder, or None if it must be fetched. Raises ConfigError."""
     if (given := _find_given(path, key, revision)) is not None:
         return given
     from huggingface_hub import snapshot_download
@@ -101,7 +101,7 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
 
 def fetch_architectures(config: RunConfig) -> None:
-    """Fetch config.json of hub models that are not cached, for memory plans. Blocks. Ignores failures."""
+    """Fetch config.json of hub models for memory plans. Ignores failures."""
     wanted = [(config.model.path, config.model.revision)]
     if config.teacher is not None:
         wanted.append((config.teacher.path, config.teacher.revision))
@@ -208,22 +208,16 @@ class PinnedFile(BaseModel, frozen=True, extra="forbid"):
 
 
 class PinnedModel(BaseModel, frozen=True, extra="forbid"):
-    """Files by name. `given`: ModelConfig.source; `revision`: fetched commit."""
-
     given: str | None
     revision: str | None
     files: dict[str, PinnedFile]
 
 
 class ModelPin:
-    """File digests of the run's first model: a checkpoint of adapters does not detect a changed model.
-    Blocks.
-    """
+    """File digests of the run's first model. Blocks."""
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`given`: ModelConfig.source. `is_free`: accept any model. Raises ConfigError for an unreadable
-        record.
-        """
+        """`is_free`: accept any model. Raises ConfigError for an unreadable record."""
         self.path = run_dir / MODEL_PIN
         self._given = given
         self._pinned: PinnedModel | None = None
@@ -238,12 +232,12 @@ class ModelPin:
 
     @property
     def revision(self) -> str | None:
-        """The run's first hub commit; None for a new run, another model or a folder."""
+        """The run's first hub commit, if its model is unchanged."""
         pinned = self._pinned
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
     def read(self, folder: Path) -> None:
-        """Hash files whose time has changed. Raises ConfigError that lists changed files."""
+        """Hash changed files. Raises ConfigError that lists them."""
         before = {} if self._pinned is None else self._pinned.files
         paths = sorted({path for pattern in PINNED for path in folder.glob(pattern) if path.is_file()})
         try:

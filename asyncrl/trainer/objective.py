@@ -1,7 +1,6 @@
-"""Check a batch and compute a step's loss, the sum of micro_loss over its micro-batches, from logprobs.
+"""Check a batch and compute a step's loss from logprobs.
 
-Invariant: no token sampled before header.min_version carries loss, independently of the buffer: its weight
-is 0 (mask_older), or the batch is refused.
+Invariant: no token sampled before header.min_version carries loss, independently of the buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
 LOGPROB_SLACK = 1e-3
-"""Maximum float32 rounding of a logprob above 0, in nats."""
+"""Maximum float32 rounding above 0, in nats."""
 
 
 def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
@@ -55,9 +54,7 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
-    """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens without masking, or an empty
-    batch.
-    """
+    """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens without masking, or no tokens."""
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
@@ -91,8 +88,8 @@ def _token_name(header: BatchHeader, index: int) -> str:
 
 @dataclass(frozen=True)
 class Units:
-    """Samples of the advantage: rollouts with all branches, or the units of their credits. `rewards` and
-    `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, or -1.
+    """Samples of the advantage: rollouts, or the units of their credits. `rewards` and `groups` of the B
+    units; `unit_N` int64 [N]: each token's unit, or -1.
     """
 
     rewards: list[float]
@@ -116,8 +113,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch before its first step, [N]. `proximal_N`, `entropy_N`: by the weights before the
-    batch; `reference_N`: by the initial weights.
+    """Data of a batch, [N]. `proximal_N`, `entropy_N`: by the weights before the batch; `reference_N`: by
+    the initial weights.
     """
 
     header: BatchHeader
@@ -131,7 +128,7 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """weight_S multiplies the loss tokens of a trajectory; mask_N, 0 or 1, multiplies their surrogate."""
+    """weight_S multiplies the loss tokens of a trajectory; mask_N multiplies their surrogate."""
 
     weight_S: Tensor
     correction_N: Float32N | None
@@ -139,14 +136,10 @@ class StepNumbers:
 
 
 class Objective:
-    """Loss functions of a run. Stateless."""
-
     def __init__(self, spec: TrainerSpec) -> None:
-        """Raises ConfigError if a function is missing or has a wrong signature."""
         self.spec, self._recipe = spec, resolve(spec.algorithm)
         cap = importance_cap(spec.algorithm, self._recipe)
         self.settings = spec.algorithm.model_copy(update={"importance_cap": cap})
-        """Settings for the functions, with a numeric importance_cap."""
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         correction = self._recipe.correction
@@ -241,7 +234,7 @@ class Objective:
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, Stats]:
-        """Return this part of the step's loss and sums of statistics, without waiting for the device."""
+        """Return this part of the step's loss, and sums of statistics. Does not wait for the device."""
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             return to_device(torch.from_numpy(values_N[micro.source_M]), current_M.device)
@@ -288,7 +281,7 @@ class Objective:
         of_tokens: tuple[Tensor, Tensor, Tensor],
         correction_M: Tensor | None,
     ) -> tuple[Tensor, Stats]:
-        """Return the surrogate times the correction, or with the correction in its ratio."""
+        """Return the surrogate with its correction."""
         if correction_M is None:
             return self._call_surrogate(current_M, anchor_M, *of_tokens)
         if self._recipe.surrogate in WITHIN_RATIO:
@@ -302,7 +295,6 @@ class Objective:
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
     ) -> Tensor:
-        """Return KL(current || reference) per token, float32 [M]."""
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
             return losses.kl(current_M, reference_M, estimator)

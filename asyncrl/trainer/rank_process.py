@@ -1,8 +1,7 @@
 """Trainer process: serves one TrainStep to the controller.
 
-One thread owns torch and runs requests in order. Rank 0 sends each as a command to the other ranks. If all
-ranks refuse, rank 0 answers with the refusal; any other error ends the process, with the reason as its
-log's last line.
+One thread owns torch. Rank 0 sends each request as a command to the other ranks. If all ranks refuse, rank
+0 answers with the refusal; any other error ends the process.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ GRACE_S = 10.0
 
 
 class TrainerService:
-    """A TrainStep on its own thread. `num_waiting` counts running and waiting requests."""
+    """A TrainStep on its own thread."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
@@ -86,7 +85,6 @@ class TrainerService:
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self.num_waiting = 0
         self._failure: Refused | None = None
-        """Set once the ranks no longer act together."""
         self._begun: Callable[[], ExportResponse] | None = None
         # torch's number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
@@ -105,8 +103,8 @@ class TrainerService:
             self.num_waiting -= 1
 
     def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
-        """Call this method of the step on all ranks, from rank 0's torch thread. Raises its errors, and
-        Refused for an unwritable file.
+        """Call this method on all ranks, from rank 0's torch thread. Raises its errors, and Refused for an
+        unwritable file.
         """
         if self._failure is not None:
             raise self._failure
@@ -139,7 +137,6 @@ class TrainerService:
                 self._failure = self._refusal_after(error)
 
     def route(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Return the handler of one of CALLS."""
 
         async def handle(request: web.Request) -> web.Response:
             message = read_message(CALLS[name], await request.read())
@@ -149,7 +146,7 @@ class TrainerService:
         return handle
 
     async def staged(self, request: web.Request) -> web.StreamResponse:
-        """Send an exported file or a Range of it to engines on other nodes."""
+        """Send an exported file or a Range of it to other nodes."""
         return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
     async def health(self) -> TrainerHealth:
@@ -213,7 +210,7 @@ class TrainerService:
         return await self.run(work)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the held weights in parallel with training. A restarted trainer copies them first."""
+        """Send the held weights in parallel with training."""
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
             await self.export()

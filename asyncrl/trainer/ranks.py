@@ -1,7 +1,7 @@
-"""Process group of the trainer, on one node or several: commands of rank 0, sums and agreements.
+"""Process group of the trainer: commands of rank 0, sums and agreements.
 
-The ranks' ports are neither encrypted nor authenticated, and torch.distributed.checkpoint unpickles their
-messages: a program that reaches them can run code. Keep the ranks in a private network.
+Keep the ranks in a private network: their ports are neither encrypted nor authenticated, and
+torch.distributed.checkpoint unpickles their messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Command:
 class Ranks:
     """Place of this process in the group. `mesh` is None without sharding.
 
-    Waits: every collective waits at most trainer.timeout_s for the other ranks, wait_command twice that.
+    Waits: a collective waits at most trainer.timeout_s, wait_command twice that.
     Invariant: all ranks make the same collective calls in the same order.
     """
 
@@ -64,7 +64,7 @@ class Ranks:
         self.is_first = rank == 0
 
     def with_own_group(self) -> Ranks:
-        """Return the same ranks for another thread's calls. Collective."""
+        """Return the same ranks for another thread. Collective."""
         group = dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
         return Ranks(self.rank, self.size, group=group, timeout=self._timeout)
 
@@ -80,7 +80,7 @@ class Ranks:
         return [json.loads(_to_bytes(text[:length])) for text, length in zip(texts, lengths, strict=True)]
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Run `work` and return its result. Raises Refused on all ranks if it does on one."""
+        """Return the result of `work`. Raises Refused on all ranks if it does on one."""
         answer, failure = list[T](), None
         try:
             answer = [work()]
@@ -101,7 +101,7 @@ class Ranks:
             dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
 
     def beat(self) -> None:
-        """Exchange a heartbeat with the waiting ranks, from rank 0 between commands."""
+        """Send a heartbeat to the waiting ranks."""
         dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self._commands)
         dist.all_reduce(torch.zeros(1), group=self._commands)
 
@@ -121,7 +121,7 @@ ONE_RANK = Ranks()
 
 
 def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
-    """Meet and connect to the other ranks, within spec.meet_s. Raises ConfigError."""
+    """Connect to the other ranks within spec.meet_s. Raises ConfigError."""
     size = spec.trainer.world_size
     is_cuda = device.type == "cuda"
     if spec.trainer.cpu_offload and not is_cuda:
@@ -132,7 +132,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
     timeout = timedelta(seconds=spec.trainer.timeout_s)
 
-    def select_device() -> None:  # for the calling thread
+    def select_device() -> None:
         if is_cuda:
             torch.cuda.set_device(spec.rank if spec.local_rank is None else spec.local_rank)
 
@@ -155,9 +155,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
 
 def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
-    """Meet in a file, or in a store at rank 0's address; return `connect(store)`. Raises ConfigError, which
-    names missing ranks.
-    """
+    """Meet in a file, or in a store at rank 0's address. Raises ConfigError that names missing ranks."""
     size = spec.trainer.world_size
     me = f"rank {spec.rank} ({spec.address})"
     where = spec.store or str(spec.staging_dir / RENDEZVOUS)
@@ -206,7 +204,7 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
-    """Return the error to report if a collective failed because a rank is gone, late or cut off."""
+    """Return the error to report if a collective failed because a rank is lost."""
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])

@@ -1,4 +1,4 @@
-"""Convert a checkpoint's weights into a model folder on the CPU, without the trainer's processes."""
+"""Convert a checkpoint's weights into a model folder on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ Shapes = Mapping[str, list[int]]
 def save_folder(
     model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
 ) -> None:
-    """Write a Hugging Face folder of `model` with these weights. Raises OSError."""
     with whole_folder(path) as unfinished:
         model.save_pretrained(unfinished, state_dict=weights)
         config_file = unfinished / "config.json"
@@ -83,9 +82,7 @@ def save_peft(
     dtype: str,
     chat_template: str | None,
 ) -> None:
-    """Write a saved state's adapters as a peft folder on the model `name`. Raises Refused, ConfigError,
-    OSError, SafetensorError.
-    """
+    """Write a saved state's adapters as a peft folder on the model `name`. Raises like save_model."""
     saved = read_state(state)
     assert saved.lora is not None, "the run trains adapters"
     adapters = _adapters(state, saved.shapes, getattr(torch, dtype))

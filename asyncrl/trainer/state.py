@@ -2,9 +2,9 @@
 
     __R_N.distcp    shards of rank R: float32 master weights, optimizer state, random generators
     .metadata       index of torch.distributed.checkpoint (DCP), a pickle
-    state.json      description of the tensors, and Progress
+    state.json      tensors and Progress
 
-DCP reshards: N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles the index.
+N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles the index.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ class Progress(BaseModel, frozen=True):
 
 
 class SavedState(BaseModel, frozen=True):
-    """state.json. `lora`: the LoraConfig, None if all weights are trained."""
-
     model_path: str
     lora: dict[str, Any] | None
     world_size: int
@@ -64,8 +62,7 @@ class SavedState(BaseModel, frozen=True):
 class TrainerState:
     """Saves and loads weights and optimizer, on all ranks together.
 
-    Life: begin_save -> `copying` ends, after which the sources may change -> `pending` ends -> begin_save
-    ...
+    Life: begin_save -> `copying` ends, then sources may change -> `pending` ends -> begin_save ...
     Invariant: a refused load changes nothing.
     """
 
@@ -89,7 +86,6 @@ class TrainerState:
             "no_dist": self._ranks.group is None,
         }
         self._host: dict[str, Tensor] = {}
-        # with cpu_offload the state is on the host
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
         self._is_lent = False
         self.copying: Future[None] | None = None
@@ -105,7 +101,7 @@ class TrainerState:
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
         """Copy the state to host memory during the next pass, then write it to the new folder `path`. The
-        Future raises Refused. `content_of` returns the values of an offloaded tensor.
+        Future raises Refused.
         """
         if self.pending is not None:
             wait([self.pending])
@@ -129,12 +125,12 @@ class TrainerState:
         return self.pending
 
     def wait_lent(self) -> None:
-        """Wait until no borrowed memory is written any more; call it after `copying`."""
+        """Wait until no borrowed memory is written; call it after `copying`."""
         if self._is_lent and self.pending is not None:
             wait([self.pending])
 
     def load(self, path: Path) -> Progress:
-        """Restore weights, optimizer and random generators; return the counts. Raises Refused."""
+        """Restore the state and return the counts. Raises Refused."""
         manifest = self._ranks.agree(lambda: self._fitting_manifest(path))
         rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
         if not manifest.has_cuda_rng:
@@ -163,7 +159,7 @@ class TrainerState:
     def _write(
         self, path: Path, live: dict[str, Tensor], manifest: SavedState, copying: Future[None]
     ) -> None:
-        """Write the copies on the writing thread, sharded like `live`, which is not read."""
+        """Write the copies on the writing thread."""
         try:
             # a rank without a copy would let the others wait in DCP
             self._ranks.agree(lambda: _wait_copied(copying))
@@ -246,7 +242,7 @@ def read_state(path: Path, who: str = "") -> SavedState:
 
 
 def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole float32 master weights of a folder by name. Raises Refused."""
+    """Yield whole float32 master weights by name. Raises Refused."""
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     _read_index(path)
     for names in cut(sizes, READ_BYTES):
@@ -285,7 +281,7 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path) -> Metadata:
-    """Read the index. Raises Refused with the reason, which DCP of torch 2.11 hides."""
+    """Read the index. Raises Refused with the reason, which DCP hides."""
     with _errors(path):
         return FileSystemReader(path).read_metadata()
 

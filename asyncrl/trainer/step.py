@@ -1,7 +1,6 @@
 """Learner that exports, saves and offloads its weights. All calls are collective; rank 0 writes files.
 
-Each export has a canary: logprobs of a short text, which engines recompute after loading. Rounding differs
-by 1e-5 nats in float32, hundredths in bfloat16.
+An export's canary is the logprobs of a short text, which engines recompute.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ CHUNK_FILE = "chunk.safetensors"
 
 
 class TrainStep(Learner):
-    """Learner whose weights are exported, saved and offloaded. Only a checkpoint may need offloaded parts."""
+    """Learner whose weights are exported, saved and offloaded."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         super().__init__(spec, ranks)
@@ -91,8 +90,8 @@ class TrainStep(Learner):
         return metrics
 
     def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
-        """Begin to export the current weights. The returned function waits, in any thread, and raises
-        OSError, or Refused if the weights give NaN.
+        """Begin an export. The returned function waits, in any thread, and raises OSError, or Refused for
+        NaN.
         """
         self._offload.need("export", "weights")
         canary = self._canary()
@@ -105,7 +104,7 @@ class TrainStep(Learner):
         return self.begin_export(path)()
 
     def before_change(self) -> None:
-        """Wait for exports and state copies; their callers get any errors."""
+        """Wait for exports and state copies."""
         readers: list[Future[Any] | None] = [self._exporting, self._state.copying]
         wait([reader for reader in readers if reader is not None])
 
@@ -129,8 +128,8 @@ class TrainStep(Learner):
         return moved
 
     def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write weights and tokenizer as a Hugging Face folder, or only the adapters as a peft folder.
-        Raises OSError, SafetensorError and Refused.
+        """Write a Hugging Face folder, or only the adapters as a peft folder. Raises OSError,
+        SafetensorError and Refused.
         """
         self._offload.need("save", "weights")
         adapters = None if merged else self._adapters
@@ -141,7 +140,7 @@ class TrainStep(Learner):
         if not self.ranks.is_first:
             gather_along(weights, self.dtype)
             return
-        gathered = in_export_dtype(weights, self.dtype)  # the other ranks gather too
+        gathered = in_export_dtype(weights, self.dtype)
         if adapters is None:
             tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
             save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
@@ -151,7 +150,7 @@ class TrainStep(Learner):
             save_adapter(path, gathered, self.spec.trainer.lora, base, commit)
 
     def begin_save_state(self, path: Path) -> Future[None]:
-        """Begin to write the state, offloaded or not, to the new folder `path`."""
+        """Begin to write the state to the new folder `path`."""
         progress = Progress.model_validate(self, from_attributes=True)
         return self._state.begin_save(progress, path, self._offload.content_of)
 
@@ -169,11 +168,11 @@ class TrainStep(Learner):
         self._note_restored(self.policy_version)
 
     def weights_digest(self) -> str:
-        """Return the digest of the trained float32 master weights."""
+        """Return the digest of the float32 master weights."""
         return digest_of(self._masters.named)
 
     def chunk_names(self, version: int, index: int) -> list[str]:
-        """Return the tensors that all ranks gather for this chunk, on rank 0. Raises Refused."""
+        """Return the tensors of this chunk, on rank 0. Raises Refused."""
         self._offload.need("export a chunk", "weights")
         assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
@@ -223,7 +222,7 @@ class TrainStep(Learner):
             self._adapters.keep_merged()
 
     def _lazy_weights(self) -> LazyWeights:
-        """Return all weights under the checkpoint's names; adapters are merged on access."""
+        """Return all weights by checkpoint name; adapters are merged on access."""
         merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
             weights = named_weights(self.policy.model)

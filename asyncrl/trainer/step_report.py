@@ -1,12 +1,12 @@
 """Metrics of a step, and its line of the trained record. Imports no torch.
 
-The trained record, trained.jsonl, has one JSON line per step: `version` (the batch turned it into version +
-1), `min_version`, `loss` (null if all steps were skipped), `num_loss_tokens`, and for each trajectory its
-ids, reward, `num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex digits of the sha256 of its int32
-token ids) and `spans`: [start, end, version] of loss tokens.
+trained.jsonl has one JSON line per step: `version` (the batch turned it into version + 1), `min_version`,
+`loss` (null if all steps were skipped), `num_loss_tokens`, and for each trajectory its ids, reward,
+`num_tokens`, `num_loss_tokens`, `tokens_sha` (16 hex digits of the sha256 of its int32 token ids) and
+`spans`: [start, end, version] of loss tokens.
 
-A line {"restored": v} voids earlier lines of version v and above. With "lost": [first, last], the lines of
-these versions are missing.
+A line {"restored": v} voids earlier lines of version v and above; lines of "lost": [first, last] are
+missing.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
 }
-"""FLOP/s by words of the device's name, first match, from NVIDIA's data sheets: dense bfloat16, float32
-without TF32."""
+"""Dense FLOP/s by words of the device's name, first match, from NVIDIA's data sheets."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -100,7 +99,7 @@ class StepMeter:
         self._stamps.append((phase, stamp))
 
     def count(self, flops: float, num_tokens: int = 0) -> None:
-        """Count a pass over a micro-batch; its packed tokens only with a backward pass."""
+        """Count a pass over a micro-batch."""
         self._flops += flops
         self._num_tokens += num_tokens
 
@@ -134,7 +133,7 @@ class StepMeter:
 
 
 def _peak_host_bytes() -> int:
-    """Return this process's peak memory, 0 if unknown; ru_maxrss would include the parent's."""
+    """Return peak memory, 0 if unknown; ru_maxrss would include the parent's."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
@@ -155,7 +154,7 @@ class Gap(NamedTuple):
 
 
 def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]) -> list[Gap]:
-    """Return the gap of all M fresh tokens, then of each known engine; [] if M is 0."""
+    """Return the gap of all M fresh tokens, then of each engine."""
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
     parts: list[tuple[int | None, npt.NDArray[np.float64]]] = [(None, gap_M)] if len(gap_M) else []
     parts += [(int(engine), gap_M[engine_M == engine]) for engine in np.unique(engine_M) if engine >= 0]
@@ -187,7 +186,7 @@ def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
 
 
 def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
-    """Return gaps above `limit`, largest first, as text; '' if none. NaN does not exceed it."""
+    """Return gaps above `limit`, largest first, as text, or ''."""
     judged = [gap for gap in gaps if gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS]
     above = [gap for gap in judged if gap.mean > limit]
     above.sort(key=lambda gap: (-gap.mean, gap.engine is None))
@@ -197,8 +196,8 @@ def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
 def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
     """Return entropy, distance and effective sample size of M >= 1 loss tokens before the update, in nats.
 
-    kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current -
-    behaviour) (http://joschu.net/blog/kl-approx.html). ess is (sum w)^2 / (M sum w^2), 1 on-policy.
+    kl_behaviour is the mean of w - 1 - log w, w = exp(current - behaviour)
+    (http://joschu.net/blog/kl-approx.html). ess is (sum w)^2 / (M sum w^2).
     """
     log_weight_M = current_M.astype(np.float64) - behaviour_M
     weight_M: npt.NDArray[np.float64] = np.exp(log_weight_M)
@@ -210,7 +209,7 @@ def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float3
 
 
 def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss: float) -> dict[str, Any]:
-    """Return a step's line. `has_loss` bool [N]: loss tokens, masks applied."""
+    """Return a step's line. `has_loss` bool [N]: after masks."""
     trajectories = []
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
@@ -233,23 +232,21 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
 
 
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
-    """Return [start, end, version] of each run of loss tokens with one version."""
+    """Return [start, end, version] of each run of loss tokens."""
     label = np.where(has_loss, versions, -1)
     edges = [0, *(np.flatnonzero(label[1:] != label[:-1]) + 1).tolist(), len(label)]
     return [[start, end, int(label[start])] for start, end in pairwise(edges) if label[start] >= 0]
 
 
 def hold_record(path: Path) -> None:
-    """Lock the record until this process ends, so that a killed run's trainer cannot append to it. Waits."""
+    """Lock the record until this process ends, against a killed run's trainer. Waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def note_restored(path: Path, version: int) -> None:
-    """Record that batches from `version` on are trained again, and which earlier lines are missing. Cuts an
-    incomplete last line.
-    """
+    """Record that batches from `version` on are trained again. Cuts an incomplete last line."""
     reached = -1
     for start, line in lines_from_end(path) if path.is_file() else ():
         if not line.endswith(b"\n"):

@@ -44,7 +44,7 @@ RECOVERED_TIMEOUT_S = 60.0
 LOST_STATUS = 503
 """Status of rank 0's answers after other ranks are lost."""
 RENDEZVOUS = "rendezvous"
-"""Staging file through which the ranks of one node meet; new ranks need a new file."""
+"""Staging file where the ranks of one node meet; new ranks need a new file."""
 _STORE = r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$"
 
 
@@ -56,42 +56,41 @@ class TrainerSpec(FrozenConfig):
     share: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of CUDA memory for torch (none = all free memory)."""
     seed: int = Field(default=0, ge=0)
-    """Seed of user losses and new adapters."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads per rank."""
+    """CPU threads per rank. On CPU the same number gives the same bits."""
     rank: int = Field(default=0, ge=0)
     local_rank: int | None = Field(default=None, ge=0)
     """Rank within its node, and CUDA device (none = rank)."""
     address: str = "127.0.0.1"
     """IPv4 address of its node; a placeholder until the process starts."""
     store: str = Field(default="", pattern=_STORE)
-    """ADDRESS:PORT of rank 0's store, for several nodes ('' = a staging file)."""
+    """ADDRESS:PORT of rank 0's store ('' = a staging file)."""
     meet_s: float = Field(default=240.0, gt=0)
-    """Timeout for meeting the other ranks; below the start timeout, so that the rank can report."""
+    """Timeout for meeting the other ranks, below the start timeout."""
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature: logprobs are of logits / temperature."""
+    """Sampling temperature."""
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
     """What /export writes: all weights, only adapters (lora), or a copy for /broadcast (nccl)."""
     is_file_wanted: bool = False
     """With transport=nccl: also write the file, for the eval engine."""
     weights_store: str = Field(default="", pattern=_STORE)
-    """With nccl on several nodes: ADDRESS:PORT of rank 0's store for engines ('' = a file)."""
+    """With nccl on several nodes: ADDRESS:PORT of rank 0's store for engines."""
     chunk_bytes: int = Field(default=2**28, ge=1)
     chunks: Literal["file", "memory", "memories"] = "file"
-    """Where /export_chunk writes: a safetensors file, or memory shared with engines on rank 0's device or
-    on every rank's."""
+    """/export_chunk writes a safetensors file, or memory shared with engines on rank 0's or every rank's
+    device."""
     canary_tokens: int = Field(default=0, ge=0)
-    """Tokens of the canary, 2 or more (0 = no canary); engines need space for one more."""
+    """Tokens of the canary, 2 or more (0 = no canary)."""
     measures_gap: bool = True
-    """Compare engine and trainer logprobs of fresh tokens; false for engines without a model."""
+    """Compare engine and trainer logprobs of fresh tokens."""
     staging_dir: Path
-    """Folder of exports in shared memory of rank 0's node, mode 0700."""
+    """Folder of exports in shared memory, mode 0700."""
     record_path: Path
     failed_dir: Path
-    """Folder for batches that give NaN. CPU ranks offload into a folder next to it."""
+    """Folder for batches that give NaN; CPU ranks offload next to it."""
     chat_template: Path | None = None
 
     @property
@@ -124,7 +123,7 @@ class TrainerClient:
         return self.policy_version
 
     async def begin_export(self) -> int:
-        """Begin to export the newest weights in parallel with the next step; return their version."""
+        """Begin to export the newest weights; return their version."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return (await self._call("/begin_export", b"", TrainerHealth)).policy_version
 
@@ -139,7 +138,7 @@ class TrainerClient:
             return await self._call("/export_chunk", request, ExportChunkResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the weights to the engines. Never repeated: the engines in the group have failed too."""
+        """Send the weights to the engines. Never repeated."""
         self._check_up()
         return await self._post("/broadcast", request, BroadcastResponse)
 
@@ -151,28 +150,27 @@ class TrainerClient:
         return await self._call("/onload", OffloadRequest(parts=list(parts)), TransferStats)
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write weights and tokenizer as a Hugging Face folder; not `merged`: adapters as a peft folder."""
+        """Write a Hugging Face folder; not `merged`: adapters as a peft folder."""
         with waiting(f"the saved weights of policy_version {self.policy_version}", on=self._caller.name):
             await self._call("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
-        """Begin to save the state into the new folder `path`; return its version. Never repeated. Raises
-        CheckpointError, TrainerLost.
+        """Begin to save the state; return its version. Never repeated. Raises CheckpointError,
+        TrainerLost.
         """
         with waiting(f"the copy of the state of policy_version {self.policy_version}", on=self._caller.name):
             saved = await self._post_state("/begin_save_state", StateRequest(path=str(path)))
         return saved.policy_version
 
     async def wait_save_state(self) -> None:
-        """Wait until the state is on disk. Raises like begin_save_state."""
         with waiting("the state of the trainer on disk", on=self._caller.name):
             await self._post_state("/wait_save_state", b"")
 
     async def recover(
         self, state: Path | None, batches: Callable[[], AsyncIterator[Batch]], on_step: OnStep
     ) -> None:
-        """Load a checkpoint's state (None: keep the start) and train on `batches()`; start over if the
-        trainer dies. `on_step` sees each batch once.
+        """Load a state (None: keep the start) and train on `batches()`; start over if the trainer dies.
+        `on_step` sees each batch once.
         """
         reported = -1
 
@@ -185,7 +183,7 @@ class TrainerClient:
         await self._retried(lambda: self.catch_up(state, batches(), once))
 
     async def catch_up(self, state: Path | None, batches: AsyncIterator[Batch], on_step: OnStep) -> None:
-        """Load a state and train on these batches, without repeating lost calls."""
+        """Load a state and train, without repeating lost calls."""
         with waiting("the journaled batches to be trained on again", on=self._caller.name, who="catching up"):
             if state is not None:
                 await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
@@ -195,14 +193,12 @@ class TrainerClient:
         self._reached(max(health.policy_version, self.policy_version))
 
     async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
         await self._caller.aclose()
 
     async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
         return await call()
 
-    def _check_up(self) -> None:
-        """Raise TrainerLost during a restart."""
+    def _check_up(self) -> None: ...
 
     async def _call(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
         return await self._retried(lambda: self._post(path, body, answer))
@@ -257,9 +253,7 @@ class TrainerClient:
 
 
 def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
-    """Return header and packed arrays of a batch, ordered by group, sample and branch. Raises TrainerError
-    for trajectories with contradictory spans.
-    """
+    """Return a batch ordered by group, sample and branch. Raises TrainerError for contradictory spans."""
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     headers = list[TrajectoryHeader]()
     grammars = dict[str, int]()
@@ -326,7 +320,7 @@ def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDAr
 
 
 def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | None:
-    """Return the experts of all tokens, NO_EXPERT if unknown; None if all are unknown."""
+    """Return experts, NO_EXPERT if unknown; None if all are unknown."""
     width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
     if width is None:
         return None
@@ -339,9 +333,7 @@ def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | Non
 
 
 def _teacher_logprobs(trajectory: Trajectory) -> npt.NDArray[np.float32]:
-    """Return the teacher's logprobs; grammar-constrained tokens get the behaviour's, since the teacher saw
-    no grammar.
-    """
+    """Return the teacher's logprobs; grammar-constrained tokens get the behaviour's."""
     assert trajectory.teacher_logprobs is not None
     logprobs = trajectory.teacher_logprobs.copy()
     for span in trajectory.grammars:

@@ -1,5 +1,3 @@
-"""Branches of a rollout, with the reward of each token."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +19,7 @@ Path = list["ChatNode"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """A chat with its answer. `key`: in a Chain; `text`: of all ids, None if the template writes another."""
+    """A chat with its answer. `key`: in a Chain; `text`: of all ids, or None."""
 
     num_messages: int
     key: bytes
@@ -32,9 +30,9 @@ class RecordedChat:
 class ChatNode:
     """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
 
-    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `name`:
-    id of the answer. `order`: (number of the call, choice). `path_hash`: of all_ids(), as little-endian
-    int32. A prompt of ids has no `chat`. Not `is_trained`: its tokens are context.
+    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token.
+    `order`: (number of the call, choice). `path_hash`: of all_ids(). A prompt of ids has no `chat`. Not
+    `is_trained`: context.
     """
 
     name: str
@@ -74,7 +72,7 @@ class ChatNode:
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """Return a sort key that depends neither on arrival nor on engine."""
+        """Return a sort key independent of arrival and engine."""
         spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
         ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
@@ -91,11 +89,10 @@ class ChatNode:
 
 
 def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-    """Return the branches, ordered by ids. Each sampled token has its loss in the first branch that contains
-    it.
+    """Return the branches, ordered by ids. A sampled token has its loss in the first branch that contains it.
 
     Order and unit numbers depend only on contents, since concurrent calls arrive in any order. Raises
-    RolloutFailure if nothing trained was sampled or the outcome names wrong completions.
+    RolloutFailure.
     """
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_trained])
@@ -123,7 +120,6 @@ def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome,
 
 
 def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
-    """Sort nodes by contents. A continued completion follows an equal one."""
     parents = {node.parent for node in nodes}
     reward = {**outcome.branch_rewards, **outcome.turn_rewards}
     own = {}

@@ -24,7 +24,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "addition
 
 def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> Prefill:
     """Return the beginning of an answer that forces the requested tool call. Empty if the model may think
-    first. Raises ApiError.
+    first.
     """
     if not isinstance(asked, ChatRequest) or not asked.tools:
         return no_prefill
@@ -46,7 +46,6 @@ def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTok
 def grammar_of(
     asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer, *, prefill: str, prompt: str
 ) -> str | None:
-    """Return the answer's grammar; None if unconstrained. Raises ApiError."""
     if not isinstance(asked, ChatRequest):
         return None
     rules = _Rules(tokenizer, tool_format)
@@ -89,8 +88,6 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
 
 
 class _Rules:
-    """Rules of one grammar, in llguidance's Lark."""
-
     def __init__(self, tokenizer: GatewayTokenizer, tool_format: ToolFormat) -> None:
         self._tokenizer = tokenizer
         self._format = tool_format
@@ -106,7 +103,6 @@ class _Rules:
         return self.json(given.get("schema") or ANY_OBJECT, is_strict=_is_strict(given))
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        """Add a schema. Unless strict, keywords unknown to llguidance are ignored."""
         self._num_bytes += len(to_json(schema))  # a tenth of the time of the lines below
         if self._num_bytes > MAX_GRAMMAR_BYTES:
             what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
@@ -118,7 +114,6 @@ class _Rules:
             raise invalid("A schema is nested too deep.") from None
 
     def calls(self, tools: Sequence[Mapping[str, Any]], prefill: str, *, is_one: bool) -> str | None:
-        """Add forced calls; None if the format has no grammar."""
         written: list[tuple[str, str]] = []
         for tool in tools:
             around = self._format.around(tool["name"])
@@ -158,7 +153,6 @@ class _Rules:
         return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", "SPACE: /[ \\t\\r\\n]*/", *self._rules])
 
     def spelled(self, text: str) -> str:
-        """Quote text in Lark, with special tokens as tokens."""
         pattern = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return " ".join(
@@ -183,7 +177,6 @@ class _Rules:
 
 
 NUM_CHECKING = 4
-"""Limit of parallel checks; each takes a process and a core."""
 _NUM_KNOWN = 1024
 
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 Marks = tuple[str, str]
-"""Opening and closing text of a thought. A template may write the first into the prompt."""
+"""Opening and closing text of a thought."""
 
 THINKING: Marks = ("<think>", "</think>")
 
@@ -18,14 +18,13 @@ def opens_thought(prompt: str, marks: Marks) -> bool:
 
 
 def close_thought(prompt: str, marks: Marks) -> str:
-    """Return the text that closes the prompt's open thought."""
     if not opens_thought(prompt, marks):
         return ""
     return f"\n{marks[1]}\n\n" if prompt.endswith("\n") else marks[1]
 
 
 def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
-    """Return (thought, rest of the content), stripped. The opening mark may be missing."""
+    """Return (thought, rest of the content). The opening mark may be missing."""
     begin, end = marks
     content = str(message.get("content") or "")
     apart = str(message.get("reasoning_content") or "").strip()
@@ -43,12 +42,10 @@ def overlap(text: str, marker: str) -> int:
 
 
 class ReasoningSplitter:
-    """Split a streamed answer into its leading thought and the text after it, in final pieces.
+    """Split a streamed answer into its leading thought and the text after it.
 
     Marks and white space around the thought are dropped. An unclosed thought takes the whole answer. An
     answer is all text unless it begins with the opening mark or the prompt ends with it (`is_open`).
-
-    The joined pieces do not depend on the split into feeds.
     """
 
     def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
@@ -63,7 +60,6 @@ class ReasoningSplitter:
         return self._has_thought and self._state in ("between", "behind")
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the final new pieces (thought, text after it)."""
         self._held += text
         thought = ""
         if self._state == "before":

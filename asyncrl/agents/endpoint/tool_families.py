@@ -162,7 +162,6 @@ def _lfm2(outer: str = "") -> MarkedFormat:
 
 
 _LFM2_RAW = r"'(?P<raw>.*?)'(?=\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z))))"
-"""Texts without escapes, as in some LFM 2.5 templates."""
 
 
 def _gpt_oss() -> ChannelFormat:
@@ -207,9 +206,7 @@ def _muse_glimmer() -> ChannelFormat:
 
 @cache
 def families() -> list[tuple[tuple[str, ...], ToolFormat]]:
-    """Return (substrings of chat templates, format). The first match counts. Without a match, a name means
-    its last format.
-    """
+    """Return (substrings of chat templates, format); the first match counts, or the last format of a name."""
     smol_lm2, hermes = _hermes()
     deepseek_v3, deepseek = _deepseek()
     mistral_v11, mistral = _mistral()
@@ -251,8 +248,8 @@ NO_TOOLS = (
 
 
 def find_tool_format(name: str, template: str, response_template: Any = None) -> ToolFormat:
-    """Return the format `name`; auto: the format that the chat template shows, else the tokenizer's response
-    template, else none. Raises ConfigError.
+    """Return the format `name`. auto: by the chat template, else the tokenizer's response template. Raises
+    ConfigError.
     """
     if ":" in name:
         return UserFormat.of(name)

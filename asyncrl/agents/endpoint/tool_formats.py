@@ -1,4 +1,4 @@
-"""Kinds of tool-call formats, and their parsers."""
+"""Tool-call formats and their parsers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 
 MAX_TOOLS = 128
-"""Limit of tools in a request and of calls in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """`content`: text outside the calls, None if empty; without calls, the whole answer verbatim."""
+    """`content`: text outside the calls, None if empty."""
 
     content: str | None
     tool_calls: tuple[ToolCall, ...] = ()
@@ -41,30 +40,27 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Parser of one tool-call format. This base, `none`, finds no calls."""
+    """Format without calls, and base of others."""
 
     name: str = "none"
     marks: Sequence[str] = ()
     call: str = ""
-    """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS. Empty if a call cannot be forced.
-    """
+    """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS. Empty: no call can be forced."""
     _: KW_ONLY
     close: str | None = None
-    """Text that ends each call."""
     joint: str | None = None
-    """Text between two calls; None: one call per answer."""
+    """Text between calls; None: one call per answer."""
     thinking: Marks = THINKING
     refusal: str = ""
-    """Reason to refuse tools, if any."""
 
     @property
     def opens(self) -> Sequence[str]:
-        """Markers of calls and thoughts, which AnswerText(keep_special=opens) shows."""
+        """Markers of calls and thoughts."""
         return (*self.marks, *self.thinking)
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Parse a whole answer, including its prefill. An answer with a malformed call is all text. `tools`
-        give unquoted arguments their types.
+        """Parse a whole answer. An answer with a malformed call is all text. `tools` give unquoted arguments
+        their types.
         """
         try:
             content, calls = self._read(text, tools)
@@ -73,25 +69,25 @@ class ToolFormat:
         return ParsedAnswer(content or None, tuple(calls)) if calls else ParsedAnswer(text)
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
-        """Return (text outside the calls, calls). Raises MALFORMED errors."""
+        """Raise MALFORMED errors."""
         return text, ()
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        """Return (final text from `start` on, the next start). A possible call is held back. The joined
-        pieces are a prefix of parse(...).content.
+        """Return (final text from `start` on, the next start). The joined pieces are a prefix of
+        parse(...).content.
         """
         return text[start:], len(text)
 
     def prefill(self, name: str | None) -> str | None:
-        """Return the beginning of an answer that forces a call of this tool, or of any; None if not
-        supported. It must not end with a space, part of the next token.
+        """Return the beginning of an answer that forces a call of this or any tool. It must not end with a
+        space, part of the next token.
         """
         head = self.call.partition("ARGUMENTS")[0]
         head = head.partition("NAME")[0] if name is None else head.replace("NAME", name)
         return head.rstrip() or None
 
     def around(self, name: str) -> tuple[str, str] | None:
-        """Return the text around a call's JSON arguments; None if they are not JSON."""
+        """Return the text around a call's JSON arguments."""
         head, found, tail = self.call.partition("ARGUMENTS")
         return (head.replace("NAME", name), tail) if found else None
 
@@ -110,8 +106,6 @@ def _show_until(marker: str, text: str, start: int) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class MarkedFormat(ToolFormat):
-    """Calls after the first of `marks`, with text before and between."""
-
     read: ReadCalls = json_calls("")
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
@@ -171,8 +165,8 @@ _START, _MESSAGE = "<|start|>assistant", "<|message|>"
 class ChannelFormat(ToolFormat):
     """Messages with a head that names their channel: a thought, a call, or the user.
 
-    `head`: pattern with a group `thought` or `call`, none for the user. `ends`: possible ends of a message.
-    `read`: returns the calls of (head, body, tools).
+    `head`: pattern with a group `thought` or `call`, none for the user. `read`: returns the calls of (head,
+    body, tools).
 
     Thoughts are dropped, because the templates refuse them when sent back. From an unreadable message on, or
     from the first call if a later message is unreadable, all text is content.
@@ -219,7 +213,7 @@ class ChannelFormat(ToolFormat):
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         pieces: list[str] = []
         shown = start
-        with contextlib.suppress(ValueError):  # an incomplete or invalid head
+        with contextlib.suppress(ValueError):
             for _, channel, body, end, behind in self._messages(text, max(text.rfind(_START, 0, start), 0)):
                 if channel == "call":
                     break
@@ -233,7 +227,7 @@ class ChannelFormat(ToolFormat):
         return "".join(pieces), shown
 
     def _messages(self, text: str, at: int) -> Iterator[tuple[str, str | None, int, int, int]]:
-        """Yield (head, channel, start and end of the body, next start). Raises ValueError."""
+        """Yield (head, channel, start and end of the body, next start)."""
         while at < len(text):
             start = at + (len(_START) if text.startswith(_START, at) else 0)
             body = text.find(_MESSAGE, start)
@@ -252,7 +246,7 @@ class ChannelFormat(ToolFormat):
 
 @dataclass(frozen=True)
 class ResponseTemplateFormat(ToolFormat):
-    """`response_template` of a tokenizer, parsed by transformers. Text after the first call is dropped."""
+    """`response_template` of a tokenizer, parsed by transformers."""
 
     name: str = "response_template"
     _: KW_ONLY
@@ -260,7 +254,7 @@ class ResponseTemplateFormat(ToolFormat):
 
     @classmethod
     def of(cls, template: Any) -> ResponseTemplateFormat:
-        """Raise ConfigError if the template parses no tool calls."""
+        """Raise ConfigError if the template parses no calls."""
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -301,16 +295,13 @@ USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), 
 
 @dataclass(frozen=True)
 class UserFormat(ToolFormat):
-    """User-defined `parse(text)` of a whole answer. A ValueError marks a malformed call. Answers stream in
-    one piece.
-    """
+    """User-defined `parse(text)` of a whole answer."""
 
     _: KW_ONLY
     function: Callable[[str], Any]
 
     @classmethod
     def of(cls, spec: str) -> UserFormat:
-        """Import the function `spec`. Raises ConfigError."""
         found = load_function(spec, "gateway.tool_format", usage=USAGE, arguments=("",))
         return cls(name=spec, function=found)
 

@@ -14,18 +14,17 @@ from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import WorkItem
 
 WorkerId = tuple[str, str]
-"""Worker name, and a random text of its process."""
+"""(name, random text of the process)."""
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
-    """Return a 403 for a session's key, which sets no reward."""
     why = f"This key samples and sets no reward: generator.outcomes={outcomes} says where rewards come from."
     return ApiError(403, why, code="outcome_refused", headers=NO_RETRY)
 
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """`started` is called whenever a worker takes the item, `ended` once, with the result."""
+    """`started` may be called repeatedly, `ended` once."""
 
     item: WorkItem
     started: Callable[[], None]
@@ -50,9 +49,9 @@ class WorkItems:
     """Work items between run() and their end.
 
     Life: queued -> held -> ended, by a result, by its worker's silence, or withdrawn. An item that never
-    reached its worker returns to the front of the queue.
+    reached its worker is queued first again.
 
-    Invariant: every item ends once, in _end; a held item is in `held` of one worker.
+    Invariant: every item ends once, in _end.
     """
 
     def __init__(self, outcomes: Outcomes) -> None:
@@ -80,7 +79,7 @@ class WorkItems:
         self.workers.setdefault(worker_id, WorkerRecord()).last_seen_s = now_s
 
     def ask(self, worker_id: WorkerId, number: int, holding: Collection[str]) -> bool:
-        """Begin a request for work; return false for an old one. Requeue items lost in transit."""
+        """Return false for an old request. Requeue items lost in transit."""
         worker = self.workers[worker_id]
         if number <= worker.last_number:
             return False
@@ -109,7 +108,7 @@ class WorkItems:
         return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
 
     def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> str | None:
-        """Accept a worker's result, as far as `outcomes` allows. Return the reason for a refusal."""
+        """Accept a worker's result, or return the reason for a refusal."""
         item = self._items.get(item_id)
         if item is None or item.worker != worker_id:
             return self._why(item_id)
@@ -119,9 +118,7 @@ class WorkItems:
         return None
 
     def find_postable(self, key: str) -> QueuedItem:
-        """Return the item whose outcome is posted with this key. Raises ApiError: 401 for an unknown key, 403
-        for a session's key, 410 for an ended item.
-        """
+        """Raise ApiError: 401 for an unknown key, 403 for a session's key, 410 for an ended item."""
         item = self._by_key.get(key)
         if item is None:
             raise self._ended.error(key)

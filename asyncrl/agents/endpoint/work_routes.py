@@ -1,4 +1,4 @@
-"""HTTP routes that give work items to harness workers, which long-poll."""
+"""HTTP routes for harness workers, which long-poll."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
 Handler = Callable[[Request], Awaitable[Message]]
 CHECKS_PER_LEASE = 20
 LATE_S = 1.0
-"""A check this late means that this process was stopped; it reads waiting messages first."""
+"""A check this late means that this process was stopped."""
 
 _WITHDRAWN = "the rollout ran past rollout.timeout_s, its group was requeued, or the run ends"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RolloutQueue:
-    """WorkQueue for harness workers, on the gateway's port.
+    """WorkQueue for harness workers.
 
     Waits: run waits for a result, or until its worker has been silent for lease_timeout_s of running event
-    loop. A /work/take poll waits for work, MAX_WAIT_S at most. wait_no_workers waits until the last worker
-    has left or is dropped.
+    loop. A /work/take poll waits for work, MAX_WAIT_S at most.
 
     Invariant: each run() ends once, by its worker's one accepted result or by a RolloutFailure.
     """
@@ -66,7 +65,7 @@ class RolloutQueue:
         self._last_seen_s = self._clock()
         self._is_closed = False
         self.is_over = False
-        """The run is done: workers are dismissed. Set before aclose."""
+        """Workers are dismissed. Set before aclose."""
         self._num_given = 0
         self._num_lost = 0
 
@@ -85,12 +84,11 @@ class RolloutQueue:
         return f"harnesses ({queued} wait for a worker, {held} run on {workers} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Run the work on a worker. `started` is repeated if the item never reached the first worker."""
         item = self._make_item(work)
         done: asyncio.Future[Outcome | RolloutFailure] = asyncio.get_running_loop().create_future()
 
         def ended(result: Outcome | RolloutFailure) -> None:
-            if not done.done():  # otherwise run() was just cancelled
+            if not done.done():
                 done.set_result(result)
 
         self._items.add(QueuedItem(item, started, ended))
@@ -116,14 +114,13 @@ class RolloutQueue:
         self._takers |= {key: take, sampling_key: None}
 
     async def aclose(self) -> None:
-        """Answer waiting polls, and give out no more work; accept results. Idempotent."""
+        """Answer waiting polls, and give out no more work; accept results."""
         self._is_closed = True
         self._wake()
         if self._silence is not None:
             self._silence.cancel()
 
     async def wait_no_workers(self) -> None:
-        """Wait until all workers have left. After aclose, silent workers are not dropped."""
         while self._items.workers:
             await self._changed.wait()
 
@@ -149,7 +146,7 @@ class RolloutQueue:
 
     async def _take(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.TakeRequest)
-        if self._is_closed and not self.is_over:  # after an empty answer it would ask again at once
+        if self._is_closed and not self.is_over:  # it would ask again at once
             raise Refused(503, "the run ends", way_out="wait until it is started again.")
         self._items.workers[worker_id].slots = message.slots
         is_new = self._items.ask(worker_id, message.number, message.holding)
@@ -165,11 +162,10 @@ class RolloutQueue:
     async def _wait_items(
         self, request: Request, message: wire.TakeRequest, worker_id: WorkerId
     ) -> list[QueuedItem]:
-        """Return no items after the time limit, or if the worker asked again or left."""
         worker = self._items.workers[worker_id]
         wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
         until_s = asyncio.get_running_loop().time() + wait_s
-        self._wake()  # items lost in transit are queued again; an older poll of this worker ends
+        self._wake()  # ends this worker's older poll
         while True:
             is_known = self._items.workers.get(worker_id) is worker and worker.last_number == message.number
             if self._is_closed or not is_connected(request) or not is_known:
@@ -228,7 +224,6 @@ class RolloutQueue:
         return message, worker_id
 
     def _check_silence(self, due_s: float) -> None:
-        """Drop silent workers, and schedule the next check."""
         now_s = self._clock()
         if now_s - due_s < LATE_S:
             for worker_id, worker in list(self._items.workers.items()):

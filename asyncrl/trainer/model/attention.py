@@ -1,9 +1,7 @@
 """Attention over packed tokens without padding; shared prefixes are computed once (tree.py).
 
-Partial results are merged exactly by their log-sum-exps. In the backward pass each flash kernel gets the
-merged output and log-sum-exp, so the gradients add up exactly.
-
-Kernels: flash attention on CPU and, for bfloat16 and float16, on CUDA; otherwise SDPA per sequence.
+Partial results are merged by their log-sum-exps; each flash kernel's backward pass gets the merged output
+and log-sum-exp, so the gradients add up exactly.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ def attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim]. Plain SDPA without a
-    layout.
-    """
+    """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
     layout: Layout | Tensor | None = options.pop("packed_layout", None)
     windows: set[int] = options.pop("windows_seen", set())
     if layout is None:
@@ -89,7 +85,6 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, 
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Compute packed_attention with SDPA, for any device and dtype."""
     output = torch.empty_like(query)
     for runs in layout.rows:
         own = slice(runs[-1][0], sum(runs[-1]))
@@ -135,7 +130,7 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
 def _merged_backward(
     tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float
 ) -> list[Tensor]:
-    """Return the inputs' gradients. `tensors`: output gradient, query, key, value, output."""
+    """Return gradients. `tensors`: output gradient, query, key, value, output."""
     _, *inputs, _ = tensors
     query = inputs[0]
     run = _backward_cuda if query.is_cuda else _backward_cpu
@@ -154,7 +149,7 @@ def _merged_backward(
 
 
 def number_of(layout: Layout) -> Tensor:
-    """Return an int64 number for the layout, which must be kept until the backward pass has run."""
+    """Return a number for the layout, which must be kept until the backward pass has run."""
     number = next(_numbers)
     _layouts[number] = layout
     return torch.tensor(number)
@@ -162,7 +157,7 @@ def number_of(layout: Layout) -> Tensor:
 
 @torch.library.custom_op("asyncrl::packed_attention", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return packed_attention as [1, N, H, D], and its log-sum-exp [1, N, H]."""
+    """Return output [1, N, H, D] and log-sum-exp [1, N, H]."""
     # Contiguous heads per token gather faster.
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
     output, logsum = _merged(query, key, value, _layouts[int(number)], scale)
@@ -241,7 +236,7 @@ def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
 
 
 def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q]. `tensors`: query, key, value."""
+    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q]."""
     query, key, value = tensors
     tiles = call.tiles
     if tiles is None:
@@ -260,7 +255,6 @@ def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) ->
 def _backward_cpu(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return gradients of query, key and value. `tensors` as in _merged_backward."""
     tiles = call.tiles
     if tiles is None:
         own, keys = call.queries, call.keys

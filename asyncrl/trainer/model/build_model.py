@@ -33,13 +33,12 @@ log = logging.getLogger("asyncrl.trainer")
 
 
 class MasterWeights:
-    """Named float32 weights for the optimizer, under a bfloat16 model; gradients are summed in float32.
+    """Float32 weights for the optimizer, under a bfloat16 model.
 
-    Invariant: outside of a step the model's weights are the masters, rounded to its dtype.
+    Invariant: outside of a step the model's weights are the rounded masters.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Convert `model`, which holds float32 weights, to `dtype`."""
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.then: Callable[[], None] = lambda: None
         if dtype == torch.float32:
@@ -81,7 +80,7 @@ def sharded_policy(
     policy: Policy, ranks: Ranks, dtype: torch.dtype, whole: nn.Module | None, *, is_offloaded: bool
 ) -> Policy:
     """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model. Shards and gradient sums
-    are float32; each decoder layer is gathered in the run's dtype.
+    are float32; layers are gathered in the run's dtype.
     """
     assert ranks.mesh is not None
     options: dict[str, Any] = {
@@ -146,7 +145,7 @@ def should_compile(
 
 
 class TrainedModel:
-    """Models and weights of a trainer. `reference`: initial weights for a KL divergence, if needed."""
+    """Models and weights of a trainer. `reference`: initial weights for a KL divergence."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
         """Raises ConfigError."""
@@ -154,7 +153,6 @@ class TrainedModel:
         self.reference: Policy | None = None
         limit_memory(self.device, spec.share)
         if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
-            # every micro-batch has another shape
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         model, whole, self.adapters = _load(spec, ranks, self.device, self.dtype)
         if self.device.type == "cuda":
@@ -195,7 +193,7 @@ class TrainedModel:
 def _load(
     spec: TrainerSpec, ranks: Ranks, device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Any, Adapters | None]:
-    """Return the model (on `meta` if sharded), rank 0's whole model, and adapters."""
+    """Return the model (on `meta` if sharded), rank 0's whole model, adapters."""
     whole: Any = None
     if ranks.mesh is None or ranks.is_first:
         whole = load_model(spec, dtype)
@@ -208,24 +206,23 @@ def _load(
         return model, whole, None
     adapters = Adapters(model, spec.trainer.lora, dtype)
     if whole is not None and whole is not model:
-        Adapters(whole, spec.trainer.lora, dtype)  # drawn here, then scattered
+        Adapters(whole, spec.trainer.lora, dtype)
     return model, whole, adapters
 
 
 class RouterReplay:
     """Replays the engine's experts in the trainer (R3, https://arxiv.org/abs/2510.11370), weighted by the
-    model's own logits. Call with routing int32 [N, E] or None; unknown choices are the model's own.
+    model's own logits. Call with routing int32 [N, E] or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ConfigError if the model has no experts."""
         self._routers = routers_of(model)
         if not self._routers:
             what = f"algorithm.router_replay=true, and {type(model).__name__} has no routers"
             raise ConfigError(what, way_out="set algorithm.router_replay=false: each token has one way.")
         self._sizes = [int(router.top_k) for router in self._routers]
         for router in self._routers:
-            # One function with tensor arguments, so that torch.compile builds one graph for all layers.
+            # One function, so that torch.compile builds one graph for all layers.
             router.forward = MethodType(_route, router)
         self(None)
 
@@ -267,7 +264,7 @@ class _Chosen(TorchFunctionMode):
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters, except those kept in float32. Buffers stay: rotary embeddings must not be rounded."""
+    """Cast parameters, not buffers: rotary embeddings must not be rounded."""
     kept = float32_names(model)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)

@@ -1,5 +1,5 @@
-"""Faster layers: compiled on CUDA; on CPU in float32 with closed-form gradients of RMS norm and rotary
-embedding. A part is replaced only if its bytecode equals Llama's.
+"""Faster layers: compiled on CUDA; on CPU in float32 with closed-form gradients, if their bytecode equals
+Llama's.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def fuse(model: nn.Module) -> None:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """Return the blocks that transformers never splits over devices, innermost first."""
+    """Return the blocks that transformers never splits over devices."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
 def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Return why compile_layers() cannot handle the model, or ""."""
+    """Return why compile_layers() is impossible, or ""."""
     layers = layers_of(model)
     if not layers:
         return "it has no layers that torch.compile could take one by one"
@@ -73,8 +73,8 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
 
 
 def compile_layers(model: Any) -> None:
-    """Compile each layer's forward pass: one graph per kind of layer for any number of tokens. Raises for
-    uncompilable code. Float32 routers stay uncompiled, since no graph can contain their FSDP hooks.
+    """Compile one graph per kind of layer. Raises for uncompilable code. Float32 routers stay uncompiled,
+    since no graph can contain their FSDP hooks.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)

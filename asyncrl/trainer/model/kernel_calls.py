@@ -1,6 +1,4 @@
-"""Attention-kernel calls of a layout. On CPU many short paths share masked tiles, which cost less than
-calls.
-"""
+"""Attention-kernel calls of a layout. On CPU many short paths share masked tiles."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ TILE_SIZES = (32, 64)
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Short paths in B rows of Q queries with K keys. `real_queries` and `no_queries` index the used and
-    unused places; `mask` [B, 1, Q, K] is added to the scores.
-    """
+    """Short paths in B rows of Q queries with K keys; `mask` [B, 1, Q, K] is added to the scores."""
 
     num_rows: int
     query_R: Tensor
@@ -36,7 +32,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Tokens `queries` attend to tokens `keys`, in sequences of these lengths, or in tiles."""
+    """Tokens `queries` attend to tokens `keys`."""
 
     queries: Places
     keys: Places
@@ -48,7 +44,7 @@ class KernelCall:
 
 @lru_cache(maxsize=16)
 def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    """Return the calls: on CUDA one per pass; on CPU the tiles, then one per remaining piece."""
+    """Return the calls: on CUDA one per pass; on CPU tiles, then remaining pieces."""
     if device.type != "cpu":
         passes = layout.passes
         return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in passes)
@@ -123,7 +119,7 @@ def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> Ker
 
 
 def _rows_of(paths: list[Piece], left: list[list[Stretch]], size: int) -> list[list[int]]:
-    """Return path indices by row, first-fit decreasing, with at most 2 * `size` earlier keys per row."""
+    """Return path indices by row, first-fit decreasing."""
     rows, rooms, lefts = list[list[int]](), list[int](), list[set[Stretch]]()
     for index in sorted(range(len(paths)), key=lambda index: -paths[index].num_queries):
         length, own = paths[index].num_queries, set(left[index])
@@ -157,7 +153,7 @@ def _gathered(places: list[slice], device: torch.device) -> Places:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device without waiting; pinned for CUDA."""
+    """Copy without waiting; pinned for CUDA."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,8 @@
 """Assign the sequences of an optimizer step to the micro-batches of all ranks.
 
-The plan minimizes the sum over micro-steps of the slowest rank's cost. Every rank computes the same plan:
-first-fit decreasing gives the number of micro-batches; longest processing time first (Graham 1969) assigns
-sequences by cost; micro-batches sorted by cost form micro-steps. Neighbors in a prefix tree stay together
-as bundles, whose best size is searched.
+The plan minimizes the sum over micro-steps of the slowest rank's cost. Every rank computes it: first-fit
+decreasing, then longest processing time first (Graham 1969), then micro-batches sorted by cost. Neighbors
+in a prefix tree stay together as bundles.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
 
 @dataclass(frozen=True)
 class PassSize:
-    """Packed tokens, (token, key) pairs, and output-head tokens of a pass."""
-
     num_tokens: int
     num_pairs: int
     num_targets: int
@@ -33,7 +30,7 @@ class PassSize:
 @dataclass(frozen=True)
 class Costs:
     """FLOPs per key of a query, and of the output head per loss token, relative to a token in all linear
-    layers; the fraction `trained` gets a gradient.
+    layers.
     """
 
     key: float
@@ -47,7 +44,7 @@ class Costs:
 
     def flops(self, size: PassSize, *, has_backward: bool) -> float:
         """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B), counting
-        only the causal half of the pairs; recomputation counts once.
+        the causal half of the pairs, and recomputation once.
         """
         linear = size.num_tokens + self.loss_token * size.num_targets
         attention = self.key * size.num_pairs
@@ -57,7 +54,7 @@ class Costs:
 
 
 def costs_of(model: Any) -> Costs:
-    """Return the costs of a Hugging Face model, with only a token's active experts."""
+    """Return the costs of a model, with only a token's active experts."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", embedding)
@@ -90,7 +87,7 @@ def _active_part(name: str, config: Any) -> float:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences of a group that stay together. `common_*`: of the whole group's prefix."""
+    """Sequences of a group that stay together."""
 
     group: int
     sequences: tuple[TokenRange, ...]
@@ -145,9 +142,7 @@ def assign(
     max_tokens: int,
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
-    """Return the sequences of each rank in each micro-step, at most `max_tokens` packed tokens or a single
-    sequence.
-    """
+    """Return the sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
     if not groups:
         return []
     trees = [GroupTree(number, group, token_ids, costs) for number, group in enumerate(groups)]
@@ -181,7 +176,7 @@ def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
 
 
 def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
-    """Return filled bins, largest item first, or None if something does not fit."""
+    """Return filled bins, or None if something does not fit."""
     tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
     is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
     bins = [Bin() for _ in range(num_bins)]

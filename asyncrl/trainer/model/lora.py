@@ -28,7 +28,7 @@ ADAPTER = "default"
 
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
-    """Return full names of the layers to adapt. Raises ConfigError that lists the model's layers."""
+    """Return full names of the layers to adapt. Raises ConfigError."""
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linear = [name for name, one in modules.items() if isinstance(one, nn.Linear) and one is not head]
@@ -58,7 +58,7 @@ class MergedLinear(lora.Linear):
     """A peft layer that merges W + scale * B A once per push and rounds it, as engines do.
 
     Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16 step do not reach
-    the engine. With scale 0 it is the base layer.
+    the engine.
     """
 
     kept: Tensor | None
@@ -112,17 +112,16 @@ class _MergedLinear(torch.autograd.Function):
 
 
 class Adapters:
-    """Adapters of one model, made before the policy and the optimizer; only they are trained."""
+    """Adapters of one model; only they are trained."""
 
     def __init__(self, model: Any, config: LoraConfig, dtype: torch.dtype) -> None:
-        """Insert float32 adapters into `model`. Raises ConfigError for impossible trainer.lora.targets."""
+        """Insert float32 adapters. Raises ConfigError for impossible targets."""
         names = find_targets(model, config)
         self._model = model
         self._dtype = dtype
         self.scale = config.alpha / config.rank
         self.is_forgotten = False
-        # With a transformers config, peft would rename names and move dense adapters to experts. A plain
-        # module prevents it.
+        # With a transformers config, peft would rename names and move dense adapters to experts.
         holder = nn.Module()
         holder.model = model
         described = peft_config(config, [f"model.{name}" for name in names])
@@ -146,7 +145,7 @@ class Adapters:
 
     @torch.no_grad()
     def keep_merged(self) -> None:
-        """Merge and use these weights in later passes, until an adapter changes."""
+        """Merge until an adapter changes."""
         self.is_forgotten = False
         for layer in self.layers.values():
             lora_A, lora_B = layer.pair()
@@ -174,7 +173,7 @@ class Adapters:
         return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        """Return all weights under the base model's names, and merge functions of adapted weights."""
+        """Return all weights by base model name, and merge functions of adapted weights."""
         weights = {
             name.replace(".base_layer.", "."): tensor
             for name, tensor in named_weights(self._model).items()
@@ -200,7 +199,7 @@ class Adapters:
 def save_adapter(
     path: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: str, revision: str | None = None
 ) -> None:
-    """Write Adapters.tensors() as a peft folder on the model `base`. Raises OSError, SafetensorError."""
+    """Write Adapters.tensors() as a peft folder. Raises OSError, SafetensorError."""
     described = peft_config(config, adapted_modules(tensors))
     described.base_model_name_or_path = base
     described.revision = revision

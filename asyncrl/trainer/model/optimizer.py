@@ -30,7 +30,7 @@ def new_state(weight: Tensor) -> dict[str, Tensor]:
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0 over the whole run.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
     Warm-up reaches the peak at step warmup_steps - 1; decay reaches 0 one step after the last.
     """

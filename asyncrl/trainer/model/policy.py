@@ -1,12 +1,11 @@
 """The trainer's language model: packed tokens in, logprobs out.
 
-find_plan compares a small random model of the same architecture with plain forward passes and chooses:
+find_plan compares a small random model with plain forward passes and chooses:
 
     packed   every token once, without padding (attention.py).
-    single   sequence by sequence. Slower; for architectures whose attention cannot be packed.
+    single   sequence by sequence. Slower; for attention that cannot be packed.
 
-Logits [M, V] never exist as a whole: the head runs in chunks with an online softmax, and again in the
-backward pass. Logits, softmax and entropy are float32 (float64 for float64 weights).
+The head computes logits [M, V] in chunks with an online softmax, in float32 or the weights' float64.
 """
 
 from __future__ import annotations
@@ -38,14 +37,11 @@ MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError
 LARGE_LOGIT = 1000.0
 """Above all soft caps, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 1, 5)
-"""A shared prefix with continuations, and a separate sequence."""
 MIN_LAYERS, MOST_ENTRIES = 2, 1024
 
 
 class Scores(NamedTuple):
-    """Scores of M tokens, float32 nats of softmax(logits / temperature). Only `logprob_M` has a gradient;
-    `highest_M` is the most likely entry's logprob.
-    """
+    """Scores of M tokens, float32 nats of softmax(logits / temperature). Only `logprob_M` has a gradient."""
 
     logprob_M: Tensor
     entropy_M: Tensor
@@ -131,7 +127,6 @@ def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
 
 
 def _places(target_M: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's place in the slice, and whether it is inside."""
     place_M, size = target_M - part.start, part.stop - part.start
     return place_M.clamp(0, size - 1), (place_M >= 0) & (place_M < size)
 
@@ -177,7 +172,7 @@ class ForwardPlan:
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal language model and its plan. All weights are used inside forward(), for FSDP2."""
+    """A Hugging Face causal language model. All weights are used inside forward(), for FSDP2."""
 
     def __init__(self, model: Any, plan: ForwardPlan | None = None, *, is_compiled: bool = False) -> None:
         super().__init__()
@@ -232,9 +227,8 @@ class Policy(nn.Module):
         return Scores(logprob_M, entropy_M, logprob_MV.detach().amax(dim=-1))
 
     def enable_gradient_checkpointing(self) -> None:
-        """Keep only layer inputs for the backward pass. Raises ConfigError."""
         model = self.model
-        # The new name appeared during transformers v5; v6 drops the old one.
+        # Transformers v6 drops the old name.
         old = "gradient_checkpointing_enable"
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
         try:
@@ -245,7 +239,7 @@ class Policy(nn.Module):
             raise ConfigError(what, way_out=way_out) from error
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
-                # transformers checkpoints only in training mode; children stay without dropout.
+                # transformers checkpoints only in training mode.
                 module.training = True
 
 
@@ -253,14 +247,14 @@ def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
     return {
         "input_ids": micro.token_ids_N[None],
         "position_ids": micro.position_N[None],
-        # transformers passes a four-dimensional mask unchanged, so no [N, N] mask is made.
+        # a four-dimensional mask is passed unchanged, so no [N, N] mask is made
         "attention_mask": torch.zeros((1, 1, 1, 1), device=micro.token_ids_N.device),
         "packed_layout": micro.layout,
     }
 
 
 def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a small random model with one layer of each kind in `config`. Raises transformers' errors."""
+    """Return a small random model with one layer of each kind. Raises transformers' errors."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", None)
@@ -312,7 +306,7 @@ def find_plan(model: Any) -> ForwardPlan:
         distance_TD = hidden_ND[places_of(runs)].float() - plain_TD
         distances.append(distance_TD.norm(dim=-1) / plain_TD.norm(dim=-1))
     difference = float(torch.cat(distances).mean())
-    # Mean relative distance. Measured: 2e-7 in float32, 3e-3 in bfloat16, at least 0.3 if tokens mix.
+    # Measured: 2e-7 in float32, 3e-3 in bfloat16, at least 0.3 if tokens mix.
     limit = 1e-4 if hidden_ND.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= limit:
         reason = f"packed tokens give hidden states that are {difference:.2g} away from the plain ones"
@@ -321,7 +315,7 @@ def find_plan(model: Any) -> ForwardPlan:
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
-    """Return whether logits are the plain output embedding, checked also at large logits for a soft cap."""
+    """Return whether logits are the plain output embedding; large logits reveal a soft cap."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False

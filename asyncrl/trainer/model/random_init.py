@@ -1,5 +1,4 @@
-"""Write a random model of model.scratch with a character-level tokenizer. The same spec gives the same
-bytes.
+"""Write a random model of model.scratch with a character-level tokenizer, reproducibly.
 
 Runs as a process, which keeps torch out of the controller.
 """
@@ -34,7 +33,6 @@ CHAT_TEMPLATE = (
 )
 
 CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
-"""Tool-call messages may lack content."""
 OLD_KEYS = {"rope_theta", "rope_scaling"}
 
 
@@ -48,9 +46,7 @@ class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
 
 
 def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
-    """Return a fast tokenizer with one token per character, after the special tokens. Raises ValueError for
-    a repeated character.
-    """
+    """Return a fast tokenizer with one token per character. Raises ValueError for a repeated character."""
     if len(set(characters)) < len(characters):
         raise ValueError(f"model.scratch.characters={characters!r} names a character twice")
     tools = (TOOL,) if has_tool_role else ()
@@ -71,7 +67,7 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
 
 
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
-    """Return the transformers config. Raises ValueError without model_type, or for unknown keys."""
+    """Return the transformers config. Raises ValueError."""
     from transformers import AutoConfig
 
     given = dict(architecture)
@@ -87,7 +83,7 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
-    """Write model, tokenizer and chat template to spec.out. Raises ValueError or FileExistsError."""
+    """Write model, tokenizer and chat template. Raises ValueError or FileExistsError."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -33,9 +33,7 @@ class AllowedSets:
 
 @dataclass(frozen=True)
 class AllowedRows:
-    """Sets of M tokens on the device: `set_M` int64 [M] indexes `bits_KB`, or ANY; tokens `row_R` have a
-    set.
-    """
+    """Sets of M tokens: `set_M` int64 indexes `bits_KB`, or ANY; tokens `row_R` have a set."""
 
     bits_KB: Tensor
     set_M: Tensor
@@ -64,9 +62,7 @@ def find_allowed(
     has_loss: npt.NDArray[np.bool_],
     make: Callable[[], TokenGrammars],
 ) -> AllowedSets | None:
-    """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose their loss in
-    `has_loss`.
-    """
+    """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose their loss."""
     if not any(entry.grammars for entry in header.trajectories):
         return None
     set_N, known = np.full(len(has_loss), ANY, np.int32), dict[bytes, int]()
