@@ -125,7 +125,7 @@ def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -
     return run_dir
 
 
-def test_runs_lists_the_newest_run_first(tmp_path: Path) -> None:
+def test_runs_lists_newest_first_with_state_steps_and_reward(tmp_path: Path) -> None:
     made_run(tmp_path, "second", written_s=2000, rewards=[0.0] * 5 + [0.5] * 10)
     made_run(tmp_path, "first", written_s=1000, rewards=[])
     (tmp_path / "runs" / "no-run").mkdir()
@@ -139,7 +139,7 @@ def test_runs_lists_the_newest_run_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "inspect", "report", "export out"])
-def test_command_without_a_run_takes_the_newest(command: str, tmp_path: Path) -> None:
+def test_command_without_a_run_takes_and_names_the_newest(command: str, tmp_path: Path) -> None:
     none = asyncrl(tmp_path, *command.split())
     assert none.returncode == 2
     assert "no RUN_DIR is given, and runs has no run" in none.stderr

@@ -85,7 +85,7 @@ def assert_nothing_lost(config: Path, run_dir: Path) -> None:
     assert violations(read_evidence(run_dir), promise_of(config), num_steps=NUM_STEPS) == []
 
 
-def test_damaged_checkpoint_is_skipped_for_an_older_one(whole: Path, run_dir: Path) -> None:
+def test_copied_run_resumes_from_the_checkpoint_before_a_corrupt_one(whole: Path, run_dir: Path) -> None:
     *_, older, newest = checkpoints(run_dir)
     files = (run_dir / "checkpoints" / f"step_{newest}" / "trainer").iterdir()
     file = max(files, key=lambda path: path.stat().st_size)
@@ -113,7 +113,7 @@ def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Pa
     assert {"gone", "train again"} <= {*names}
 
 
-def test_damaged_journal_is_refused_and_the_checkpoint_suffices(
+def test_damaged_journal_is_refused_and_without_it_the_checkpoint_suffices(
     on_policy: Path, whole: Path, run_dir: Path
 ) -> None:
     file = run_dir / "journal.sqlite"
@@ -147,7 +147,9 @@ def prompts(line: dict[str, object]) -> list[tuple[str, int, str]]:
     return [tuple(entry[key] for key in keys) for entry in line["trajectories"]]  # type: ignore[attr-defined]
 
 
-def test_full_disk_costs_checkpoints_and_not_the_run(on_policy: Path, whole: Path, tmp_path: Path) -> None:
+def test_full_disk_costs_checkpoints_with_warnings_but_not_the_run(
+    on_policy: Path, whole: Path, tmp_path: Path
+) -> None:
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     mount = 'mount -t tmpfs -o size="$1" none "$2"'
     (probe := tmp_path / "probe").mkdir()
@@ -188,7 +190,7 @@ def test_killed_on_policy_run_ends_the_same(on_policy: Path, whole: Path, tmp_pa
     assert (versions[0], versions[-1]) == (0, NUM_STEPS)
 
 
-def test_killed_asynchronous_run_with_a_filter_keeps_its_bound(tmp_path: Path) -> None:
+def test_filtered_asynchronous_run_loses_nothing_and_keeps_its_bound(tmp_path: Path) -> None:
     config = fuzz_config(
         tmp_path,
         task={"python": "rewards_for_test:BeginsWithALetter"},
@@ -216,7 +218,7 @@ def test_killed_asynchronous_run_with_a_filter_keeps_its_bound(tmp_path: Path) -
     assert max(ages) <= 3
 
 
-def test_scaled_and_killed_run_keeps_its_bound(
+def test_scaled_and_killed_run_loses_nothing_and_keeps_its_bound(
     tmp_path: Path,
 ) -> None:
     config = fuzz_config(
@@ -296,7 +298,7 @@ def test_killed_colocated_run_ends_the_same(on_policy: Path, whole: Path, tmp_pa
     assert differences(whole, tmp_path / "run") == []
 
 
-def test_killed_rank_ends_a_colocated_adapter_run_by_name(
+def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(
     tmp_path: Path,
 ) -> None:
     trainer = {"lora": {"rank": 4, "alpha": 8}, "world_size": 2, "num_steps": 100_000}

@@ -189,7 +189,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
 
 @pytest.mark.parametrize("begin", [run_job, serve_gateway])
 @pytest.mark.parametrize(("line", "words"), [case for case in CASES if case[0].endswith(EARLY)])
-def test_run_and_gateway_refuse_before_they_start_a_process(
+def test_run_and_gateway_refuse_the_same_configs_before_the_start(
     line: str, words: str, begin: Any, here: Path
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -248,7 +248,7 @@ def test_the_commit_of_a_revision_is_shown(
     assert lines[-1].startswith("model: who/whole@v2 is fetched from the hub")
 
 
-def test_too_long_prompts_are_noted_and_tasks_reused(here: Path) -> None:
+def test_prompts_that_are_too_long_are_reported(here: Path) -> None:
     found = validate(load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6})))
     (note,) = found.notes
     assert note.startswith("1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6")
@@ -280,7 +280,7 @@ def test_too_few_open_files_are_refused(
     assert not (here / "run").exists()
 
 
-def test_functions_of_the_right_shape_pass_uncalled(here: Path) -> None:
+def test_valid_functions_pass_uncalled_without_waiting_for_threads(here: Path) -> None:
     algorithm = {"loss": "threads_here:loss", "advantage": "mine_here:right_advantage"}
     agent, gateway = {"python": "mine_here:right_agent"}, {"tool_format": "mine_here:right_parse"}
     found = validate(load_config(write_config(here, algorithm=algorithm, generator=agent, gateway=gateway)))
@@ -288,7 +288,7 @@ def test_functions_of_the_right_shape_pass_uncalled(here: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_module_that_ends_its_process_is_refused(here: Path, code: int) -> None:
+def test_module_that_exits_on_import_is_refused(here: Path, code: int) -> None:
     (here / "leaves_here.py").write_text(f"import os\nprint('bye', flush=True)\nos._exit({code})\n")
     with pytest.raises(ConfigError, match=rf"ended with exit code {code}: bye"):
         validate(load_config(write_config(here, algorithm={"loss": "leaves_here:loss"})))
