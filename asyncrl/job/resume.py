@@ -46,8 +46,8 @@ FREE_KEYS = {
     weight_sync.timeout_s weight_sync.chunk_bytes weight_sync.disk_dir
     weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
     generator.workers generator.concurrency
-    gateway.host gateway.port gateway.public_url gateway.max_calls gateway.max_concurrent_calls
-    gateway.max_body_bytes gateway.read_timeout_s gateway.max_connections gateway.lease_timeout_s
+    gateway.host gateway.port gateway.public_url gateway.max_calls
+    gateway.lease_timeout_s
     """.split(),
     *(f"rollout.{name}" for engine in ENGINES.values() for name in engine.free_settings),
 }

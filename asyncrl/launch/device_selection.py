@@ -137,7 +137,7 @@ class _Form(NamedTuple):
             f"{self.key}={form}, and the devices that the other side leaves are: "
             + ", ".join(f"{node.name} {num_free} of {len(devices)}" for node, num_free, devices in each),
             rule="the two sides have different devices, or exactly the same",
-            way_out=f"write fewer nodes or devices, set {self.key}=auto for the free devices, or add nodes.",
+            way_out=f"ask for less, set {self.key}=auto, or add nodes.",
         )
 
 
@@ -149,7 +149,7 @@ def named_devices(key: str, form: Devices, nodes: Sequence[Node]) -> Side:
     if not numbers or max(numbers) >= num_cuda:
         raise ConfigError(
             f"{key}={form} is not on {nodes[0].name}, which has {num_cuda} CUDA devices",
-            rule="numbers count from 0 among CUDA_VISIBLE_DEVICES of the controller's machine",
+            rule="numbers count from 0 within CUDA_VISIBLE_DEVICES",
             way_out=f"name a device that exists, or set {key}=auto.",
         )
     return tuple(NodeDevice(0, f"cuda:{number}") for number in numbers)
@@ -160,6 +160,6 @@ def refuse_no_cuda(key: str, form: Devices, nodes: Sequence[Node]) -> None:
     if not any(cuda_devices(nodes)):
         raise ConfigError(
             f"{key}={form}, and torch finds no CUDA device",
-            rule="it needs the NVIDIA driver, a torch built with CUDA, and CUDA_VISIBLE_DEVICES to show it",
+            rule="it needs the NVIDIA driver, torch with CUDA, and CUDA_VISIBLE_DEVICES",
             way_out=f"set {key}=auto, or cpu.",
         )

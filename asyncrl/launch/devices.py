@@ -221,7 +221,7 @@ def _validate_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
         raise ConfigError(
             f"placement.rollout={config.placement.rollout} is {' + '.join(map(str, counts))} devices for "
             f"rollout.num_engines={num} with rollout.tensor_parallel={split}",
-            rule="an engine has tensor_parallel CUDA devices of one node or a CPU, and no device is idle",
+            rule="an engine has tensor_parallel CUDA devices of one node or a CPU, none idle",
             way_out=f"set rollout.num_engines={max(1, len(rollout) // split)} or rollout.tensor_parallel="
             f"{math.gcd(*counts)}, or change placement.rollout.",
         )
@@ -232,7 +232,7 @@ def _validate_engines(config: RunConfig, kind: str) -> None:
     rollout = config.rollout
     if rollout.urls is not None and config.placement.rollout == "trainer":
         raise ConfigError(
-            "placement.rollout=trainer makes engines sleep, and the servers of rollout.urls cannot",
+            "servers of rollout.urls cannot sleep for placement.rollout=trainer",
             way_out="remove rollout.urls, or set placement.rollout=auto.",
         )
     if rollout.deterministic is True and (rollout.urls is not None or kind != rollout.facts.exact_on):

@@ -125,7 +125,7 @@ class RayLauncher(Launcher):
                 raise ConfigError(
                     f"the run takes {value:g} {name} of the node {node}, which has {has:g} for Ray",
                     rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
-                    way_out=f"place less there, or use `ray start ... --num-{name.lower()}s={value:g}`.",
+                    way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
                 )
 
     async def _reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
@@ -140,7 +140,7 @@ class RayLauncher(Launcher):
             "launcher",
             f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
             rule="the devices of a run are reserved until it ends",
-            way_out="end other programs there (`ray status` lists the usage), or place less.",
+            way_out="end other programs (see `ray status`), or place less.",
         )
 
     def _make_actor(self, index: int, node: Node, devices: Sequence[str]) -> Any:
