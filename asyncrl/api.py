@@ -32,20 +32,20 @@ def run(
     on_sample: Callable[[ShownRollout], None] | None = None,
     on_weights: Callable[[int, str], None] | None = None,
 ) -> RunRecord:
-    """Train to the end or to Ctrl-C, and return the run's record.
+    """Train as `config` says, to the end or to Ctrl-C, and return the run's record.
 
-    `config`: a YAML file, a mapping of the same form, or a RunConfig; `overrides`: settings as on the command
-    line: ["buffer.max_staleness=4"]. `run_dir`, `resume` and `allow_change` are the options of `asyncrl run`.
+    `config`: YAML file, mapping or RunConfig; `overrides`: settings such as "buffer.max_staleness=4".
+    `run_dir`, `resume` and `allow_change` are the options of `asyncrl run`.
 
     Callbacks run in the run's loop and must return soon: on_step(step, metrics),
-    on_evaluation(policy_version, metrics), on_sample(sample) for each rollout of samples.jsonl, and
-    on_weights(policy_version, digest) when every engine serves new weights. An exception in one ends the run
-    with CallbackError, and the run can be resumed. `signal.raise_signal(signal.SIGINT)` ends a run early,
-    with a checkpoint.
+    on_evaluation(policy_version, metrics), on_sample(sample) per rollout of samples.jsonl, and
+    on_weights(policy_version, digest) once every engine serves new weights. Their exceptions end the run with
+    CallbackError; it can be resumed. `signal.raise_signal(signal.SIGINT)` ends it after the step, with a
+    checkpoint.
 
-    Inside a running event loop, as in a notebook, the run works in a thread. Ctrl-C, or interrupting the
-    cell, ends it with a checkpoint; a second time at once. In a script, call it below `if __name__ ==
-    "__main__":`. Raises ConfigError before the start, or the AsyncrlError that ended the run.
+    In a notebook or a running event loop, the run works in a thread; only the main thread receives signals.
+    In a script, call it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the
+    AsyncrlError that ended the run, with all processes ended.
     """
     callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
     from asyncrl.job.loop import run_job
@@ -87,7 +87,7 @@ def _is_in_loop() -> bool:
 
 
 def _run_in_thread(train: Callable[[], None], interrupts: Interrupts) -> None:
-    """Call `train` in a thread and forward the main thread's signals."""
+    """Call `train` in a thread, and forward the main thread's signals."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
     try:

@@ -63,7 +63,8 @@ def main() -> None:
                 rollout=rollout,
             )
             config.write_text(text)
-            peaks[side] = watched([*ASYNCRL, str(config)], folder / side, memory_of=device).peak_bytes
+            processes = watched([*ASYNCRL, str(config)], folder / side, memory_of=device)
+            peaks[side] = processes.peak_bytes(num_steps)
         steps = read_steps(folder / "colocated")
     moved = NUM_PARAMETERS * BYTES_PER_PARAMETER
     warm, new = copy_costs(COPY_BYTES, torch.device(device))

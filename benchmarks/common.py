@@ -111,8 +111,8 @@ class RunProcesses:
     """None, cpu (proportional set sizes) or cuda (used memory of all devices, as "device")."""
     samples: list[tuple[int, float, dict[str, float]]] = field(default_factory=list)
     """(steps done, time, CPU seconds)."""
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Of each process, and of trainer and engine together as "all"."""
+    memory: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    """(steps done, bytes)."""
 
     def sample(self) -> None:
         """Take one sample."""
@@ -126,12 +126,16 @@ class RunProcesses:
                     held[name] = held.get(name, 0) + process.memory_full_info().pss
         except psutil.NoSuchProcess:  # the run is ending
             return
-        for name, num_bytes in {**held, "all": sum(held.values())}.items():
-            self.peak_bytes[name] = max(num_bytes, self.peak_bytes.get(name, 0))
         # Read last: a sample that a busy machine delayed must not count for an earlier step.
         metrics = self.run_dir / "metrics.jsonl"
         num_steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         self.samples.append((num_steps, time.monotonic(), cpu_s))
+        self.memory.append((num_steps, held))
+
+    def peak_bytes(self, num_steps: int) -> dict[str, int]:
+        """Return the peak of each process, and of all as "all", until the last of `num_steps` ends."""
+        held = [{**each, "all": sum(each.values())} for done, each in self.memory if done < num_steps]
+        return {name: max(each.get(name, 0) for each in held) for name in held[-1]}
 
     def cpu(self, first: int, last: int) -> dict[str, float]:
         """Return each process's CPU seconds per wall second between two steps. Raises SystemExit if the steps

@@ -38,12 +38,11 @@ class Case:
     dtype: str
     device: str
     threads: int
-    checkpointing: bool
     seconds: float
     warm_up: int
     """Optimizer steps that are not counted."""
     micro_batch: int = 0
-    """Sequences a forward of TRL's GRPOTrainer, tokens a forward of its prefix trees."""
+    """Sequences per forward of TRL."""
     is_untangled: bool = False
     """Ours: every sequence by itself, nothing shared."""
 

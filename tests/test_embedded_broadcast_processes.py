@@ -98,7 +98,7 @@ def test_three_broadcasts_give_the_bits_that_files_give(house: House) -> None:
     assert found[0] != found[1] != found[2], "each version computes something else"
 
 
-def test_one_that_is_killed_as_the_others_wait_for_it_leaves_them_the_weights(house: House) -> None:
+def test_engine_killed_during_a_broadcast_leaves_others_the_weights(house: House) -> None:
     async def story(trainer: TrainerClient, engines: list[EngineServer]) -> None:
         manifest, (first, second), lost = await house.trained(trainer), engines, list[EngineLost]()
         os.kill(house.servers[1].process.pid, signal.SIGSTOP)
@@ -117,7 +117,7 @@ def test_one_that_is_killed_as_the_others_wait_for_it_leaves_them_the_weights(ho
     house.run(story)
 
 
-def test_a_trainer_that_is_killed_as_it_is_to_send_costs_no_engine(house: House) -> None:
+def test_trainer_killed_before_a_broadcast_costs_no_engine(house: House) -> None:
     """The last story."""
 
     async def story(trainer: TrainerClient, engines: list[EngineServer]) -> None:

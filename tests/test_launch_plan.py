@@ -226,7 +226,7 @@ def test_unknown_memory_refuses_nothing() -> None:
     refuse_over_capacity(make_plan(config, single_node(machine(1, free_bytes=None))), config)
 
 
-def test_table_has_a_row_per_process_and_a_line_per_device() -> None:
+def test_table_has_a_row_per_process_and_device() -> None:
     config = load(EVAL)
     text = plan_text(make_plan(config, single_node(machine(3))), config)
     rows = [line.split()[:2] for line in text.splitlines()[3:7]]

@@ -117,9 +117,7 @@ def test_three_broadcasts_give_the_bits_that_files_give(house: House) -> None:
     house.run(story, num_servers=2)
 
 
-def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_written(
-    house: House, tmp_path: Path
-) -> None:
+def test_chunks_in_shared_memory_are_loaded_as_written(house: House, tmp_path: Path) -> None:
     """The way of transport=ipc, but for the calls of CUDA's driver that make and open the memory: here it is
     a mapped file.
     """

@@ -98,7 +98,7 @@ only_tied = pytest.mark.parametrize("house", [True], ids=["tied"], indirect=True
 
 
 @pytest.mark.parametrize("how", ["", "no_twin"])
-def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server_does(house: House, how: str) -> None:
+def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server(house: House, how: str) -> None:
     assert house.fresh["B"] != house.fresh["A"]
     house.plant(how)
     for chunk_bytes in (1, 100_000, 10**9):
@@ -113,9 +113,7 @@ def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server_does(house: House, 
 @pytest.mark.parametrize(
     "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
 )
-def test_a_set_that_lacks_a_tensor_leaves_a_server_of_no_version_until_a_whole_one_is_loaded(
-    house: House, name: str
-) -> None:
+def test_incomplete_weights_leave_a_server_without_a_version(house: House, name: str) -> None:
     house.serve("A")
     house.plant("no_twin")
     answer = house.push({key: tensor for key, tensor in house.weights["B"].items() if key != name})

@@ -154,17 +154,8 @@ class GatewayConfig(FrozenConfig):
     max_calls: int = Field(default=256, ge=1)
     """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl serve gateway` has no
     limit and keeps the newest 16 * max_calls conversations."""
-    max_concurrent_calls: int = Field(default=16, ge=1)
-    """Concurrent answers per rollout, 4 times more with a key of `asyncrl serve gateway`; further calls
-    wait. A call with n counts n times."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
     """Tokens of a rollout; shared context counts in each branch. At the limit the next call gets 429
     (generator.on_overflow) (none = no limit)."""
-    max_body_bytes: int = Field(default=2**22, ge=2**10)
-    """Maximum body of a call in bytes; a larger one gets 413."""
-    read_timeout_s: float = Field(default=30.0, gt=0)
-    """Timeout for receiving a request, in seconds."""
-    max_connections: int = Field(default=8192, ge=1)
-    """Maximum open connections; further ones get 503."""
     lease_timeout_s: float = Field(default=60.0, gt=0)
     """Timeout without a heartbeat, in seconds, until a worker is lost and its rollouts fail."""

@@ -212,7 +212,7 @@ BASIC = frozenset(
     "observe.trackers".split()
 )
 """Settings that `asyncrl keys` lists without --all."""
-SAME_AS_TASK = "eval.task."
+REPEATED = ("eval.task.", "placement.rollout.")
 """Listed only once, as `task.*`."""
 
 
@@ -225,7 +225,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     for name, model in models.items():
         if model is not None:
             own = [key for key in all_known if key.name.startswith(f"{name}.")]
-            keys = [key for key in own if not key.name.startswith(SAME_AS_TASK)]
+            keys = [key for key in own if not key.name.startswith(REPEATED)]
             yield name, " ".join((model.__doc__ or "").split()), keys
 
 

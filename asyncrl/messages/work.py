@@ -28,7 +28,7 @@ MAX_WAIT_S = 20.0
 MAX_OUTCOME_BYTES = 2**18
 
 MAX_MESSAGE_BYTES = 2**22
-"""gateway.max_body_bytes limits only calls."""
+"""the gateway's MAX_BODY_BYTES limits only calls."""
 
 VERIFIERS_KEY = "verifiers"
 """Key in a prompt's info of a verifiers task's data."""

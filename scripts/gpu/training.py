@@ -101,7 +101,6 @@ def beside_trl(bench: Bench) -> None:
         dtype="bfloat16",
         device=bench.device,
         threads=benchmark.THREADS,
-        checkpointing=False,
         seconds=0.0 if bench.is_tiny else 5.0,
         warm_up=0 if bench.is_tiny else 2,
     )

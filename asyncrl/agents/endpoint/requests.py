@@ -40,7 +40,7 @@ _REASONS = {
     ),
     "modalities audio suffix": "this model reads and continues text",
     "functions function_call": "it is deprecated; use tools and tool_choice",
-    "best_of echo": "every sampled completion is an answer, without its prompt",
+    "best_of echo": "each answer is a sampled completion",
     "background conversation prompt moderation mcp_servers container web_search_options": (
         "this server has no such service"
     ),

@@ -108,7 +108,7 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
                 message["content"] += text
             case "assistant", {"type": "thinking", "thinking": str(thought)}:
                 if block.get("signature") not in (None, "", signature_of(thought)):
-                    why = "Invalid `signature` in a `thinking` block: this server did not write this thought."
+                    why = "Invalid `signature`: this server did not write this thought."
                     raise invalid(f"{place}: {why}", place)
                 thoughts = [message.get("reasoning_content"), thought]
                 message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
@@ -127,7 +127,7 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
                 continue
             case _:
                 kind = block.get("type") if isinstance(block, dict) else block
-                why = "text, thinking, tool_use and tool_result are read, in their places and whole"
+                why = "use text, thinking, tool_use and tool_result, whole and in their places"
                 raise invalid(f"{place}: a block of type {shown(kind)} is not supported: {why}.", place)
         if not messages or messages[-1] is not message:
             messages.append(message)
@@ -141,7 +141,7 @@ def _continued(asked: MessagesRequest, kept: KeptAnswers) -> KeptAnswer | None:
             return None
         case {"type": "continue", "previous_message_id": str(name)}:
             if asked.system or asked.tools:
-                raise invalid("A continued thread keeps its system and tools: leave them out.", "thread")
+                raise invalid("A continued thread keeps its system and tools: omit them.", "thread")
             return kept.get(name, "thread.previous_message_id")
     raise invalid("thread: its type is create, or continue with a previous_message_id.", "thread")
 

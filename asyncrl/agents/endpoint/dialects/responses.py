@@ -141,7 +141,7 @@ def _messages(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
                 has_end = False
             case _:
                 kind = item.get("type") if isinstance(item, dict) else item
-                why = "message, reasoning, function_call and function_call_output are read, with all fields"
+                why = "use message, reasoning, function_call and function_call_output, with all fields"
                 raise invalid(f"{where}: an item of type {shown(kind)} is not supported: {why}.", where)
         if answer and (message is not None or has_end):
             yield answer
