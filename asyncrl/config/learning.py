@@ -9,7 +9,7 @@ from asyncrl.config.fields import FrozenConfig
 CPU_MICRO_BATCH_TOKENS = 3072
 """Maximum tokens of a forward pass on the CPU."""
 MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
-"""Logits computed at once, bounded by a CPU's caches; for a GPU, to fill it."""
+"""Logits computed at once on each kind of device."""
 MIN_SLICE = 256
 """Minimum logits computed at once, in vocabulary entries."""
 
@@ -53,15 +53,14 @@ class TrainerConfig(FrozenConfig):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the gradient to this norm (none = off)."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Maximum tokens per forward-backward pass of a process; a longer sequence gets a separate pass.
-    Changes memory, never the result."""
+    """Maximum tokens per forward-backward pass of a process; a longer sequence gets a separate pass."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
     compile: bool | Literal["auto"] = "auto"
-    """Fuse layers around attention with torch.compile; the first steps wait for it (auto = on CUDA, for
-    models that take packed tokens, if a C compiler, Triton and Python's headers are installed)."""
+    """Fuse layers around attention with torch.compile (auto = on CUDA, for models that take packed tokens,
+    if a C compiler, Triton and Python's headers are installed)."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
     timeout_s: float = Field(default=3600.0, gt=0)
@@ -74,12 +73,11 @@ class TrainerConfig(FrozenConfig):
 
     @property
     def keeps_merged(self) -> bool:
-        """Return whether adapters are merged once a step into a copy of their layers."""
         return self.lora is not None and self.world_size == 1 and not self.cpu_offload
 
     def is_sharded(self, device: str, dtype: str) -> bool:
-        """Return whether the weights are float32 FSDP2 shards: with several ranks, and on CUDA in bfloat16,
-        since a second bfloat16 model would need 2 more bytes per parameter.
+        """Return whether the weights are float32 FSDP2 shards: with several ranks, and to save memory on
+        CUDA in bfloat16.
         """
         casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
         return self.world_size > 1 or self.cpu_offload or casts_all
@@ -95,8 +93,7 @@ class TeacherConfig(FrozenConfig):
     path: str
     """Hugging Face folder or hub id of a causal language model with the vocabulary of `model`."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again unless it is a
-    commit."""
+    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again."""
 
 
 GROUP_ADVANTAGES = (
@@ -124,11 +121,11 @@ class AlgorithmConfig(FrozenConfig):
     correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = (
         "auto"
     )
-    """Weight, without gradient, for the step from behaviour to proximal policy: truncated (tis) or masked
-    (mis) importance weights per token or sequence, icepop, m2po (auto = as in the loss's paper)."""
+    """Weight of the step from behaviour to proximal policy: truncated (tis) or masked (mis) importance
+    weights per token or sequence, icepop, m2po (auto = as in the loss's paper)."""
     aggregate: Literal["auto", "token", "sequence", "sequence_sum", "constant"] = "auto"
     """Mean over tokens, over sequences of their token means (sequence) or token sums (sequence_sum), or sum
-    over sequences * rollout.max_tokens (const, Dr. GRPO) (auto = as in the loss's paper)."""
+    over sequences * rollout.max_tokens (constant) (auto = as in the loss's paper)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Lower clip range of the probability ratio: 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
@@ -140,8 +137,7 @@ class AlgorithmConfig(FrozenConfig):
     """Off-policy sequence masking: mask tokens with a negative advantage if their sequence's mean of
     behaviour - current logprob exceeds this, in nats (none = off)."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Train only this fraction of a step's loss tokens, with the highest entropy. Below 1 it needs one more
-    forward pass per batch (1 = all)."""
+    """Train only this fraction of a step's loss tokens, with the highest entropy (1 = all)."""
     importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo) (auto = 5
     for the correction icepop, else 2)."""
@@ -153,15 +149,15 @@ class AlgorithmConfig(FrozenConfig):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
     kl_weighted: bool = True
-    """Multiply the KL term by the token's importance weight, so that its gradient is the current policy's
-    KL on stale data."""
+    """Multiply the KL term by the importance weight, so that its gradient is the current policy's KL on
+    stale data."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL term to each token's loss, or subtract it from the reward (estimator k1)."""
     distill_weight: float = Field(default=0.0, ge=0)
     """Weight of the reverse KL to the teacher in advantages: distill_weight * (teacher - behaviour logprob)
     (0 = off)."""
     reward_weight: float = Field(default=1.0, ge=0)
-    """Weight of the reward's advantage (0 = only distillation; rewards are still computed and shown)."""
+    """Weight of the reward's advantage (0 = only distillation)."""
     router_replay: bool = False
     """Route each token to the experts that the engine used (R3, https://arxiv.org/abs/2510.11370)."""
     overlong_tokens: int = Field(default=0, ge=0)

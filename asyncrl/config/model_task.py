@@ -30,8 +30,8 @@ class ModelConfig(FrozenConfig):
     scratch: ScratchConfig | None = None
     """Architecture and alphabet of a model with random weights, instead of `path`."""
     dtype: DType = "auto"
-    """Dtype of the weights in engines and trainer (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or
-    amx_bf16, else float32). A resumed run keeps the choice."""
+    """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else
+    float32). A resumed run keeps the choice."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -94,12 +94,12 @@ class TaskConfig(FrozenConfig):
     """Digest of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none = any)."""
     reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
     """Execution of the reward function: inline on the event loop, in threads, or in processes, which can be
-    killed when they hang (auto = process for `math`, else thread)."""
+    killed (auto = process for `math`, else thread)."""
     reward_workers: int = Field(default=4, ge=1)
     """Rewards computed at once in `thread` and `process`."""
     special_tokens: Literal["visible", "stripped"] = "visible"
     """Special tokens in sampled answers. visible: as text, such as <unk>, except the end-of-turn token.
-    stripped: removed, so a model can collect reward with hidden tokens."""
+    stripped: removed; hidden tokens can collect reward."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for a reward, in seconds. On expiry the rollout fails."""
 
@@ -109,7 +109,7 @@ class TaskConfig(FrozenConfig):
 
     @property
     def has_score(self) -> bool:
-        """Return whether a completion's text can be scored; if not, the harness returns rewards."""
+        """Return whether a completion's text can be scored."""
         return self.reward is not None or (self.scores_itself and not self.verifiers)
 
     @property
@@ -133,7 +133,7 @@ class TaskConfig(FrozenConfig):
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
         sources = self.given(*names)
         if len(sources) != 1:
-            given = ", ".join(sources) or "none of them"
+            given = ", ".join(sources) or "none"
             raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
         if self.scores_itself and self.reward is not None:
             raise ValueError(f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward")

@@ -24,14 +24,13 @@ class NodesConfig(FrozenConfig):
 
 
 Devices = Literal["auto", "cpu", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
-"""auto, cpu, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes. Real
-devices are counted later."""
+"""auto, cpu, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes."""
 
 DEVICE_WORDS = ("auto", "cpu", "all")
 
 
 def device_numbers(devices: Any) -> list[int] | None:
-    """Return the listed device numbers, or None if the text has another form."""
+    """Return the listed device numbers, if the text has this form."""
     if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
         devices = [*range(int(match[1]), int(match[2]) + 1)]
     numbers = devices if isinstance(devices, list) else [devices]
@@ -95,8 +94,8 @@ class CheckpointConfig(FrozenConfig):
     keep_every: PositiveInt | None = None
     """Keep checkpoints at multiples of this number of batches forever (none = off)."""
     keep_best: bool | str = False
-    """Also keep the checkpoint with the best eval/reward_mean (needs the section `eval`, with the same
-    `every` or a multiple of it): true for the first evaluation, or a name."""
+    """Also keep the checkpoint with the best eval/reward_mean: true for the first evaluation, or a name
+    (needs `eval` with the same `every` or a multiple of it)."""
 
     @model_validator(mode="after")
     def _multiples_exist(self) -> Self:
@@ -151,13 +150,13 @@ class ObserveConfig(FrozenConfig):
     status_host: str = "127.0.0.1"
     """Address of the status port (0.0.0.0 = all of this machine, without TLS)."""
     samples_per_step: int = Field(default=3, ge=0, le=100)
-    """Rollouts per batch in samples.jsonl: the best, the worst, and random ones (0 = none). The first 20 MB
-    and the newest 20 to 40 MB are kept."""
+    """Rollouts per batch in samples.jsonl: the best, the worst, and random ones (0 = none). Long files lose
+    middle parts."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Readers of the run directory, which contains the config, the logs and every conversation."""
     heartbeat_s: float = Field(default=60.0, gt=0)
-    """Timeout without a heartbeat, in seconds, until an engine, trainer or worker process is restarted. A
-    lost eval engine is not restarted: the run continues without evaluation."""
+    """Timeout without a heartbeat, in seconds, until an engine, trainer or worker is restarted. Without the
+    eval engine the run continues."""
 
     @model_validator(mode="after")
     def _trackers_are_known(self) -> Self:

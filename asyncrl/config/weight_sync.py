@@ -26,9 +26,7 @@ TO_SHM = "set weight_sync.transport=shm"
 
 @dataclass(frozen=True, slots=True)
 class TransportCapabilities:
-    """A transport. By default, the trainer writes all weights to one file in shared memory, which engines
-    read during generation.
-    """
+    """A transport. By default, the trainer writes all weights to one file in shared memory."""
 
     sends_adapters: bool = False
     is_transfer: bool = False
@@ -64,7 +62,7 @@ class WeightSyncConfig(FrozenConfig):
     """auto = on CUDA devices nccl (separate devices) or ipc (colocated); elsewhere disk if disk_dir is
     given, else shm; on several nodes disk or stream. shm: a safetensors file in shared memory. stream: the
     file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one broadcast
-    to all engines (gloo on the CPU). ipc: chunks in memory of the shared CUDA devices."""
+    to all engines. ipc: chunks in memory of shared devices."""
     disk_dir: str | None = None
     """Folder for transport=disk, on a file system that trainer and engines share under one path."""
     interrupt: Literal["auto"] | Interrupt = "auto"
@@ -81,13 +79,12 @@ class WeightSyncConfig(FrozenConfig):
 
     @property
     def settled(self) -> TransportName:
-        """Return the transport, after launch/capacity.py has resolved auto."""
-        assert self.transport != "auto", "resolve_auto() comes before anything that moves weights"
+        assert self.transport != "auto", "resolve_auto() precedes every weight sync"
         return self.transport
 
     @property
     def facts(self) -> TransportCapabilities:
-        """Return this transport's facts; an unresolved auto has those valid on any device."""
+        """Return this transport's facts; for auto those valid on any device."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 
     @property
@@ -105,7 +102,7 @@ class WeightSyncConfig(FrozenConfig):
 
 
 def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
-    """Return True if, on several nodes, files of weights are fetched by other nodes."""
+    """Return True if other nodes fetch files of weights."""
     facts = config.weight_sync.facts
     return facts.is_fetched or (facts.is_collective and has_eval_engine)
 
@@ -113,8 +110,8 @@ def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
 def choose_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> tuple[TransportName, str]:
-    """Return the transport of `auto` between these devices and nodes, and the reason. Never lora: vLLM
-    computes differently with unmerged adapters.
+    """Return the transport of `auto`, and the reason. Never lora: vLLM computes differently with unmerged
+    adapters.
     """
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
@@ -143,9 +140,7 @@ def _used_twice(devices: Sequence[str]) -> list[str]:
 def refuse_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> None:
-    """Raise ConfigError if this transport cannot serve these engines. `is_turns`: trainer and engines share
-    their devices.
-    """
+    """Raise ConfigError if this transport cannot serve these engines. `is_turns`: colocated."""
     facts, sync = config.weight_sync.facts, config.weight_sync
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
     _refuse_engine(config, name)
@@ -196,7 +191,6 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
 
 
 def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
-    """Return the transport during generation, and the reason."""
     sync = config.weight_sync
     if sync.facts.is_collective:
         library = "NCCL" if is_on_cuda else "gloo"

@@ -1,9 +1,7 @@
-"""Frames on the link between a controller and our engine servers: many requests, segments and results at
-once, their tokens and logprobs as arrays.
+"""Frames on the link between a controller and our engine servers, each with many requests or segments.
 
-A frame is its kind and the number of items of each of its arrays, as uint64, then these arrays, in the order
-and with the dtypes of LAYOUTS, little-endian, without gaps. `text` is JSON of everything else. The client
-numbers its requests, uniquely on its link.
+A frame is its kind and the number of items of each of its arrays, as uint64, then these arrays in the order
+of LAYOUTS, little-endian, without gaps. `text` is JSON of everything else. The client numbers its requests.
 
     client to server   submit, resume, abort
     server to client   sampled, refused
@@ -198,7 +196,7 @@ def sampled_frame(rows: Sequence[Sampled]) -> bytes:
 
 
 def read_sampled(frame: Frame) -> Iterable[Sampled]:
-    """Raise ValueError or LookupError."""
+    """Raises ValueError or LookupError."""
     arrays = frame.arrays
     sizes = arrays["sizes"].tolist()
     tops: Iterable[Sequence[TopLogprobs]] = repeat((), len(sizes))

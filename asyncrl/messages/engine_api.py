@@ -84,7 +84,7 @@ class GroupMember(Message):
     """A participant's place in the group that weights are sent through: rank 0 is the trainer, an engine's
     workers have the ranks from `rank` on.
 
-    `path`: a file where the members meet, or with `store` (ADDRESS:PORT of the trainer's node) a name there.
+    `path`: a file where the members meet, or with `store` (the trainer's ADDRESS:PORT) a name there.
     `is_new`: form the group first.
     """
 

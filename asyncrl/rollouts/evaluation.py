@@ -155,7 +155,7 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     if versions != [version]:
         what = f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}"
         rule = f"every token of this evaluation is sampled at policy_version {version}"
-        way_out = "make sure that nothing else pushes weights to the engines, then start again."
+        way_out = "let nothing else push weights to the engines, then start again."
         raise EngineError("evaluation", what, rule=rule, way_out=way_out)
     length = sum(branch.num_sampled for branch in rollout)
     is_truncated = any(branch.is_truncated for branch in rollout)

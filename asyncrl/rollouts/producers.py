@@ -268,7 +268,7 @@ class Producers:
         if oldest < ticket.start_version:
             what = f"g{ticket.group_id}/r{rollout[0].sample_index} has tokens of version {oldest}"
             rule = f"every engine served version {ticket.start_version} when its group was admitted"
-            way_out = "read the engines' logs: one went back to older weights. Then start the run again."
+            way_out = "read the engines' logs: one went back to older weights. Then start again."
             raise EngineError(self.name, what, rule=rule, way_out=way_out)
 
     def _complete(self, running: RunningGroup) -> None:

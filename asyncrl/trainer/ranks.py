@@ -204,7 +204,7 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
-    """Return the error to report if a collective failed because a rank is lost."""
+    """Return the error to report if a rank is lost."""
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])

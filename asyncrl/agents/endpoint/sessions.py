@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 MAX_EXPIRED = 10_000
 USER_SHARE = 16
 """Multiple of one rollout's limits for a user's key; older conversations are forgotten."""
+MAX_CONCURRENT_CALLS = 16
+"""Answers of one rollout sampled at once; a call with n counts n times."""
 USER_CONCURRENCY = 4
-"""Multiple of max_concurrent_calls for a user's key."""
+"""Multiple of MAX_CONCURRENT_CALLS for a user's key."""
 OPEN_SHARE = 4
 """Requests read per answer being sampled."""
 MAX_NUMBERED = 2**16
@@ -106,7 +108,7 @@ class GatewaySession:
         self.key = self.user_key or secrets.token_hex(24)
         self.is_users = self.user_key is not None
         self.limits = self.sessions.limits
-        num_slots = self.limits.max_concurrent_calls * (USER_CONCURRENCY if self.is_users else 1)
+        num_slots = MAX_CONCURRENT_CALLS * (USER_CONCURRENCY if self.is_users else 1)
         self.slots = asyncio.Semaphore(num_slots)
         self.open_requests = asyncio.Semaphore(OPEN_SHARE * num_slots)
         """Bounds bodies in memory."""
