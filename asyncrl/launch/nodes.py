@@ -149,8 +149,6 @@ class Launcher:
         """Return the local path of downloaded weights. Raises RoomError."""
         raise NotImplementedError
 
-    async def aclose(self) -> None:
-        pass
+    async def aclose(self) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...

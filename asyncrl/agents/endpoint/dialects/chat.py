@@ -126,7 +126,7 @@ class ChoicesWriter:
         return b"data: " + error.body() + b"\n\n"
 
     def keep(self, kept: KeptAnswers) -> None:
-        pass
+        pass  # clients send whole chats
 
     def _begin(self) -> bytes:
         first = self._first

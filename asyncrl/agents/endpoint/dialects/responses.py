@@ -63,7 +63,7 @@ class ResponsesRequest(CallParameters):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResponseData:
-    """`stored`: None with store=false; `spaces`: namespaced tools by model name; `is_sealed`: return
+    """`stored`: empty if store=false; `spaces`: namespaced tools by model name; `is_sealed`: return
     encrypted thoughts.
     """
 
