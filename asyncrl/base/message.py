@@ -1,4 +1,4 @@
-"""Base class of all messages, the error body, and the last log line of a child process."""
+"""Base classes of messages and error answers."""
 
 from __future__ import annotations
 

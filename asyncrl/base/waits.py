@@ -34,7 +34,7 @@ async def within(
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """Run `work` to its end; return its result and the last cancellation."""
+    """Run `work` to its end despite cancellations; return its result and the last cancellation."""
     doing = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not doing.done():
@@ -88,7 +88,7 @@ class OpenWaits:
     """Open waits of one loop, the innermost of each task, by kind, in constant time."""
 
     MAX_ASKED = 32
-    """Waits of a kind to check for the oldest; they are nearly in order."""
+    """Waits of a kind to check for the oldest."""
 
     def __init__(self) -> None:
         self.innermost: dict[asyncio.Task[Any] | None, OpenWait] = {}

@@ -37,7 +37,7 @@ OTHER_NAMES = {
     "eval_steps": "eval.every",
     "output_dir": "--run-dir",
 }
-"""Other frameworks' names for our settings, by the last part of the key."""
+"""Other frameworks' names, by the last part of the key."""
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
@@ -54,7 +54,7 @@ class _KeysOnce(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and check a YAML file with overrides as in config_from. Raises ConfigError."""
+    """Read and check a YAML file with overrides. Raises ConfigError."""
     try:
         values = _parse(Path(path).read_text(encoding="utf-8"), _KeysOnce, str(path))
     except (OSError, *_NO_YAML) as error:
@@ -88,7 +88,6 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    """Return the config as YAML that load_config reads back unchanged."""
     values = config.model_dump()
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     if re.search("[\x85\u2028\u2029]", text):  # would be read back as plain line ends
@@ -125,12 +124,12 @@ def _with(values: Any, override: str) -> dict[str, Any]:
 
 
 def _is_of_several(values: Any, names: Sequence[str]) -> bool:
-    """Return True for a key of one section of a list: task.0.size, or task.sums.size."""
+    """Return True for one section of a list: task.0.size, or task.sums.size."""
     return isinstance(values, dict) and isinstance(values.get(names[0]), list)
 
 
 def _set(section: Any, names: Sequence[str], value: Any) -> Any:
-    """Return a copy with that setting; YAML aliases stay unchanged."""
+    """Return a copy; YAML aliases stay unchanged."""
     name, *inner = names
     if isinstance(section, list):
         called = [one.get("name") if isinstance(one, dict) else None for one in section]
@@ -179,8 +178,6 @@ def _closest(location: Sequence[str | int]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A setting: full name, type as text, default as written, and meaning."""
-
     name: str
     type: str
     default: str
@@ -214,7 +211,7 @@ REPEATED = ("eval.task.", "placement.rollout.")
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """Yield (section, description, keys) in config order; section '' is the top level."""
+    """Yield (section, description, keys) in config order; '' is the top level."""
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
     models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
     tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
@@ -233,9 +230,7 @@ def schema_text() -> str:
 
 
 def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
-    """Describe the basic or all settings, a section, a key, or settings that match a word. Raises
-    ConfigError.
-    """
+    """Describe settings: basic, all, a section, a key, or matches of a word. Raises ConfigError."""
     word = (wanted or "").lower()
     if wanted is None and not lists_all:
         num_all = sum(len(keys) for _, _, keys in sections())

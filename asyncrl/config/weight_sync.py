@@ -26,7 +26,7 @@ TO_SHM = "set weight_sync.transport=shm"
 
 @dataclass(frozen=True, slots=True)
 class TransportCapabilities:
-    """A transport. By default, the trainer writes all weights to one file in shared memory."""
+    """Facts about a transport. By default, all weights are one file in shared memory."""
 
     sends_adapters: bool = False
     is_transfer: bool = False
@@ -36,9 +36,9 @@ class TransportCapabilities:
     shares_device: bool = False
     """When colocated, engines open the chunks in the trainer's device memory."""
     is_file_shared: bool = False
-    """Exports are files in weight_sync.disk_dir and use no memory of this machine."""
+    """Exports are files in weight_sync.disk_dir."""
     is_fetched: bool = False
-    """Nodes other than the trainer's fetch its file into their shared memory."""
+    """Other nodes fetch the file."""
     bound: str = ""
     """Why engines cannot be on other nodes, or ''."""
 
@@ -64,7 +64,7 @@ class WeightSyncConfig(FrozenConfig):
     file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one broadcast
     to all engines. ipc: chunks in memory of shared devices."""
     disk_dir: str | None = None
-    """Folder for transport=disk, on a file system that trainer and engines share under one path."""
+    """Folder for transport=disk, under one path for trainer and engines."""
     interrupt: Literal["auto"] | Interrupt = "auto"
     """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed
     KV cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest."""
@@ -84,7 +84,7 @@ class WeightSyncConfig(FrozenConfig):
 
     @property
     def facts(self) -> TransportCapabilities:
-        """Return this transport's facts; for auto those valid on any device."""
+        """Return this transport's facts; for auto the common ones."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 
     @property

@@ -23,7 +23,6 @@ EPOCH = "epoch/"
 
 
 decided_s: ContextVar[float] = ContextVar("decided_s")
-"""Time of the decision, in seconds since the epoch."""
 
 
 def text(given: object) -> str:
@@ -150,7 +149,6 @@ def group_ended(
     *,
     requeued: int | None = None,
 ) -> None:
-    """End a running group, or requeue a ready one."""
     found = _state(connection, group_id)
     if found != "running" and (found, state) != ("ready", "requeued"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
