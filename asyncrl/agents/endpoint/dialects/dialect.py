@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
 
     Read = tuple[AnyRequest, Any]
-    """A call, and data for its writer."""
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 NOT_KEPT = "previous_response_not_found"
@@ -27,7 +26,7 @@ class Writer(Protocol):
     def whole(self) -> bytes: ...
 
     def news(self) -> bytes:
-        """Return new text, possibly none."""
+        pass
 
     def end(self) -> bytes:
         pass
@@ -41,7 +40,6 @@ class Writer(Protocol):
 
 class Dialect(Protocol):
     name: str
-    """Prefix of answer ids."""
     splits_thoughts: bool | None
     """None: per gateway.thoughts."""
 
@@ -55,7 +53,6 @@ class Dialect(Protocol):
 
 Block = Literal["thought", "text"]
 Event = dict[str, Any]
-"""A server-sent event; its name is `type`."""
 
 
 class BlockWriter(ABC):
