@@ -216,7 +216,7 @@ class RunConfig(FrozenConfig):
         if best is not None and best not in self.evals:
             known = ", ".join(filter(None, self.evals)) or "there are none"
             yield (
-                f"checkpoint.keep_best={best} is no evaluation of this run; give true, or one of several: "
+                f"checkpoint.keep_best={best} is no evaluation of this run; give true, or a name: "
                 f"{known}"
             )
             return

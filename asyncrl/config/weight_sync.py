@@ -130,7 +130,7 @@ def choose_transport(
         return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
     if shared := _used_twice(engines):
         return "shm", f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
-    return "nccl", "trainer and engines are on CUDA devices of their own"
+    return "nccl", "trainer and engines are on separate CUDA devices"
 
 
 def _used_twice(devices: Sequence[str]) -> list[str]:
