@@ -31,13 +31,11 @@ class EngineCapabilities:
     settings: tuple[str, ...] = ()
     has_model: bool = True
     free_settings: tuple[str, ...] = ()
-    """Keys that may change when a run resumes."""
     package: str | None = None
     """Package in the servers' own Python: rollout.{package}_python."""
     receives_transfers: bool = False
     """Weights may be sent from device to device."""
     opens_chunks: bool = True
-    """When colocated, it opens the memory of the trainer's chunks."""
     stages_weights: bool = True
     """On separate devices, it holds two sets of weights."""
     sleeps_on_cpu: bool = True
@@ -45,15 +43,12 @@ class EngineCapabilities:
     keeps_turns: bool = False
     """A second KV cache for agent conversations is available."""
     returns_routing: bool = False
-    """Can report the experts of each token."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device that supports rollout.deterministic."""
     pages_kv: bool = False
     """On CUDA, sequences wait for a full KV cache."""
     kv_block: int = 1
-    """Tokens per KV cache block."""
     forward_tokens: int = 0
-    """Maximum tokens of a forward pass."""
     logit_copies: int = 0
     """Float32 arrays of vocabulary size per slot in a step."""
 

@@ -1,4 +1,4 @@
-"""Sections `generator` and `gateway`, and the kinds of harness."""
+"""Sections `generator` and `gateway`."""
 
 from __future__ import annotations
 

@@ -304,7 +304,6 @@ def _type_text(kind: Any) -> str:
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a section or of a list of sections."""
     return next(_models_in(info.annotation), None)
 
 

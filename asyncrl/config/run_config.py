@@ -1,5 +1,3 @@
-"""The whole config of a run."""
-
 from __future__ import annotations
 
 import itertools
@@ -215,10 +213,7 @@ class RunConfig(FrozenConfig):
         best = self.best_eval
         if best is not None and best not in self.evals:
             known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield (
-                f"checkpoint.keep_best={best} is no evaluation of this run; give true, or a name: "
-                f"{known}"
-            )
+            yield (f"checkpoint.keep_best={best} is no evaluation of this run; give true, or a name: {known}")
             return
         saved = self.checkpoint.every
         every = None if best is None else self.evals[best].every

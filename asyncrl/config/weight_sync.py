@@ -30,7 +30,6 @@ class TransportCapabilities:
 
     sends_adapters: bool = False
     is_transfer: bool = False
-    """Tensors are sent from device to device."""
     is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
@@ -38,7 +37,6 @@ class TransportCapabilities:
     is_file_shared: bool = False
     """Exports are files in weight_sync.disk_dir."""
     is_fetched: bool = False
-    """Other nodes fetch the file."""
     bound: str = ""
     """Why engines cannot be on other nodes, or ''."""
 

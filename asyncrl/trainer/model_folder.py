@@ -114,7 +114,7 @@ def fetch_architectures(config: RunConfig) -> None:
             cached = try_to_load_from_cache(path, "config.json", revision=revision)
             if isinstance(cached, str) or constants.HF_HUB_OFFLINE:
                 continue
-            # Without a network the hub's own download would retry for 23 s.
+            # the hub's own download would retry for 23 s
             url = hf_hub_url(path, "config.json", revision=revision)
             request = urllib.request.Request(url, method="HEAD")
             with contextlib.suppress(urllib.error.HTTPError):

@@ -208,7 +208,6 @@ class TrainerService:
         return await self.run(work)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the held weights in parallel with training."""
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
             await self.export()

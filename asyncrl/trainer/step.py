@@ -106,7 +106,6 @@ class TrainStep(Learner):
         wait([reader for reader in readers if reader is not None])
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move these parts off the device. Raises Refused."""
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
@@ -118,7 +117,6 @@ class TrainStep(Learner):
             self._merge_again()
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move these parts back. Raises Refused."""
         self.before_change()
         moved = self._offload.onload(parts)
         self._merge_again()
@@ -150,7 +148,6 @@ class TrainStep(Learner):
         return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
-        """Wait for the last save, in any thread. Raises Refused."""
         if self._state.pending is not None:
             self._state.pending.result()
 

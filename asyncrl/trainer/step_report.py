@@ -40,7 +40,6 @@ BoolN = npt.NDArray[np.bool_]
 
 GAP_WARNING = 0.05
 MIN_ENGINE_TOKENS = 64
-"""Minimum fresh tokens to judge an engine."""
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
