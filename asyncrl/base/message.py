@@ -36,7 +36,6 @@ def fatal_line(error: ErrorBody) -> str:
 
 
 def find_fatal(log: str) -> ErrorBody | None:
-    """Return the error in the last such line, if any."""
     lines = [line for line in log.splitlines() if line.startswith(FATAL_PREFIX)]
     with contextlib.suppress(ValueError, IndexError):
         return ErrorBody.model_validate_json(lines[-1].removeprefix(FATAL_PREFIX))

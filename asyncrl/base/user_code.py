@@ -25,7 +25,6 @@ from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
 
 
 def find_here() -> str:
-    """Make the working directory importable; return its path."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -168,7 +167,6 @@ class UserCalls:
         return cast(Result, result)
 
     def left_running(self, call: asyncio.Future[Any]) -> None:
-        """Count an abandoned call until it ends."""
         self._alive.add(call)
         call.add_done_callback(self._alive.discard)
         self.num_abandoned += 1

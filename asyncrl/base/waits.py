@@ -77,7 +77,6 @@ class OpenWait:
         return self._code.co_qualname.replace(".<locals>", "")
 
     def _named(self) -> str:
-        """Return the task's name, or the class of the waiting method."""
         name = self.task.get_name() if self.task is not None else "Task-0"
         if name.startswith("rollout "):
             return "rollouts"
@@ -173,7 +172,6 @@ async def loop_turn() -> AsyncIterator[None]:
 
 
 def await_chain(awaitable: Any) -> Iterator[FrameType]:
-    """Yield frames from a coroutine to its innermost wait."""
     names = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
     while found := next((pair for pair in names if hasattr(awaitable, pair[0])), None):
         if (frame := getattr(awaitable, found[0])) is not None:

@@ -25,7 +25,6 @@ class FrozenConfig(BaseModel):
         return {key: None if value == "none" and key in nullable else value for key, value in values.items()}
 
     def given(self, *names: str) -> list[str]:
-        """Return names of non-default values."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 

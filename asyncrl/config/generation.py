@@ -53,7 +53,6 @@ class EngineCapabilities:
     """Float32 arrays of vocabulary size per slot in a step."""
 
     def kv_length(self, length: int) -> int:
-        """Return the KV cache tokens of a sequence."""
         return -(-length // self.kv_block) * self.kv_block
 
 
@@ -153,7 +152,6 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def engine_range(self) -> EngineRange:
-        """Minimum and maximum number of engines."""
         num = self.num_engines
         return num if isinstance(num, EngineRange) else EngineRange(min=num, max=num)
 

@@ -66,7 +66,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def name_of_config(path: Path) -> str:
-    """Return the file's name, or the run directory's for config.yaml."""
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
@@ -129,7 +128,6 @@ def _is_of_several(values: Any, names: Sequence[str]) -> bool:
 
 
 def _set(section: Any, names: Sequence[str], value: Any) -> Any:
-    """Return a copy; YAML aliases stay unchanged."""
     name, *inner = names
     if isinstance(section, list):
         called = [one.get("name") if isinstance(one, dict) else None for one in section]
@@ -160,7 +158,6 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
 
 
 def _closest(location: Sequence[str | int]) -> str | None:
-    """Return the nearest known key."""
     known, wrong = all_keys(), ".".join(map(str, location))
     section, _, name = wrong.rpartition(".")
     other = OTHER_NAMES.get(name, "")
@@ -185,7 +182,6 @@ class Key:
 
 
 def all_keys() -> list[str]:
-    """Return every key, sections included."""
     return [name for name, _ in _fields(RunConfig)]
 
 
@@ -224,7 +220,6 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def schema_text() -> str:
-    """Return the JSON schema of a config file (draft 2020-12)."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     return json.dumps(schema, indent=1) + "\n"
 

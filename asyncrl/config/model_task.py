@@ -47,7 +47,6 @@ class ModelConfig(FrozenConfig):
 
     @property
     def source(self) -> str | None:
-        """Return model.path with its revision, None from scratch."""
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
 
@@ -109,7 +108,6 @@ class TaskConfig(FrozenConfig):
 
     @property
     def has_score(self) -> bool:
-        """Return whether a completion's text can be scored."""
         return self.reward is not None or (self.scores_itself and not self.verifiers)
 
     @property

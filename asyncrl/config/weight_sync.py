@@ -100,7 +100,6 @@ class WeightSyncConfig(FrozenConfig):
 
 
 def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
-    """Return True if other nodes fetch files of weights."""
     facts = config.weight_sync.facts
     return facts.is_fetched or (facts.is_collective and has_eval_engine)
 

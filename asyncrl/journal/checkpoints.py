@@ -115,11 +115,9 @@ class Checkpoints:
         self._rewards: dict[int, float] = {}
 
     def evaluated(self, version: int, reward_mean: float) -> None:
-        """Note the reward of a version for keep_best."""
         self._rewards[version] = reward_mean
 
     def versions(self) -> list[int]:
-        """Return the versions with a folder, oldest first."""
         return _versions_in(self.root.glob("step_*"))
 
     def begin(self) -> Pending:
@@ -148,7 +146,6 @@ class Checkpoints:
         return final
 
     def abandon(self, pending: Pending) -> None:
-        """Remove the unfinished checkpoint. Idempotent."""
         shutil.rmtree(pending.folder, ignore_errors=True)
 
     def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:

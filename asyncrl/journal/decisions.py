@@ -202,7 +202,6 @@ def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, 
 
 
 def published(connection: sqlite3.Connection, version: int, digest: str) -> None:
-    """Record that every engine serves the version. Repeatable."""
     connection.execute(
         "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, decided_s.get())
     )

@@ -232,7 +232,6 @@ class ModelPin:
 
     @property
     def revision(self) -> str | None:
-        """The run's first hub commit."""
         pinned = self._pinned
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
@@ -258,7 +257,6 @@ class ModelPin:
             )
 
     def write(self) -> None:
-        """Save the digests. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")

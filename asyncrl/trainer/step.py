@@ -160,7 +160,6 @@ class TrainStep(Learner):
         self._note_restored(self.policy_version)
 
     def weights_digest(self) -> str:
-        """Return the digest of the float32 master weights."""
         return digest_of(self._masters.named)
 
     def chunk_names(self, version: int, index: int) -> list[str]:

@@ -121,7 +121,6 @@ class TrainerClient:
             return (await self._call("/begin_export", b"", TrainerHealth)).policy_version
 
     async def export(self) -> ExportResponse:
-        """Finish an export."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return await self._call("/export", b"", ExportResponse)
 
@@ -312,7 +311,6 @@ def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDAr
 
 
 def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | None:
-    """Return experts, NO_EXPERT if unknown; None if all are unknown."""
     width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
     if width is None:
         return None
