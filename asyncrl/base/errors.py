@@ -41,7 +41,7 @@ OF_TRAIN = frozenset(
 
 
 class AsyncrlError(Exception):
-    """A failure with its values, the broken rule, and the way out."""
+    """A failure, the broken rule, and the way out."""
 
     exit_code = 1
 
@@ -162,8 +162,6 @@ class RewardFailure(RolloutFailure):
 
 
 class RequestRefused(RolloutFailure):
-    """`why` omits names of engines and requests, for clients."""
-
     def __init__(self, what: str, *, why: str = "", rule: str = "", way_out: str = "") -> None:
         super().__init__(what, rule=rule, way_out=way_out)
         self.why = why or what

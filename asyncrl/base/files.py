@@ -20,7 +20,6 @@ _BLOCK = 2**16
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,7 +28,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file below a folder, then all folder entries."""
     paths = list(folder.rglob("*"))
     for path in [*filter(Path.is_file, paths), *filter(Path.is_dir, paths), folder]:
         sync(path)
@@ -89,10 +87,7 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error.
-
-    After a kill either the older or the new folder exists (settle_folder).
-    """
+    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)

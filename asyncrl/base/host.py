@@ -1,4 +1,4 @@
-"""Memory and cores of this process within its container's limits."""
+"""Memory and cores of this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def num_cores() -> int:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Yield folders of this process's control groups, its own first."""
     for line in _text(MEMBERSHIP).splitlines():
         _, names, path = line.split(":", 2)
         if names == "" or controller in names.split(","):

@@ -1,4 +1,4 @@
-"""Base class of all messages, the error body, and the last log line of a child process."""
+"""Base classes of messages and error answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def fatal_line(error: ErrorBody) -> str:
 
 
 def find_fatal(log: str) -> ErrorBody | None:
-    """Return the error in the last such line, if any."""
     lines = [line for line in log.splitlines() if line.startswith(FATAL_PREFIX)]
     with contextlib.suppress(ValueError, IndexError):
         return ErrorBody.model_validate_json(lines[-1].removeprefix(FATAL_PREFIX))

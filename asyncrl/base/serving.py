@@ -67,7 +67,7 @@ def _secrets_from_parent() -> dict[str, str]:
 
 
 def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
-    """End this child with an error that the parent shows."""
+    """End this child with an error for the parent."""
     print(fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)), file=sys.stderr, flush=True)
     raise SystemExit(1)
 
@@ -149,9 +149,7 @@ def json_answer(body: BaseModel, status: int = 200) -> web.Response:
 def serve(
     app: web.Application, fd: int, *, handles_signals: bool = True, cancels_handlers: bool = False
 ) -> None:
-    """Serve on the inherited socket, until SIGTERM with `handles_signals`. `cancels_handlers`: of callers
-    that leave.
-    """
+    """Serve on the inherited socket, until SIGTERM with `handles_signals`."""
     web.run_app(
         app,
         sock=socket.socket(fileno=fd),

@@ -104,7 +104,6 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(folder: Path, lock: int) -> None:
-    """Remove the folder, the lock last, so that removal can be repeated."""
     try:
         with contextlib.suppress(OSError):
             if not folder.name.endswith(_GONE):

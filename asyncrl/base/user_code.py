@@ -25,7 +25,6 @@ from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
 
 
 def find_here() -> str:
-    """Make the working directory importable, as with `python -m`; return its path."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -90,7 +89,6 @@ def check_call(
 
 
 def raised(error: BaseException) -> str:
-    """Describe an error of user code and its place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
 
@@ -130,7 +128,7 @@ class UserCalls:
         grace_s: float | None = None,
         way_out: str = WAY_OUT,
     ) -> None:
-        """`error` makes the error that ends the run or worker; `warn` reports the first abandoned call."""
+        """`error` makes the fatal error; `warn` reports the first abandoned call."""
         self.name = name
         self._error = error
         self._warn = warn
@@ -169,7 +167,6 @@ class UserCalls:
         return cast(Result, result)
 
     def left_running(self, call: asyncio.Future[Any]) -> None:
-        """Count an abandoned call until it ends."""
         self._alive.add(call)
         call.add_done_callback(self._alive.discard)
         self.num_abandoned += 1

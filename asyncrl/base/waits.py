@@ -34,7 +34,7 @@ async def within(
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """Run `work` to its end; return its result and the last cancellation."""
+    """Run `work` to its end despite cancellations; return its result and the last cancellation."""
     doing = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not doing.done():
@@ -77,7 +77,6 @@ class OpenWait:
         return self._code.co_qualname.replace(".<locals>", "")
 
     def _named(self) -> str:
-        """Return the task's name, or the class of the waiting method."""
         name = self.task.get_name() if self.task is not None else "Task-0"
         if name.startswith("rollout "):
             return "rollouts"
@@ -88,7 +87,7 @@ class OpenWaits:
     """Open waits of one loop, the innermost of each task, by kind, in constant time."""
 
     MAX_ASKED = 32
-    """Waits of a kind to check for the oldest; they are nearly in order."""
+    """Waits of a kind to check for the oldest."""
 
     def __init__(self) -> None:
         self.innermost: dict[asyncio.Task[Any] | None, OpenWait] = {}
@@ -173,7 +172,6 @@ async def loop_turn() -> AsyncIterator[None]:
 
 
 def await_chain(awaitable: Any) -> Iterator[FrameType]:
-    """Yield frames from a coroutine to its innermost wait."""
     names = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
     while found := next((pair for pair in names if hasattr(awaitable, pair[0])), None):
         if (frame := getattr(awaitable, found[0])) is not None:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class FrozenConfig(BaseModel):
-    """Frozen; refuses unknown keys. Validators reject; they never repair."""
+    """Frozen; refuses unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
@@ -25,12 +25,11 @@ class FrozenConfig(BaseModel):
         return {key: None if value == "none" and key in nullable else value for key, value in values.items()}
 
     def given(self, *names: str) -> list[str]:
-        """Return names of values that differ from their defaults."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
 def tag_of(value: Any) -> str:
-    """Tag one form of a section; brackets keep the tag out of errors."""
+    """Tag one form of a section, without the tag in errors."""
     return "[several]" if isinstance(value, list) else "[one]"
 
 

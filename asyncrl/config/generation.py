@@ -31,34 +31,28 @@ class EngineCapabilities:
     settings: tuple[str, ...] = ()
     has_model: bool = True
     free_settings: tuple[str, ...] = ()
-    """Keys that may change when a run resumes."""
     package: str | None = None
     """Package in the servers' own Python: rollout.{package}_python."""
     receives_transfers: bool = False
     """Weights may be sent from device to device."""
     opens_chunks: bool = True
-    """When colocated, it opens the memory of the trainer's chunks."""
     stages_weights: bool = True
-    """On separate devices, it holds the next weights in addition to the current ones."""
+    """On separate devices, it holds two sets of weights."""
     sleeps_on_cpu: bool = True
     """When colocated, it can free its memory on a CPU."""
     keeps_turns: bool = False
     """A second KV cache for agent conversations is available."""
     returns_routing: bool = False
-    """Can report the experts of each token."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device that supports rollout.deterministic."""
     pages_kv: bool = False
     """On CUDA, sequences wait for a full KV cache."""
     kv_block: int = 1
-    """Tokens per KV cache block."""
     forward_tokens: int = 0
-    """Maximum tokens of a forward pass."""
     logit_copies: int = 0
-    """Float32 arrays of vocabulary size that a step makes per slot."""
+    """Float32 arrays of vocabulary size per slot in a step."""
 
     def kv_length(self, length: int) -> int:
-        """Return the KV cache tokens of a sequence."""
         return -(-length // self.kv_block) * self.kv_block
 
 
@@ -97,7 +91,7 @@ class EngineRange(FrozenConfig):
     min: int = Field(default=1, ge=1)
     """Minimum number of running engines."""
     max: int = Field(ge=1)
-    """Maximum. Devices, memory and threads are planned for this number."""
+    """Maximum number of engines, used to plan devices, memory and threads."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -121,11 +115,11 @@ class RolloutConfig(FrozenConfig):
     simulated: LatencyModel = LatencyModel()
     """Latencies and completion lengths of the simulated engine."""
     vllm: dict[str, Any] = {}
-    """Arguments of `vllm serve` by name. Arguments that the run sets itself are refused."""
+    """Arguments of `vllm serve` by name, except those that the run sets itself."""
     vllm_python: str = "auto"
     """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout)."""
     urls: list[str] | None = None
-    """URLs of num_engines running vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the run starts
+    """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the run starts
     its own)."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per vLLM engine."""
@@ -134,9 +128,9 @@ class RolloutConfig(FrozenConfig):
     max_tokens: int = Field(default=256, ge=1)
     """Maximum sampled tokens of a rollout."""
     max_prompt_tokens: int = Field(default=256, ge=1)
-    """Maximum prompt length in tokens. A longer prompt is a failed rollout, never cut."""
+    """Maximum prompt tokens. A longer prompt fails, and is never cut."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; logprobs on both sides are of the tempered distribution."""
+    """Sampling temperature, also of logprobs."""
     timeout_s: float | None = Field(default=600.0, gt=0)
     """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
     off)."""
@@ -145,12 +139,12 @@ class RolloutConfig(FrozenConfig):
     max_failed_groups: int = Field(default=16, ge=1)
     """End the run after this number of consecutive groups without a usable rollout."""
     max_requeues: int = Field(default=3, ge=0)
-    """Times that a failed, overdue or fully masked prompt is sampled again before it is given up."""
+    """Times that a failed, overdue or fully masked prompt is sampled again."""
     deterministic: Literal["auto"] | bool = "auto"
     """Make a request's tokens depend only on its prompt, seed and weights (auto = true for embedded on a
     CPU without experts, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
+    """CPU threads of each engine server (auto = a quarter of the cores)."""
 
     @property
     def facts(self) -> EngineCapabilities:
@@ -158,7 +152,6 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def engine_range(self) -> EngineRange:
-        """Minimum and maximum number of engines."""
         num = self.num_engines
         return num if isinstance(num, EngineRange) else EngineRange(min=num, max=num)
 
@@ -213,8 +206,8 @@ class BufferConfig(FrozenConfig):
     max_staleness: int = Field(default=1, ge=0)
     """Hard bound, in policy versions, on the age of every token with a loss weight (0 = on-policy)."""
     look_ahead: Literal["auto"] | NonNegativeInt = "auto"
-    """Batches that generation may run ahead, at most max_staleness (auto = the smallest value that keeps
-    the trainer busy)."""
+    """Batches that generation may run ahead, at most max_staleness (auto = the fewest that keep the trainer
+    busy)."""
     on_overdue: OnOverdue = "mask"
     """Overdue stragglers: train and mask old tokens, wait, or drop and regenerate."""
     filter: Literal["none", "equal_rewards"] = "none"
@@ -235,14 +228,14 @@ EVAL_SEED = 2**30
 
 
 class EvalConfig(FrozenConfig):
-    """A held-out task, sampled at one fixed version. A list of sections gives several evaluations."""
+    """A held-out task, sampled at one version. A list of sections gives several evaluations."""
 
     name: Name | None = None
     """Name in metrics, and task.name of a harness (none = from its task's source)."""
     task: TaskConfig
     """Prompts and rewards, like the section `task`, in file order."""
     every: int = Field(default=20, ge=1)
-    """Evaluate after each multiple of this number of steps, and the last version."""
+    """Evaluate after multiples of this number of steps, and the last version."""
     at_start: bool = True
     """Also evaluate the initial weights."""
     engine: Literal["auto", "own", "rollout"] = "auto"
@@ -250,13 +243,13 @@ class EvalConfig(FrozenConfig):
     evaluation ends. auto = own on placement.eval, a free CUDA device, or the CPU if the rollout engines use
     it or the machine has no CUDA device; else rollout."""
     num_prompts: int = Field(default=64, ge=1)
-    """Prompts per evaluation: the first ones of the task."""
+    """Prompts per evaluation, from the task's first."""
     samples: int = Field(default=1, ge=1)
     """Completions per prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature (0 = greedy)."""
     slots: int = Field(default=32, ge=1)
-    """Samples of this evaluation that are decoded at once."""
+    """Samples that are decoded at once."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported."""
 

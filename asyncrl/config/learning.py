@@ -7,9 +7,7 @@ from pydantic import Field, PositiveInt, model_validator
 from asyncrl.config.fields import FrozenConfig
 
 CPU_MICRO_BATCH_TOKENS = 3072
-"""Maximum tokens of a forward pass on the CPU."""
 MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
-"""Logits computed at once on each kind of device."""
 MIN_SLICE = 256
 """Minimum logits computed at once, in vocabulary entries."""
 
@@ -24,7 +22,7 @@ class LoraConfig(FrozenConfig):
     alpha: float = Field(default=32.0, gt=0)
     """Adapters are scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers with adapters, e.g. [q_proj, v_proj] (all-linear = all but the head)."""
+    """Linear layers with adapters, e.g. [q_proj, v_proj] (all-linear = all but the head)."""
 
 
 class TrainerConfig(FrozenConfig):
@@ -39,7 +37,7 @@ class TrainerConfig(FrozenConfig):
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     world_size: int = Field(default=1, ge=1)
-    """Trainer processes; above one, weights, gradients and optimizer are sharded (FSDP2)."""
+    """Trainer processes; above one, the training state is sharded (FSDP2)."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -55,7 +53,7 @@ class TrainerConfig(FrozenConfig):
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Maximum tokens per forward-backward pass of a process; a longer sequence gets a separate pass."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass: less memory, about a third more time."""
+    """Keep only layer inputs for the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
     compile: bool | Literal["auto"] = "auto"
@@ -64,21 +62,19 @@ class TrainerConfig(FrozenConfig):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """Timeout for an optimizer step, an export or a save, in seconds. On expiry the trainer is restarted."""
+    """Timeout for a step, an export or a save, in seconds. On expiry the trainer is restarted."""
     logprob_gap_limit: float | None = Field(default=None, gt=0)
-    """End the run when trainer and engines disagree by more than this mean on fresh tokens, in nats (none =
+    """End the run when trainer and engines differ by more than this mean on fresh tokens, in nats (none =
     warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
+    """CPU threads of the trainer (auto = the cores that the engines leave)."""
 
     @property
     def keeps_merged(self) -> bool:
         return self.lora is not None and self.world_size == 1 and not self.cpu_offload
 
     def is_sharded(self, device: str, dtype: str) -> bool:
-        """Return whether the weights are float32 FSDP2 shards: with several ranks, and to save memory on
-        CUDA in bfloat16.
-        """
+        """Return whether the weights are float32 FSDP2 shards, which also save memory on one CUDA device."""
         casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
         return self.world_size > 1 or self.cpu_offload or casts_all
 
@@ -91,7 +87,7 @@ class TeacherConfig(FrozenConfig):
     """A second model for on-policy distillation (docs/algorithms.md), in a separate engine server."""
 
     path: str
-    """Hugging Face folder or hub id of a causal language model with the vocabulary of `model`."""
+    """Hugging Face folder or hub id of a model with the vocabulary of `model`."""
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again."""
 
@@ -108,7 +104,7 @@ GROUP_ADVANTAGES = (
 
 
 class AlgorithmConfig(FrozenConfig):
-    """Advantages and loss; docs/algorithms.md has the recipes with their papers."""
+    """Advantages and loss (docs/algorithms.md)."""
 
     advantage: str = "grpo"
     """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out, reinforce_pp,
@@ -117,7 +113,7 @@ class AlgorithmConfig(FrozenConfig):
     """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, luspo, vespo,
     m2po) or `module:function`."""
     ratio: Literal["auto", "behaviour", "proximal"] = "auto"
-    """Policy below the line of the loss's probability ratio (auto = as in the loss's paper)."""
+    """Policy in the denominator of the loss's ratio (auto = as in the loss's paper)."""
     correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = (
         "auto"
     )
@@ -127,12 +123,12 @@ class AlgorithmConfig(FrozenConfig):
     """Mean over tokens, over sequences of their token means (sequence) or token sums (sequence_sum), or sum
     over sequences * rollout.max_tokens (constant) (auto = as in the loss's paper)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip range of the probability ratio: 1 - clip_low."""
+    """The probability ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip range of the probability ratio: 1 + clip_high."""
+    """The probability ratio is clipped above 1 + clip_high."""
     clip_delta: float | None = Field(default=None, gt=1)
-    """Two-sided clip: maximum probability ratio of a token with a negative advantage; above 1 + clip_high
-    (none = off)."""
+    """Two-sided clip: maximum ratio of a token with a negative advantage; above 1 + clip_high (none
+    = off)."""
     off_policy_mask: float | None = Field(default=None, gt=0)
     """Off-policy sequence masking: mask tokens with a negative advantage if their sequence's mean of
     behaviour - current logprob exceeds this, in nats (none = off)."""
@@ -145,7 +141,7 @@ class AlgorithmConfig(FrozenConfig):
     """Proximal logprobs: recomputed with the weights before the batch, or interpolated between behaviour
     and current by staleness."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the initial weights (0 = off; no reference weights are held)."""
+    """Weight of the KL divergence to the initial weights (0 = off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
     kl_weighted: bool = True

@@ -37,7 +37,7 @@ OTHER_NAMES = {
     "eval_steps": "eval.every",
     "output_dir": "--run-dir",
 }
-"""Other frameworks' names for our settings, by the last part of the key."""
+"""Other frameworks' names, by the last part of the key."""
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
@@ -54,7 +54,7 @@ class _KeysOnce(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and check a YAML file with overrides as in config_from. Raises ConfigError."""
+    """Read and check a YAML file with overrides. Raises ConfigError."""
     try:
         values = _parse(Path(path).read_text(encoding="utf-8"), _KeysOnce, str(path))
     except (OSError, *_NO_YAML) as error:
@@ -66,7 +66,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def name_of_config(path: Path) -> str:
-    """Return the file's name, or the run directory's for config.yaml."""
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
@@ -88,7 +87,6 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    """Return the config as YAML that load_config reads back unchanged."""
     values = config.model_dump()
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     if re.search("[\x85\u2028\u2029]", text):  # would be read back as plain line ends
@@ -125,12 +123,11 @@ def _with(values: Any, override: str) -> dict[str, Any]:
 
 
 def _is_of_several(values: Any, names: Sequence[str]) -> bool:
-    """Return True for a key of one section of a list: task.0.size, or task.sums.size."""
+    """Return True for one section of a list: task.0.size, or task.sums.size."""
     return isinstance(values, dict) and isinstance(values.get(names[0]), list)
 
 
 def _set(section: Any, names: Sequence[str], value: Any) -> Any:
-    """Return a copy with that setting; YAML aliases stay unchanged."""
     name, *inner = names
     if isinstance(section, list):
         called = [one.get("name") if isinstance(one, dict) else None for one in section]
@@ -161,7 +158,6 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
 
 
 def _closest(location: Sequence[str | int]) -> str | None:
-    """Return the nearest known key."""
     known, wrong = all_keys(), ".".join(map(str, location))
     section, _, name = wrong.rpartition(".")
     other = OTHER_NAMES.get(name, "")
@@ -179,8 +175,6 @@ def _closest(location: Sequence[str | int]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A setting: full name, type as text, default as written, and meaning."""
-
     name: str
     type: str
     default: str
@@ -188,7 +182,6 @@ class Key:
 
 
 def all_keys() -> list[str]:
-    """Return every key, sections included."""
     return [name for name, _ in _fields(RunConfig)]
 
 
@@ -214,7 +207,7 @@ REPEATED = ("eval.task.", "placement.rollout.")
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """Yield (section, description, keys) in config order; section '' is the top level."""
+    """Yield (section, description, keys) in config order; '' is the top level."""
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
     models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
     tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
@@ -227,15 +220,12 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def schema_text() -> str:
-    """Return the JSON schema of a config file (draft 2020-12)."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     return json.dumps(schema, indent=1) + "\n"
 
 
 def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
-    """Describe the basic or all settings, a section, a key, or settings that match a word. Raises
-    ConfigError.
-    """
+    """Describe settings: basic, all, a section, a key, or matches of a word. Raises ConfigError."""
     word = (wanted or "").lower()
     if wanted is None and not lists_all:
         num_all = sum(len(keys) for _, _, keys in sections())
@@ -309,7 +299,6 @@ def _type_text(kind: Any) -> str:
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a section or of a list of sections."""
     return next(_models_in(info.annotation), None)
 
 

@@ -15,8 +15,7 @@ class NodesConfig(FrozenConfig):
     nodes: Literal["all"] | PositiveInt
     """Number of machines; all = every machine with the devices of `gpus`."""
     gpus: Literal["auto", "all"] | NonNegativeInt = "auto"
-    """CUDA devices per node; all = every device, 0 = the CPU (auto = all, or the CPU without CUDA devices).
-    """
+    """CUDA devices per node; 0 = the CPU (auto = all, or the CPU without CUDA devices)."""
 
     def __str__(self) -> str:
         gpus = "" if self.gpus == "auto" else f", gpus: {self.gpus}"
@@ -110,7 +109,7 @@ class JournalConfig(FrozenConfig):
     """The journal, journal.sqlite."""
 
     keep: Literal["checkpoint", "all"] = "checkpoint"
-    """Keep tokens of trained batches as long as a checkpoint before them, or always."""
+    """Keep tokens of trained batches since the oldest checkpoint, or always."""
 
 
 class SupervisionConfig(FrozenConfig):
@@ -121,7 +120,7 @@ class SupervisionConfig(FrozenConfig):
     backoff_s: float = Field(default=1.0, ge=0)
     """Delay of a process's first restart, in seconds; doubled each time, 30 at most."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout for a process's first answer, in seconds, in addition to reading its model (vLLM: three times
+    """Timeout for a process's first answer, in seconds, after reading its model (vLLM: three times
     longer)."""
     watchdog_s: float = Field(default=900.0, gt=0)
     """Seconds without progress until the run reports who waits for whom, with stacks in the log."""

@@ -1,5 +1,3 @@
-"""The whole config of a run."""
-
 from __future__ import annotations
 
 import itertools
@@ -87,7 +85,6 @@ class RunConfig(FrozenConfig):
 
     @property
     def eval_engine(self) -> str:
-        """Return eval.engine, the same for all evaluations."""
         return next((one.engine for one in self.evals.values()), "rollout")
 
     @property
@@ -104,13 +101,11 @@ class RunConfig(FrozenConfig):
 
     @property
     def best_eval(self) -> str | None:
-        """Return the evaluation of checkpoint.keep_best, if any."""
         named = self.checkpoint.keep_best
         return named if isinstance(named, str) else next(iter(self.evals), None)
 
     @property
     def evaluates_agent(self) -> bool:
-        """Return True if evaluations run the generator's harness."""
         return self.eval is not None and self.generator.is_harness and self.generator.verifiers is None
 
     @property
@@ -215,10 +210,7 @@ class RunConfig(FrozenConfig):
         best = self.best_eval
         if best is not None and best not in self.evals:
             known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield (
-                f"checkpoint.keep_best={best} is no evaluation of this run; give true, or one of several: "
-                f"{known}"
-            )
+            yield (f"checkpoint.keep_best={best} is no evaluation of this run; give true, or a name: {known}")
             return
         saved = self.checkpoint.every
         every = None if best is None else self.evals[best].every
@@ -304,7 +296,6 @@ def key_of(section: str, name: str) -> str:
 
 
 def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
-    """Raise ValueError for duplicate names."""
     found = {one.called if len(given) > 1 else "": one for one in given}
     if len(found) < len(given):
         names = [one.called for one in given]

@@ -26,19 +26,17 @@ TO_SHM = "set weight_sync.transport=shm"
 
 @dataclass(frozen=True, slots=True)
 class TransportCapabilities:
-    """A transport. By default, the trainer writes all weights to one file in shared memory."""
+    """Facts about a transport. By default, all weights are one file in shared memory."""
 
     sends_adapters: bool = False
     is_transfer: bool = False
-    """Tensors are sent from device to device."""
     is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
     """When colocated, engines open the chunks in the trainer's device memory."""
     is_file_shared: bool = False
-    """Exports are files in weight_sync.disk_dir and use no memory of this machine."""
+    """Exports are files in weight_sync.disk_dir."""
     is_fetched: bool = False
-    """Nodes other than the trainer's fetch its file into their shared memory."""
     bound: str = ""
     """Why engines cannot be on other nodes, or ''."""
 
@@ -64,7 +62,7 @@ class WeightSyncConfig(FrozenConfig):
     file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one broadcast
     to all engines. ipc: chunks in memory of shared devices."""
     disk_dir: str | None = None
-    """Folder for transport=disk, on a file system that trainer and engines share under one path."""
+    """Folder for transport=disk, under one path for trainer and engines."""
     interrupt: Literal["auto"] | Interrupt = "auto"
     """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed
     KV cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest."""
@@ -84,7 +82,7 @@ class WeightSyncConfig(FrozenConfig):
 
     @property
     def facts(self) -> TransportCapabilities:
-        """Return this transport's facts; for auto those valid on any device."""
+        """Return this transport's facts; for auto the common ones."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 
     @property
@@ -102,7 +100,6 @@ class WeightSyncConfig(FrozenConfig):
 
 
 def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
-    """Return True if other nodes fetch files of weights."""
     facts = config.weight_sync.facts
     return facts.is_fetched or (facts.is_collective and has_eval_engine)
 
@@ -130,7 +127,7 @@ def choose_transport(
         return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
     if shared := _used_twice(engines):
         return "shm", f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
-    return "nccl", "trainer and engines are on CUDA devices of their own"
+    return "nccl", "trainer and engines are on separate CUDA devices"
 
 
 def _used_twice(devices: Sequence[str]) -> list[str]:

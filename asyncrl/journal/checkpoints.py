@@ -27,7 +27,6 @@ CHECK_DISK = "check its disk, its permissions and the limit of open files, then 
 
 
 def sync_records(run_dir: Path) -> None:
-    """Sync the records of the run directory. Raises OSError."""
     for name in RECORDS:
         with contextlib.suppress(FileNotFoundError):
             sync(run_dir / name)
@@ -88,7 +87,7 @@ class Damaged:
 
 
 def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
-    """Rename damaged checkpoints; return a sentence about each. Call it after a resume."""
+    """Rename damaged checkpoints; return a sentence about each."""
     sentences = []
     for found in passed_over:
         aside = found.folder.with_name(f"damaged_{found.folder.name}")
@@ -116,11 +115,9 @@ class Checkpoints:
         self._rewards: dict[int, float] = {}
 
     def evaluated(self, version: int, reward_mean: float) -> None:
-        """Note the reward of a version for keep_best."""
         self._rewards[version] = reward_mean
 
     def versions(self) -> list[int]:
-        """Return the versions with a folder, oldest first."""
         return _versions_in(self.root.glob("step_*"))
 
     def begin(self) -> Pending:
@@ -149,7 +146,6 @@ class Checkpoints:
         return final
 
     def abandon(self, pending: Pending) -> None:
-        """Remove the unfinished checkpoint. Idempotent."""
         shutil.rmtree(pending.folder, ignore_errors=True)
 
     def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
@@ -210,7 +206,7 @@ def _versions_in(folders: Iterable[Path]) -> list[int]:
 
 
 def write_manifest(folder: Path, version: int) -> None:
-    """Sync every file of `folder`, then write its manifest. Raises OSError."""
+    """Sync every file, then write the manifest. Raises OSError."""
     sync_tree(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:

@@ -23,7 +23,6 @@ EPOCH = "epoch/"
 
 
 decided_s: ContextVar[float] = ContextVar("decided_s")
-"""Time of the decision, in seconds since the epoch."""
 
 
 def text(given: object) -> str:
@@ -150,7 +149,6 @@ def group_ended(
     *,
     requeued: int | None = None,
 ) -> None:
-    """End a running group, or requeue a ready one."""
     found = _state(connection, group_id)
     if found != "running" and (found, state) != ("ready", "requeued"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
@@ -204,7 +202,6 @@ def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, 
 
 
 def published(connection: sqlite3.Connection, version: int, digest: str) -> None:
-    """Record that every engine serves the version. Repeatable."""
     connection.execute(
         "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, decided_s.get())
     )

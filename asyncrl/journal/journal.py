@@ -107,7 +107,6 @@ class Journal:
         await self._durable(lambda connection: None, "the journal to be durable")
 
     async def wait_failed(self) -> None:
-        """Wait for a failure and raise that JournalError."""
         raise await asyncio.shield(asyncio.wrap_future(self._failed))
 
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
@@ -142,7 +141,6 @@ class Journal:
             self._is_awaited.set()
 
     async def _durable(self, decide: Callable[[sqlite3.Connection], T], what: str) -> T:
-        """Return the decision's result once durable. Raises JournalError if refused."""
         answer: Future[T] = Future()
         self._put(decide, answer)
         with waiting(what, on="the journal's thread"):
@@ -169,7 +167,6 @@ class Journal:
         self._connection.close()
 
     def _write(self, jobs: list[_Job]) -> list[Any]:
-        """Return each decision's result or error."""
         if self._failed.done():
             return [self._failed.result()] * len(jobs)
         started_s = time.monotonic()
@@ -188,7 +185,6 @@ class Journal:
         return outcomes
 
     def _apply(self, job: _Job) -> Any:
-        """Return the decision's result; a refusal changes nothing."""
         decisions.decided_s.set(job.decided_s)
         if job.answer is None:
             return job.decide(self._connection)

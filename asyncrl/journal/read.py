@@ -51,7 +51,7 @@ class ResumeState:
     num_drawn: int
     next_group_id: GroupId
     order: Mapping[str, Any] | None
-    """Settings of the prompt order; None if never written."""
+    """Settings of the prompt order, if written."""
     counted: Mapping[str, int]
     """Initial counters."""
     epochs: Sequence[tuple[str, int, str]] = ()
@@ -236,11 +236,9 @@ _GROUP = (
     "group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, oldest_version,"
     " iif(num_rollouts, reward_sum / num_rollouts, NULL) AS reward_mean, lost_tokens AS retried_tokens"
 )
-"""`num_sampled` tokens of finished rollouts, `retried_tokens` of failed attempts."""
 
 
 def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return groups by state, token counts, checkpoints and newest events."""
     numbers, *_ = _rows(
         connection,
         "SELECT (SELECT value FROM meta WHERE key = 'run_id') AS run_id,"

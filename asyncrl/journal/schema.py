@@ -1,4 +1,4 @@
-"""Tables of journal.sqlite; creating, opening and checking the file."""
+"""Tables and file of journal.sqlite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from asyncrl.base.files import sync
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 5
 BUSY_S = 10.0
-"""Seconds that a write waits for another program's lock."""
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """UnicodeDecodeError occurs if a flipped byte corrupts SQLite's message."""
 MOVE_ASIDE = (

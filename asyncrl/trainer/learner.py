@@ -81,7 +81,6 @@ class Learner:
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
-        """Raises ConfigError."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         self.spec = spec
@@ -258,7 +257,6 @@ class Learner:
     def before_change(self) -> None: ...
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
-        """Save a skipped batch. Raises Refused after too many."""
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1

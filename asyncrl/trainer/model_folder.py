@@ -114,7 +114,7 @@ def fetch_architectures(config: RunConfig) -> None:
             cached = try_to_load_from_cache(path, "config.json", revision=revision)
             if isinstance(cached, str) or constants.HF_HUB_OFFLINE:
                 continue
-            # Without a network the hub's own download would retry for 23 s.
+            # the hub's own download would retry for 23 s
             url = hf_hub_url(path, "config.json", revision=revision)
             request = urllib.request.Request(url, method="HEAD")
             with contextlib.suppress(urllib.error.HTTPError):
@@ -232,7 +232,6 @@ class ModelPin:
 
     @property
     def revision(self) -> str | None:
-        """The run's first hub commit."""
         pinned = self._pinned
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
@@ -258,7 +257,6 @@ class ModelPin:
             )
 
     def write(self) -> None:
-        """Save the digests. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")

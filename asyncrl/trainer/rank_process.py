@@ -172,12 +172,10 @@ class TrainerService:
         return await self.run(work)
 
     async def begin_export(self) -> TrainerHealth:
-        """Begin an export. Returns once training may continue."""
         version, self._begun = await self.run(self._begin_export)
         return (await self.health()).model_copy(update={"policy_version": version})
 
     async def export(self) -> ExportResponse:
-        """Finish an export; delete unused ones."""
         begun, self._begun = self._begun, None
         finish = begun or (await self.run(self._begin_export))[1]
         return await asyncio.to_thread(self._finish_export, finish)
@@ -208,7 +206,6 @@ class TrainerService:
         return await self.run(work)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the held weights in parallel with training."""
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
             await self.export()

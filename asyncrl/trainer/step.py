@@ -106,7 +106,6 @@ class TrainStep(Learner):
         wait([reader for reader in readers if reader is not None])
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move these parts off the device. Raises Refused."""
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
@@ -118,7 +117,6 @@ class TrainStep(Learner):
             self._merge_again()
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move these parts back. Raises Refused."""
         self.before_change()
         moved = self._offload.onload(parts)
         self._merge_again()
@@ -150,7 +148,6 @@ class TrainStep(Learner):
         return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
-        """Wait for the last save, in any thread. Raises Refused."""
         if self._state.pending is not None:
             self._state.pending.result()
 
@@ -163,7 +160,6 @@ class TrainStep(Learner):
         self._note_restored(self.policy_version)
 
     def weights_digest(self) -> str:
-        """Return the digest of the float32 master weights."""
         return digest_of(self._masters.named)
 
     def chunk_names(self, version: int, index: int) -> list[str]:

@@ -40,7 +40,6 @@ BoolN = npt.NDArray[np.bool_]
 
 GAP_WARNING = 0.05
 MIN_ENGINE_TOKENS = 64
-"""Minimum fresh tokens to judge an engine."""
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
@@ -103,7 +102,6 @@ class StepMeter:
         self._num_tokens += num_tokens
 
     def numbers(self) -> dict[str, float]:
-        """End the step and return its metrics."""
         self.enter("")
         seconds = dict.fromkeys(PHASES, 0.0)
         memory = dict[str, int]()
@@ -231,7 +229,7 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
 
 
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
-    """Return [start, end, version] of each run of loss tokens."""
+    """Return [start, end, version] of each run."""
     label = np.where(has_loss, versions, -1)
     edges = [0, *(np.flatnonzero(label[1:] != label[:-1]) + 1).tolist(), len(label)]
     return [[start, end, int(label[start])] for start, end in pairwise(edges) if label[start] >= 0]

@@ -44,7 +44,6 @@ RECOVERED_TIMEOUT_S = 60.0
 LOST_STATUS = 503
 """Status after other ranks are lost."""
 RENDEZVOUS = "rendezvous"
-"""Staging file where the ranks of one node meet."""
 _STORE = r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$"
 
 
@@ -60,7 +59,6 @@ class TrainerSpec(FrozenConfig):
     local_rank: int | None = Field(default=None, ge=0)
     """Rank within its node, and CUDA device (none = rank)."""
     address: str = "127.0.0.1"
-    """IPv4 address of its node."""
     store: str = Field(default="", pattern=_STORE)
     """ADDRESS:PORT of rank 0's store ('' = a staging file)."""
     meet_s: float = Field(default=240.0, gt=0)
@@ -68,7 +66,6 @@ class TrainerSpec(FrozenConfig):
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature."""
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
     """Output of /export: all weights, only adapters (lora), or a copy for /broadcast (nccl)."""
@@ -124,7 +121,6 @@ class TrainerClient:
             return (await self._call("/begin_export", b"", TrainerHealth)).policy_version
 
     async def export(self) -> ExportResponse:
-        """Finish an export."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return await self._call("/export", b"", ExportResponse)
 
@@ -139,7 +135,7 @@ class TrainerClient:
         return await self._post("/broadcast", request, BroadcastResponse)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
-        """Move these parts off the device. Idempotent. After an error nothing has moved."""
+        """Idempotent. After an error nothing has moved."""
         return await self._call("/offload", OffloadRequest(parts=list(parts)), TransferStats)
 
     async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
@@ -315,7 +311,6 @@ def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDAr
 
 
 def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | None:
-    """Return experts, NO_EXPERT if unknown; None if all are unknown."""
     width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
     if width is None:
         return None

@@ -148,7 +148,6 @@ class TrainedModel:
     """`reference`: initial weights for a KL divergence."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
-        """Raises ConfigError."""
         self.device, self.dtype = resolve_device(spec)
         self.reference: Policy | None = None
         limit_memory(self.device, spec.share)

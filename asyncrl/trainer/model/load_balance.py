@@ -73,7 +73,6 @@ def costs_of(model: Any) -> Costs:
 
 
 def _active_part(name: str, config: Any) -> float:
-    """Return the fraction of a weight that a token uses."""
     sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     num_experts = next((size for size in sizes if size), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -171,7 +170,6 @@ def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
 
 
 def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
-    """Return filled bins, or None."""
     tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
     is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
     bins = [Bin() for _ in range(num_bins)]

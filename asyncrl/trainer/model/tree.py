@@ -176,7 +176,6 @@ def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> 
 
 
 def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
-    """Move tokens of uneconomical branches to each child."""
     kept = list[TreeNode]()
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
