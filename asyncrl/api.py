@@ -34,21 +34,18 @@ def run(
 ) -> RunRecord:
     """Train as `config` says, to the end or to Ctrl-C, and return the run's record.
 
-    `config`: a YAML file, a mapping of the same form, or a RunConfig; `overrides`: settings as on the command
-    line: ["buffer.max_staleness=4"]. `run_dir`, `resume` and `allow_change` are the options of `asyncrl run`:
-    an existing run in `run_dir` is resumed.
+    `config`: YAML file, mapping or RunConfig; `overrides`: settings such as "buffer.max_staleness=4".
+    `run_dir`, `resume` and `allow_change` are the options of `asyncrl run`.
 
-    Callbacks run in the run's own loop and must return soon: on_step(step, metrics) after each step,
-    on_evaluation(policy_version, metrics), on_sample(sample) for each rollout of samples.jsonl, and
-    on_weights(policy_version, digest) when every engine serves new weights. An exception in one ends the run
-    with CallbackError, and the run can be resumed. To end a run early, call
-    `signal.raise_signal(signal.SIGINT)`: the run finishes the step and writes a checkpoint.
+    Callbacks run in the run's loop and must return soon: on_step(step, metrics),
+    on_evaluation(policy_version, metrics), on_sample(sample) per rollout of samples.jsonl, and
+    on_weights(policy_version, digest) once every engine serves new weights. Their exceptions end the run with
+    CallbackError; it can be resumed. `signal.raise_signal(signal.SIGINT)` ends it after the step, with a
+    checkpoint.
 
-    In a notebook, or inside another running event loop, the run works in a thread with its own loop until
-    this function returns; a notebook shows a line every few seconds. Ctrl-C, or interrupting the cell, ends
-    the run with a checkpoint; a second time ends it at once. Only the main thread receives signals. In a
-    script, call it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the
-    AsyncrlError that ended the run; all started processes have ended then.
+    In a notebook or a running event loop, the run works in a thread; only the main thread receives signals.
+    In a script, call it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the
+    AsyncrlError that ended the run, with all processes ended.
     """
     callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
     from asyncrl.job.loop import run_job
@@ -90,7 +87,7 @@ def _is_in_loop() -> bool:
 
 
 def _run_in_thread(train: Callable[[], None], interrupts: Interrupts) -> None:
-    """Call `train` in a thread, wait for it, and forward the main thread's signals."""
+    """Call `train` in a thread, and forward the main thread's signals."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
     try:

@@ -1,4 +1,4 @@
-"""Commands: parse, print, exit. No logic, no torch."""
+"""The commands. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Overrides = Annotated[
     Texts,
     Argument(
         metavar="[KEY=VALUE]...",
-        help="Settings that replace the file's: buffer.max_staleness=4.",
+        help="Settings, e.g. buffer.max_staleness=4.",
     ),
 ]
 NamedRun = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
@@ -52,7 +52,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 serve_app = typer.Typer(
-    help="A single component: a gateway, to try an agent before it is trained, or an engine.",
+    help="A gateway, to try an agent, or an engine.",
     no_args_is_help=True,
 )
 app.add_typer(serve_app, name="serve")
@@ -73,7 +73,7 @@ Version = Annotated[
 
 
 def _with_harnesses(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's **harness by an option for each kind of harness."""
+    """Replace **harness by an option per kind."""
     shape = signature(command, eval_str=True)
     *own, _ = shape.parameters.values()
     for name, kind in HARNESSES.items():
@@ -93,10 +93,10 @@ def init(
     kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent|tutorial", help="What to start from.")],
     folder: Annotated[Path, Option(help="Where to write (default: here).")] = Path(),
 ) -> None:
-    """Write a config, with its task and agent, to start from. Never overwrites files.
+    """Write a config with its task and agent. Never overwrites files.
 
-    quickstart: a small model learns letters on a CPU in half a minute. gsm8k: Qwen3-0.6B learns grade school
-    math on one GPU. agent: a small model learns to call a tool. tutorial: the tutorial's task and agent.
+    quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent: a model calls a tool.
+    tutorial: the tutorial's task and agent.
     """
     from asyncrl.templates import write_template
 
@@ -111,22 +111,20 @@ def run(
     run_dir: Annotated[File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")] = None,
     resume: Annotated[
         str,
-        typer.Option(
-            help="auto: resume the run in --run-dir, if any; never: refuse that; must: refuse a new run."
-        ),
+        typer.Option(help="auto: resume a run in --run-dir; never: refuse it; must: refuse a new run."),
     ] = "auto",
     allow_change: Annotated[Texts, Option(help="Key or section that may change in a resumed run.")] = None,
 ) -> None:
-    """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
+    """Train. Start with trainer.num_groups, buffer.max_staleness and placement; `asyncrl keys` describes all
+    settings.
 
-    Every setting is described in docs/configuration.md, and by `asyncrl keys`. Exit codes: 0 done, 1 a part
-    of the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. Start a killed or
-    interrupted run again with its --run-dir to resume it.
+    Exit codes: 0 done, 1 a part failed, 2 invalid configuration, 130 or 143 interrupted. Repeat with the same
+    --run-dir to resume.
     """
     from asyncrl.launch.fork_server import serving
 
     loaded = load_config(config, overrides or [])
-    with serving():  # it imports for children while this process imports the rest
+    with serving():  # imports for children run in parallel
         from asyncrl.job.loop import run_job
         from asyncrl.job.resume import as_resume_mode
 
@@ -145,19 +143,16 @@ def check(
         str | None,
         Option(
             metavar="NxNAME-SIZE",
-            help="Plan for another machine with these CUDA devices: 8xH200-141GB, 2x80GB, or cpu for none; "
-            "2x8xH200-141GB: for two nodes. GB is 10^9 bytes, GiB 2^30. Needs --cores and --memory, of each "
-            "node; nothing is asked of this machine.",
+            help="Plan for other CUDA devices: 8xH200-141GB, 2x80GB, cpu; 2x8xH200-141GB: two nodes. GB is "
+            "10^9 bytes, GiB 2^30. Needs --cores and --memory.",
         ),
     ] = None,
-    cores: Annotated[int | None, Option(metavar="N", help="Cores of that machine.")] = None,
+    cores: Annotated[int | None, Option(metavar="N", help="Cores of each node.")] = None,
     memory: Annotated[
-        str | None, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")
+        str | None, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")
     ] = None,
 ) -> None:
-    """Validate a config, load everything it names except weights, and print the plan by node: processes,
-    devices, threads, memory. For this machine, or for described machines.
-    """
+    """Validate a config without loading weights, and print processes, devices, threads and memory by node."""
     from asyncrl.job.check import check_lines
     from asyncrl.launch.launchers import opened
     from asyncrl.launch.nodes import described_nodes
@@ -176,20 +171,20 @@ def keys(
         Text,
         Argument(
             metavar="[WHAT]",
-            help="A section (buffer), a key (buffer.max_staleness), or a word to search for.",
+            help="Section (buffer), key (buffer.max_staleness), or search word.",
         ),
     ] = None,
-    list_all: Annotated[bool, Option("--all", help="Every setting, not only the basic ones.")] = False,
+    list_all: Annotated[bool, Option("--all", help="Every setting.")] = False,
     schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
 ) -> None:
-    """Describe settings with type, default and meaning: the basic ones, or the settings that match WHAT."""
+    """Describe the basic settings, or the settings matching WHAT."""
     from asyncrl.config.load import describe_keys, schema_text
 
     typer.echo(schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all))
 
 
 def _or_newest(run_dir: Path | None) -> Path:
-    """Return the named run, or the newest one, which stderr names."""
+    """Return the named run, or the newest, named on stderr."""
     if run_dir is not None:
         return run_dir
     from asyncrl.observe.show import newest_run
@@ -206,7 +201,7 @@ def runs(
     ),
     as_json: Json = False,
 ) -> None:
-    """List the runs in a folder, newest first: state, steps, reward, and time of the last write."""
+    """List runs, newest first: state, steps, reward, and time of the last write."""
     from asyncrl.observe.show import render_runs
 
     typer.echo(render_runs(folder, as_json=as_json))
@@ -220,7 +215,7 @@ def status(
         bool, typer.Option("--verbose", help="Add waits, queues, engines and time spent.")
     ] = False,
 ) -> None:
-    """Describe a run, live or ended: whether it learns, its health, its speed."""
+    """Describe a run's learning, health and speed."""
     from asyncrl.observe.show import render_status
 
     typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
@@ -241,7 +236,7 @@ def inspect(
     worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
 ) -> None:
-    """Show the trained groups, from the trainer's record, and all others, from the journal."""
+    """Show the trained groups, and all others in the journal."""
     from asyncrl.observe.show import render_inspect
 
     kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
@@ -256,9 +251,9 @@ def report(
         File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
     ] = None,
 ) -> None:
-    """Write an HTML page about a run, live or ended: verdict, curves, timeline, samples.
+    """Write an HTML page about one or several runs: verdict, curves, timeline, samples.
 
-    Several runs are compared. Each RUN_DIR gets a trace.json for https://ui.perfetto.dev.
+    Each RUN_DIR gets a trace.json for https://ui.perfetto.dev.
     """
     from asyncrl.observe.page.render import write_report
 
@@ -271,14 +266,11 @@ def watch(
     run_dirs: RunDirs = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. On one that others reach, the page asks for a key.")
+        str, typer.Option(help="Address to listen on. If others reach it, the page asks for a key.")
     ] = "127.0.0.1",
     opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Show a run's page in a browser, live: curves, timeline, samples. Several runs are compared.
-
-    Read-only. Runs until Ctrl-C, across the run's end and its resumes.
-    """
+    """Show the page of one or several runs in a browser, live and read-only, until Ctrl-C."""
     from asyncrl.observe.page.watch import watch as serve_page
 
     raise typer.Exit(serve_page(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
@@ -290,23 +282,23 @@ def export(
         list[Path],
         Argument(
             metavar="[RUN_DIR] OUT",
-            help="Directory of a run (default: the newest in runs/), and the folder to make.",
+            help="Run (default: the newest in runs/), and new folder.",
         ),
     ],
     step: Annotated[
         str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
     ] = "last",
     adapter: Annotated[bool, Option("--adapter", help="LoRA: only the adapters, not merged.")] = False,
-    base: Annotated[Text, Option(metavar="NAME", help="Base model as others load it: a hub id.")] = None,
+    base: Annotated[Text, Option(metavar="NAME", help="Hub id of the base model.")] = None,
     dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an export in OUT.")] = False,
     push: Annotated[Text, Option(metavar="REPO", help="Upload it to OWNER/NAME of the hub, private.")] = None,
     public: Annotated[bool, Option("--public", help="For everyone to see.")] = False,
 ) -> None:
-    """Export a run's weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
+    """Export weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
 
-    The run may be done, stopped, killed, failed or still running; nothing in RUN_DIR changes. The default
-    without --step is final/ of a finished run, else the newest checkpoint. Needs no GPU.
+    Works in any state of the run and changes nothing in RUN_DIR. Without --step: final/ if it exists, else
+    the newest checkpoint. Needs no GPU.
     """
     from asyncrl.job.export import export_run
 
@@ -334,35 +326,29 @@ def scale(
 @app.command()
 @_with_harnesses
 def work(
-    url: Annotated[str, Argument(metavar="URL", help="Address of the gateway, as the run prints it.")],
+    url: Annotated[str, Argument(metavar="URL", help="Printed address of the gateway.")],
     key: Annotated[
         Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
     ] = None,
-    key_file: Annotated[
-        File, Option(metavar="FILE", help="A file with the worker key, or the run's gateway.json.")
-    ] = None,
-    slots: Annotated[int, typer.Option(help="Rollouts that this worker runs at once.")] = 8,
-    name: Annotated[Text, Option(help="Its name in the run's messages (default: HOST/PID).")] = None,
-    args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent, an object.")] = None,
+    key_file: Annotated[File, Option(metavar="FILE", help="File with the key, or gateway.json.")] = None,
+    slots: Annotated[int, typer.Option(help="Concurrent rollouts.")] = 8,
+    name: Annotated[Text, Option(help="Name in messages (default: HOST/PID).")] = None,
+    args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent.")] = None,
     env: Annotated[Texts, Option(metavar="NAME=VALUE", help="Environment variable of the command.")] = None,
-    pass_env: Annotated[
-        Texts, Option(metavar="NAME", help="Environment variable to pass on to the command.")
-    ] = None,
+    pass_env: Annotated[Texts, Option(metavar="NAME", help="Variable to pass on.")] = None,
     sandbox: Annotated[Text, Option(metavar="KIND", help="Run a command in a sandbox: bubblewrap.")] = None,
     sandbox_paths: Annotated[
-        Texts, Option("--sandbox-path", metavar="PATH", help="Path that a command in a sandbox can read.")
+        Texts, Option("--sandbox-path", metavar="PATH", help="Readable path in the sandbox.")
     ] = None,
-    max_memory_mb: Annotated[int | None, Option(help="Memory of each process in a sandbox, in MiB.")] = None,
+    max_memory_mb: Annotated[int | None, Option(help="Memory of a sandboxed process, in MiB.")] = None,
     give_up_after: Annotated[
-        float, Option(metavar="SECONDS", help="End after this long without an answer from the gateway.")
+        float, Option(metavar="SECONDS", help="End if the gateway is silent this long.")
     ] = 1800.0,
     **harness: Text,
 ) -> None:
-    """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
-    can join and leave at any time.
+    """Run rollouts for a run with generator.remote: true. Workers can join and leave at any time.
 
-    Ends when the run is done (exit code 0). If the run stops answering, the worker waits --give-up-after
-    seconds for a restart.
+    Exits with code 0 when the run is done. Gives up after --give-up-after seconds without an answer.
     """
     from asyncrl.agents.worker import run_worker
 
@@ -390,20 +376,17 @@ def work(
 def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
-    record: Annotated[
-        File, Option(metavar="FILE", help="Append rollouts to this file, as JSON lines.")
-    ] = None,
+    record: Annotated[File, Option(metavar="FILE", help="Append rollouts as JSON lines.")] = None,
     rollouts: Annotated[
         int | None,
-        Option(metavar="N", min=1, help="Run N rollouts of the config, print what the model said, and end."),
+        Option(metavar="N", min=1, help="Run N rollouts, print the model's text, and end."),
     ] = None,
     run_dir: ServeDir = None,
 ) -> None:
-    """Serve engines and a gateway without training: print what to export, and serve until Ctrl-C (exit code
-    0).
+    """Serve engines and a gateway without training, until Ctrl-C.
 
-    The printed key never expires: POST /v1/outcome with a reward ends one rollout and begins the next. With
-    --rollouts: exit code 1 if all of them fail.
+    The printed key never expires: POST /v1/outcome with a reward ends a rollout and begins the next. With
+    --rollouts: exit code 1 if all fail.
     """
     from asyncrl.launch.fork_server import serving
 
@@ -417,8 +400,8 @@ def serve_gateway(
 
 @serve_app.command("engine")
 def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None) -> None:
-    """Serve one engine with the initial weights by its own protocol (asyncrl/messages; vLLM's routes for a
-    vLLM), until Ctrl-C.
+    """Serve one engine with the initial weights, by its own protocol (asyncrl/messages or vLLM's), until
+    Ctrl-C.
     """
     from asyncrl.launch.fork_server import serving
 
@@ -431,14 +414,14 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 
 def _leave_trackers(exit_code: int) -> None:
-    """Exit at once if a tracker is stuck: at Python's exit its client would wait for its server."""
+    """Exit immediately if a tracker is stuck; its client would wait for its server."""
     trackers = sys.modules.get("asyncrl.observe.trackers")
     if trackers is not None and trackers.LEFT:
         _exit_at_once(exit_code)
 
 
 def _exit(exit_code: int) -> None:
-    if exit_code > 128:  # interrupted: a library's download thread must not delay the exit
+    if exit_code > 128:  # a library's download thread would delay the exit
         _exit_at_once(exit_code)
     _leave_trackers(exit_code)
     raise typer.Exit(exit_code)
@@ -446,13 +429,13 @@ def _exit(exit_code: int) -> None:
 
 def _exit_at_once(exit_code: int) -> None:
     for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader has gone
+        with contextlib.suppress(OSError):
             file.flush()
     os._exit(exit_code)
 
 
 def main() -> None:
-    """Run the CLI: an AsyncrlError prints two or three lines on stderr, never a traceback."""
+    """Run the CLI; print an AsyncrlError in two or three lines, without traceback."""
     try:
         try:
             app()

@@ -20,19 +20,15 @@ Last line: `ratio: X` = the least `of bound` of the rows with mask.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sqlite3
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from report import options, reported
+from common import ASYNCRL, child_environ, options, read_steps, reported
 
-HERE = Path(__file__).parent
 NUM_GROUPS, GROUP_SIZE = 8, 8
 
 CONFIG = f"""
@@ -89,10 +85,11 @@ class Row:
 
     def line(self) -> str:
         """One line of the table."""
-        return (
-            f"{self.name:<17} {self.step_s:8.3f} {self.generate_s:8.3f} {self.train_s:8.3f} "
-            f"{self.little_s:8.3f} {self.of_bound:8.2f} {self.idle:6.0%} {self.age:6.2f} {self.oldest:5.0f} "
-            f"{self.masked:7.2%} {self.again:6.1%} {self.look_ahead:6.1f}"
+        seconds = (self.step_s, self.generate_s, self.train_s, self.little_s, self.of_bound)
+        shares = (f"{self.masked:.2%}", f"{self.again:.1%}", f"{self.look_ahead:.1f}")
+        cells = [*(f"{value:.3f}" for value in seconds), f"{self.idle:.0%}", f"{self.age:.2f}"]
+        return f"{self.name:<17} " + " ".join(
+            f"{cell:>8}" for cell in [*cells, f"{self.oldest:.0f}", *shares]
         )
 
 
@@ -103,9 +100,8 @@ def run_row(max_staleness: int, on_overdue: str, num_steps: int, folder: Path) -
     run_dir = folder / f"{max_staleness}-{on_overdue}"
     settings = [f"buffer.max_staleness={max_staleness}", f"buffer.on_overdue={on_overdue}"]
     settings += [f"trainer.num_steps={num_steps}", "--run-dir", str(run_dir)]
-    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *settings]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(HERE)}, timeout=900)
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    subprocess.run([*ASYNCRL, str(config), *settings], check=True, env=child_environ(), timeout=900)
+    steps = read_steps(run_dir)
     num_first = NUM_FIRST if max_staleness else num_steps // 5
     first, kept = steps[num_first - 1], steps[num_first:]
     wall_s = kept[-1]["time_s"] - first["time_s"]
@@ -140,14 +136,9 @@ def main() -> None:
 
 def run_all(seconds: float) -> None:
     """Run the rows one after the other, each for its share of `seconds`, and print the table."""
-    print(
-        f"{NUM_GROUPS} groups of {GROUP_SIZE}; a tool takes 0.2 s in the median, lognormal sigma 1; times in "
-        f"seconds a step"
-    )
-    columns = {"step": 8, "generate": 8, "train": 8, "little": 8, "of bound": 8, "idle": 6, "age": 6}
-    columns |= {"max": 5, "masked": 7, "again": 6, "ahead": 6}
-    titles = (f"{title:>{width}}" for title, width in columns.items())
-    print(f"{'max_staleness':<17}", *titles)
+    print(f"{NUM_GROUPS} groups of {GROUP_SIZE}; tools of 0.2 s (median, lognormal sigma 1); seconds")
+    columns = "step generate train little of_bound idle age max masked again ahead".split()
+    print(f"{'max_staleness':<17}", *(f"{column:>8}" for column in columns))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for max_staleness, on_overdue, about_s in ROWS:

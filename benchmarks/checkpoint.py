@@ -30,8 +30,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from random_model import qwen3_69m
-from report import options, reported
+import torch
+from common import copy_costs, options, qwen3_69m, reported
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
@@ -126,17 +126,6 @@ def timed(step: TrainStep) -> Iterator[list[float]]:
         step.before_change = before_change  # type: ignore[method-assign]
 
 
-def copy_seconds(num_bytes: int) -> float:
-    """Seconds of a plain copy, median of three."""
-    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
-
-
 def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
     """Seconds held up (not `is_beside`: of the copy), seconds of the whole save, seconds of each optimizer
     step beside it; the folder is removed.
@@ -169,7 +158,7 @@ def measure(seconds: float, folder: Path) -> tuple[list[Repetition], float, int]
     repetitions: list[Repetition] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(repetitions) < MIN_REPETITIONS:
-        memcpy_s, step_s = copy_seconds(num_bytes), train_once(step)
+        memcpy_s, step_s = copy_costs(num_bytes, torch.device("cpu"))[0][0], train_once(step)
         copy_s, whole_s, _ = save(step, folder / "state", is_beside=False)
         held_s, _, steps_beside_s = save(step, folder / "state", is_beside=True)
         repetitions.append(Repetition(memcpy_s, step_s, copy_s, held_s, whole_s, steps_beside_s))

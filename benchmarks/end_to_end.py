@@ -23,9 +23,9 @@ process: imports, model, engines.
 
 SmolLM2-135M's shape (configs/smollm2.yaml, random weights, float32) is measured in seconds a step alone.
 
-What a run gave is kept in --work as it ends, and taken from there by the next start with the same command and
-code: an interrupted benchmark goes on. To measure anew, remove that folder. All of it takes some 30 minutes
-on 2 quiet cores. --plot draws reward against steps and seconds into docs/results/end_to_end.{png,csv,md}.
+Results of finished runs are kept in --work and reused by the same command, so an interrupted benchmark
+resumes. To measure again, remove that folder. All of it takes some 30 minutes
+on 2 quiet cores. --plot draws reward against steps and seconds into docs/results/end_to_end.{png,csv}.
 
 Last line: `ratio: X` = the least of TRL's over asyncrl's seconds to 0.7, to 0.8, and asyncrl's over TRL's
 steps a minute.
@@ -40,12 +40,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from end_to_end_plot import write_results
-from end_to_end_runs import HERE, LEVELS, Curve, Measured, Work, best_rate, python
-from end_to_end_shape import make_shape, shape_overrides
-from report import reported
+from common import ASYNCRL, CONFIGS, HERE, reported
+from end_to_end_plot import draw, write_csv
+from end_to_end_runs import LEVELS, Curve, Measured, Work, best_rate
+from shape_task import make_shape
 
-CONFIGS = HERE.parent / "configs"
 QUICKSTART, SMOLLM2 = CONFIGS / "quickstart.yaml", CONFIGS / "smollm2.yaml"
 PROBE_STEPS, SHAPE_STEPS = 10, 3
 WORTH = 0.9
@@ -59,7 +58,8 @@ SYSTEMS = {
     "on-policy": "asyncrl, max_staleness 0",
 }
 TRL_SETTINGS = {"--threads": ("1", "2"), "--micro-batch": ("64", "16"), "--attention": ("sdpa", "eager")}
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli", "run"]
+PLAIN = [sys.executable, str(HERE / "sync_run.py")]
+TRL = [sys.executable, str(HERE / "end_to_end_trl.py")]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def command(system: str, overrides: list[str], chosen: Chosen) -> list[str]:
         case "on-policy":
             return [*ASYNCRL, *config, *chosen.plain, "buffer.max_staleness=0"]
         case "plain":
-            return [*python("sync_run.py"), *config, *chosen.plain]
-    return [*python("end_to_end_trl.py"), *config, *chosen.trl]
+            return [*PLAIN, *config, *chosen.plain]
+    return [*TRL, *config, *chosen.trl]
 
 
 def choose(work: Work, systems: list[str]) -> Chosen:
@@ -152,7 +152,11 @@ def print_table(found: dict[str, Measured]) -> None:
             f"{''.join(f'{seconds(one.reach_s(level)):>12}' for level in LEVELS)}"
             f"{seconds(one.reach_s(LEVELS[-1], with_start=True)):>17}{final:>24}{length:>8.1f}"
         )
-    print("tokens: mean length of a completion; a step of longer ones takes longer")
+    print("tokens: mean length of a completion; steps with longer ones take longer")
+    for system, one in found.items():
+        for seed, curve in one.curves.items():
+            reached = ", ".join(f"{level} after {seconds(curve.reach_s(level))} s" for level in LEVELS)
+            print(f"{SYSTEMS[system]}, seed {seed}: {curve.steps_per_min:.0f} steps/min, {reached}")
 
 
 def seconds(value: float) -> str:
@@ -202,9 +206,16 @@ def goal(name: str, value: float, *, at_least: float) -> None:
 
 def measure_shape(work: Work) -> None:
     """Seconds a step of SmolLM2-135M's shape; TRL takes half as many steps."""
-    model = make_shape(work.folder / "smollm2-shape")
-    ours = [*ASYNCRL, str(SMOLLM2), *shape_overrides(model, 2 * SHAPE_STEPS), "checkpoint.every=none"]
-    theirs = [*python("end_to_end_trl.py"), str(SMOLLM2), *shape_overrides(model, SHAPE_STEPS)]
+    overrides = [
+        f"model.path={make_shape(work.folder / 'smollm2-shape')}",
+        "model.dtype=float32",
+        "task={python: 'shape_task:ShapeTask', size: 1000, reward_pool: inline}",
+        "eval=none",
+        "rollout.max_tokens=32",
+    ]
+    ours = [*ASYNCRL, str(SMOLLM2), *overrides, f"trainer.num_steps={2 * SHAPE_STEPS}"]
+    ours.append("checkpoint.every=none")
+    theirs = [*TRL, str(SMOLLM2), *overrides, f"trainer.num_steps={SHAPE_STEPS}"]
     ours_s = work.measure("shape-asyncrl", ours).step_s
     trl_s = work.measure("shape-trl", [*theirs, "--threads", "2", "--micro-batch", "8"]).step_s
     print("\nSmolLM2-135M's shape, random weights, float32: seconds a step, after the first")
@@ -226,7 +237,7 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="also keep what is printed in benchmarks/results/"
     )
-    parser.add_argument("--plot", action="store_true", help="write docs/results/end_to_end.*")
+    parser.add_argument("--plot", action="store_true", help="write docs/results/end_to_end.{png,csv}")
     arguments = parser.parse_args()
     if "on-policy" in arguments.systems and "plain" not in arguments.systems:
         raise SystemExit(
@@ -244,7 +255,10 @@ def main() -> None:
         print_table(found)
         ratio = print_goals(found)
         if arguments.plot:
-            write_results(found, SYSTEMS, HERE.parent / "docs" / "results")
+            labels = {name: f"{SYSTEMS[name]}, learning rate {one.rate}" for name, one in found.items()}
+            runs = {name: [*one.curves.values()] for name, one in found.items()}
+            draw(runs, labels, HERE.parent / "docs" / "results" / "end_to_end.png")
+            write_csv(runs, HERE.parent / "docs" / "results" / "end_to_end.csv")
         if not arguments.skip_shape:
             measure_shape(work)
         print(f"ratio: {ratio:.2f}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -13,12 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+
+from common import child_environ, read_steps
 
 from asyncrl.observe.verdict import running_mean
 
-HERE = Path(__file__).parent
 LEVELS = (0.5, 0.7, 0.8)
 WINDOW = 10
 """Optimizer steps of the moving mean that has to reach a level; the first WINDOW - 1 steps reach none."""
@@ -83,70 +81,51 @@ class Measured:
 
 @dataclass(frozen=True)
 class Work:
-    """The folder where runs are made and what they gave is kept: NAME.json a run, written when it ends."""
+    """The folder that keeps NAME.json of every finished run."""
 
     folder: Path
 
     def measure(self, name: str, command: Sequence[str]) -> Curve:
-        """Run the command (it takes --run-dir), or take what an earlier start of this benchmark kept of the
-        same one, by the same code. Ends the benchmark if the command fails.
+        """Execute the command (it takes --run-dir), or return the kept result of the same command. Raises
+        SystemExit if it fails.
         """
-        kept, made_by = self.folder / f"{name}.json", {"command": [*command], "code": code_digest()}
+        kept = self.folder / f"{name}.json"
         if kept.exists():
             values = json.loads(kept.read_text(encoding="utf-8"))
-            if {key: values.pop(key) for key in made_by} == made_by:
-                _say(f"{name}: kept from before")
+            if values.pop("command") == [*command]:
                 return Curve(**values)
-        curve = self._run(name, command)
-        text = json.dumps(made_by | vars(curve))
-        kept.with_suffix(".part").write_text(text, encoding="utf-8")
-        kept.with_suffix(".part").rename(kept)
-        _say(
-            f"{name}: {len(curve.times_s)} steps in {curve.times_s[-1]:.1f} s after {curve.start_up_s:.1f} s,"
-            f" reward {curve.final_reward:.3f}"
-        )
-        return curve
-
-    def _run(self, name: str, command: Sequence[str]) -> Curve:
-        run_dir, log = self.folder / "running", self.folder / "running.log"
+        run_dir = self.folder / "running"
         shutil.rmtree(run_dir, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         started_s = time.time()
-        with log.open("w", encoding="utf-8") as output:
+        with (self.folder / "running.log").open("w+", encoding="utf-8") as log:
             done = subprocess.run(
                 [*command, "--run-dir", str(run_dir)],
-                stdout=output,
+                stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": str(HERE)},
+                env=child_environ(),
                 timeout=TIMEOUT_S,
                 check=False,
             )
-        if done.returncode != 0:
-            words = log.read_text(encoding="utf-8", errors="replace")[-3000:]
-            raise SystemExit(f"{name} ended with {done.returncode}: {' '.join(command)}\n{words}")
-        curve = read_curve(run_dir / "metrics.jsonl", started_s)
-        shutil.rmtree(run_dir)
+            log.seek(0)
+            if done.returncode != 0:
+                tail = log.read()[-3000:]
+                raise SystemExit(f"{name} ended with {done.returncode}: {' '.join(command)}\n{tail}")
+        curve = read_curve(run_dir, started_s)
+        kept.write_text(json.dumps({"command": [*command]} | vars(curve)), encoding="utf-8")
+        seconds = curve.times_s[-1]
+        print(f"{name}: {seconds:.1f} s, reward {curve.final_reward:.3f}", file=sys.stderr, flush=True)
         return curve
 
 
-@cache
-def code_digest() -> str:
-    """Of the code that runs: of asyncrl, its servers and the benchmarks."""
-    digest = hashlib.sha256()
-    for folder in ("asyncrl", "servers", "benchmarks"):
-        for path in sorted((HERE.parent / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def read_curve(path: Path, started_s: float) -> Curve:
-    """The curve in a metrics.jsonl. `started_s` is the time at which its process was started; the file was
-    last written when its last step ended, which says when the loop began.
+def read_curve(run_dir: Path, started_s: float) -> Curve:
+    """Return the curve of a run whose process started at `started_s`. metrics.jsonl was last written at the
+    end of the last step, which dates the start of the loop.
     """
-    steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = read_steps(run_dir)
     times_s = [float(step["time_s"]) for step in steps]
     return Curve(
-        start_up_s=path.stat().st_mtime - started_s - times_s[-1],
+        start_up_s=(run_dir / "metrics.jsonl").stat().st_mtime - started_s - times_s[-1],
         times_s=times_s,
         rewards=[float(step["reward/mean"]) for step in steps],
         lengths=[float(step["sample/length_mean"]) for step in steps],
@@ -158,12 +137,3 @@ def best_rate(curves: dict[str, Curve]) -> str:
     highest.
     """
     return min(curves, key=lambda rate: (curves[rate].reach_s(LEVELS[-1]), -curves[rate].final_reward))
-
-
-def python(script: str) -> list[str]:
-    """The command of a script beside this one."""
-    return [sys.executable, str(HERE / script)]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

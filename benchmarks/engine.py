@@ -31,10 +31,8 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import numpy as np
 import torch
+from common import engine_server, has_vllm, options, random_qwen3, reported
 from engine_replies import ask
-from engine_servers import engine_server, has_vllm
-from random_model import random_qwen3
-from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.engines.pool import EnginePool
@@ -135,11 +133,8 @@ async def time_pool(pool: EnginePool, lengths: list[int], concurrency: int, seed
     async def one(index: int, length: int) -> int:
         prompt = tuple(generator.integers(1, VOCAB, PROMPT_LENGTH).tolist())
         async with limit:
-            return len(
-                (
-                    await pool.generate(SamplingRequest(f"{seed}-{index}", prompt, length, 1.0, seed=index))
-                ).token_ids
-            )
+            request = SamplingRequest(f"{seed}-{index}", prompt, length, 1.0, seed=index)
+            return len((await pool.generate(request)).token_ids)
 
     started = time.perf_counter()
     if await asyncio.gather(*(one(index, length) for index, length in enumerate(lengths))) != lengths:
@@ -179,37 +174,11 @@ def run_servers(seconds: float, concurrency: int) -> None:
         make_model(Path(folder))
         for kind in ("embedded", "vllm"):
             rows[kind] = asyncio.run(time_server(kind, Path(folder), cases, seconds))
-        rows["generate"] = time_generate(Path(folder), cases)
-    print(
-        "\nembedded server and vLLM on the CPU over HTTP, through the same pool, and generate in process; "
-        "the same model, float32; tokens/s"
-    )
-    print(f"{'case':<42}{'embedded':>10}{'vLLM':>10}{'generate':>10}  fastest")
+    print("\nembedded server and vLLM on the CPU, over HTTP, same model in float32; tokens/s")
+    print(f"{'case':<42}{'embedded':>10}{'vLLM':>10}{'ratio':>8}")
     for name, (_, lengths) in cases.items():
-        rates = {kind: sum(lengths) / times[name] for kind, times in rows.items()}
-        best, second = sorted(rates, key=lambda kind: rates[kind], reverse=True)[:2]
-        print(
-            f"{name:<42}{''.join(f'{rate:>10.0f}' for rate in rates.values())}  {best}, "
-            f"{rates[best] / rates[second]:.2f} x {second}"
-        )
-
-
-def time_generate(folder: Path, cases: dict[str, tuple[int, list[int]]]) -> dict[str, float]:
-    """Median seconds of each case with `generate` in static batches, which holds up nobody but itself."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="sdpa", dtype=torch.float32
-    ).eval()
-    prompts = (
-        np.random.default_rng(0)
-        .integers(1, VOCAB, (max(len(lengths) for _, lengths in cases.values()), PROMPT_LENGTH))
-        .tolist()
-    )
-    return {
-        name: statistics.median(
-            run_generate(model, prompts[: len(lengths)], lengths, concurrency) for _ in range(2)
-        )
-        for name, (concurrency, lengths) in cases.items()
-    }
+        ours, theirs = (sum(lengths) / times[name] for times in rows.values())
+        print(f"{name:<42}{ours:>10.0f}{theirs:>10.0f}{ours / theirs:>8.2f}")
 
 
 def main() -> None:
@@ -231,14 +200,7 @@ def main() -> None:
 def run_cases(seconds: float, concurrency: int, device: str) -> float:
     """Measure both cases for `seconds` each and print the table; returns the last ratio."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    print(
-        f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, "
-        f"{dtype}, 1 thread,"
-    )
-    print(
-        f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no "
-        f"HTTP)"
-    )
+    print(f"Qwen3, 1M parameters, {dtype}, 1 thread, {concurrency} sequences at a time, in one process")
     print(f"{'lengths':<42}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}")
     cases = {
         "equal, 64 new tokens": [64] * (4 * concurrency),

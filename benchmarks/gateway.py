@@ -1,37 +1,19 @@
-"""What the gateway costs: added latency, requests a second of one core, memory under many sessions; LiteLLM's
-proxy beside it.
+"""Cost of the gateway: added latency, and requests per second of one core, next to LiteLLM's proxy.
 
-    python benchmarks/gateway.py [--seconds 90] [--litellm-python VENV/bin/python | --no-litellm] [--write]
+    python benchmarks/gateway.py [--seconds 60] [--litellm-python VENV/bin/python | --no-litellm] [--write]
 
-Three processes: the load (this one) and the engine share one core, the proxy has another for itself. The
-engine is the simulated one (asyncrl_servers.simulated): every answer has 32 tokens and takes 32 ms, however
-many run. LiteLLM gets the same engine over a route of the same server that speaks OpenAI; it is installed on
-demand into ~/.cache/asyncrl-bench (its own environment), one worker, no key, no database, no logging. The
-load are conversations of 4 calls that grow, a system prompt and about 45 tokens a turn, over bare sockets;
-each has a session of its own in our gateway, which is ended by its rollout and replaced. Opening and ending
-count as our time, not as our requests.
+The load (this process) and the engine share one core; the proxy has another. The engine is simulated: each
+completion has 32 tokens and takes 32 ms, however many run. LiteLLM reaches the same engine over an OpenAI
+route; it is installed on demand into ~/.cache/asyncrl-bench and runs one worker without key, database or
+logging. The load holds conversations of 4 calls with about 45 tokens per turn; each one is a session of our
+gateway, which ends with its rollout. Opening and ending sessions count as our time, not as our requests.
 
-added latency    Calls through the gateway against calls of the engine's /generate, in turns, same sessions,
-same pauses between the
-                 calls of a session (exponential, mean 0.3 s), so that neither core is busy. Seconds from
-                 writing the request to the last byte of the answer, as the load sees them. Added p50 is p50
-                 through it less p50 without it, and so for p99: the median of these differences over the
-                 rounds.
-requests         Every session calls at once after its answer. `requests/s` is by the clock on the wall, `of a
-core` are requests
-                 for each processor second of the proxy: the same when it uses its core whole (`busy`). Where
-                 the load or the engine are slower than the proxy, or other work holds the machine, the wall
-                 says less than the proxy could do, and `of a core` still says what it costs. Medians over
-                 rounds, ours and LiteLLM in turns.
-memory           2,000 sessions, each with a call in flight all the time, ended after 4 calls and replaced.
-Before that 10,000 were
-                 opened and ended, as many as leave a reason behind for calls that come too late, and all of
-                 the 2,000 were replaced twice. Growth: least squares of resident memory over ended sessions,
-                 from then on, over 2,000 of them at least.
+added latency    p50 and p99 of calls through the gateway minus those of the engine's /generate, with a mean
+                 pause of 0.3 s between the calls of a session. Medians over the rounds.
+requests         Every session calls again at once. `of a core`: requests per CPU second of the proxy.
 
-Targets: added p50 <= 1 ms and p99 <= 5 ms at 64 sessions; >= 800 requests a second of a core; growth about 0;
-ratio >= 6. Last line: `ratio: X` = requests for each second of the proxy's core at 64 sessions, ours over
-LiteLLM's; none without LiteLLM.
+Targets: added p50 <= 1 ms, p99 <= 5 ms; >= 800 requests/s of a core; ratio >= 6. Last line: `ratio: X` =
+requests per CPU second at 64 sessions, ours over LiteLLM's.
 """
 
 from __future__ import annotations
@@ -39,304 +21,432 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
-import resource
+import random
+import re
 import secrets
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import median
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-import gateway_litellm
-import gateway_sides as sides
-from gateway_litellm import NotInstalled
-from gateway_load import Load, Measured
-from gateway_sides import EngineAlone, LiteLLM, Ours
-from report import options, reported
+import psutil
+import yaml
+from common import SMOLLM2, START_S, child_environ, options, printable_tokenizer, reported
+from pydantic_core import from_json, to_json
 
-SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct"
-SESSIONS, MANY_SESSIONS, NUM_ENDED_FIRST = 64, 2000, 10_000
-SETTLING = 2
-"""Times that all of the many sessions are replaced before memory is watched: the allocator's high-water mark
-comes late.
-"""
-THINK_S, WARM_UP_S = 0.3, 1.0
+from asyncrl.base.http import Caller
+from asyncrl.launch.processes import ChildProcess, ProcessSpec, bind_socket
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+LITELLM_HOME = Path.home() / ".cache" / "asyncrl-bench" / "litellm"
+HOST = "127.0.0.1"
+SESSIONS = 64
 ROUNDS = 3
+TURNS = 4
+THINK_S = 0.3
+WARM_UP_S = 1.0
+TOKENS = 32
+STEP_S = 0.001
+SYSTEM = "You are a careful assistant. You answer in a few words and say so when you do not know."
+WORDS = "the cat sat on a warm roof while rain fell over green hills and seven boats went home slowly".split()
+
+
+class Wire:
+    """One connection, reopened if the server closed it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, path: str, key: str, content: object) -> tuple[bytes, float]:
+        """Return the response body and the seconds it took. Raises SystemExit for any status but 200."""
+        if self._streams is None or self._streams[0].at_eof():
+            self._streams = await asyncio.open_connection(HOST, self._port)
+        reader, writer = self._streams
+        body = to_json(content)
+        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        started_s = time.perf_counter()
+        writer.write(head.encode() + body)
+        answer_head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = re.search(rb"content-length: (\d+)", answer_head)
+        if length is None or not answer_head.startswith(b"http/1.1 200"):
+            raise SystemExit(f"{path} failed: {answer_head[:300]!r}")
+        answer = await reader.readexactly(int(length[1]))
+        return answer, time.perf_counter() - started_s
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._streams is not None:
+            self._streams[1].close()
+
+
+class Talk(Protocol):
+    """One conversation at a server."""
+
+    async def call(self, wire: Wire) -> float:
+        """Make the next call; return its seconds."""
+        ...
+
+
+class Chat:
+    """A conversation whose messages grow; the same texts for the same number."""
+
+    def __init__(self, key: str, number: int) -> None:
+        self.key = key
+        self._draw = random.Random(number)
+        self._messages = [{"role": "system", "content": SYSTEM}]
+
+    async def call(self, wire: Wire) -> float:
+        text = " ".join(self._draw.choices(WORDS, k=32))
+        note = f"Note {len(self._messages)}: {text}. What do you make of it?"
+        self._messages.append({"role": "user", "content": note})
+        content = {"model": "policy", "messages": self._messages}
+        answer, seconds = await wire.post("/v1/chat/completions", self.key, content)
+        message = from_json(answer)["choices"][0]["message"]
+        self._messages.append({"role": "assistant", "content": message["content"]})
+        return seconds
+
+
+class EngineTalk:
+    """Requests to /generate as long as a chat's."""
+
+    def __init__(self, secret: str, number: int) -> None:
+        self._secret = secret
+        self._number = number
+        self._turn = 0
+
+    async def call(self, wire: Wire) -> float:
+        self._turn += 1
+        content = {
+            "request_id": f"direct-{self._number}-{self._turn}",
+            "prompt_ids": [1] * (60 + 90 * self._turn),
+            "max_tokens": 4 * TOKENS,
+        }
+        return (await wire.post("/generate", self._secret, content))[1]
+
+
+class Side:
+    """A server under load: LiteLLM's proxy, whose conversations need no session."""
+
+    def __init__(self, pid: int, port: int) -> None:
+        self.pid = pid
+        self.port = port
+        self.num_talks = 0
+
+    async def next_talk(self, talk: Talk | None, wire: Wire) -> Talk:
+        """Return a new conversation in place of one that has ended."""
+        self.num_talks += 1
+        return Chat("none", self.num_talks)
+
+    async def finish(self) -> None:
+        """End what is still open."""
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of its process so far."""
+        return sum(psutil.Process(self.pid).cpu_times()[:2])
+
+
+class EngineAlone(Side):
+    """The engine without a proxy."""
+
+    def __init__(self, engine: ChildProcess, secret: str) -> None:
+        super().__init__(engine.pid or 0, urlsplit(engine.url).port or 0)
+        self._secret = secret
+
+    async def next_talk(self, talk: Talk | None, wire: Wire) -> Talk:
+        self.num_talks += 1
+        return EngineTalk(self._secret, self.num_talks)
+
+
+class Ours(Side):
+    """Our gateway: each conversation has a session, opened and ended over a route of the benchmark."""
+
+    def __init__(self, pid: int, port: int) -> None:
+        super().__init__(pid, port)
+        self._keys: set[str] = set()
+
+    async def next_talk(self, talk: Talk | None, wire: Wire) -> Talk:
+        self.num_talks += 1
+        ended = [talk.key] if isinstance(talk, Chat) else []
+        (key,) = await self._turn(wire, ended, 1)
+        return Chat(key, self.num_talks)
+
+    async def finish(self) -> None:
+        wire = Wire(self.port)
+        await self._turn(wire, list(self._keys), 0)
+        wire.close()
+
+    async def stats(self) -> dict[str, Any]:
+        """Return what the gateway has counted."""
+        wire = Wire(self.port)
+        body, _ = await wire.post("/bench/stats", "none", {})
+        wire.close()
+        stats: dict[str, Any] = from_json(body)
+        return stats
+
+    async def _turn(self, wire: Wire, ended: list[str], num_open: int) -> list[str]:
+        body, _ = await wire.post("/bench/turn", "none", {"end": ended, "open": num_open})
+        keys: list[str] = from_json(body)
+        self._keys.difference_update(ended)
+        self._keys.update(keys)
+        return keys
 
 
 @dataclass(frozen=True)
-class Added:
-    """Latencies of one round, without and with the gateway."""
+class Measured:
+    """Calls that ended within the window."""
 
-    direct: Measured
-    through: Measured
+    seconds: float
+    cpu_s: float
+    latencies_s: list[float]
 
-    def added_s(self, percent: float) -> float:
-        """What the gateway adds at this percentile."""
-        return self.through.percentile(percent) - self.direct.percentile(percent)
+    @property
+    def rate(self) -> float:
+        """Calls per wall second."""
+        return len(self.latencies_s) / self.seconds
+
+    @property
+    def core_rate(self) -> float:
+        """Calls per CPU second."""
+        return len(self.latencies_s) / self.cpu_s
+
+    def percentile_ms(self, percent: float) -> float:
+        """Return the nearest rank in milliseconds."""
+        ordered = sorted(self.latencies_s)
+        return 1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-def growth_per_thousand(samples: Sequence[tuple[int, int]]) -> float:
-    """Bytes for each 1,000 ended sessions: least squares over (ended so far, resident bytes)."""
-    ended, resident = zip(*samples, strict=True)
-    return 1000 * linear_regression(ended, resident).slope
+async def measure(side: Side, sessions: int, seconds: float, *, think_s: float = 0.0) -> Measured:
+    """Load `side` with that many conversations; sessions end after the call that they are in."""
+    latencies_s: list[float] = []
+    is_over = False
 
+    async def talk_on(number: int) -> None:
+        draw = random.Random(number)
+        wire = Wire(side.port)
+        talk = None
+        num_turns = draw.randint(1, TURNS)  # of the first conversation, so that they do not end together
+        await asyncio.sleep(draw.random() * think_s)
+        while not is_over:
+            talk = await side.next_talk(talk, wire)
+            for _ in range(num_turns):
+                latencies_s.append(await talk.call(wire))
+                if is_over:
+                    break
+                if think_s:
+                    await asyncio.sleep(draw.expovariate(1 / think_s))
+            num_turns = TURNS
+        wire.close()
 
-async def measure(
-    side: EngineAlone | Ours | LiteLLM, sessions: int, seconds: float, *, think_s: float = 0.0
-) -> Measured:
-    """One round of load."""
-    load = Load(side, sessions, think_s=think_s)
-    measured = await load.run(asyncio.sleep(WARM_UP_S), asyncio.sleep(seconds), lambda: sides.cpu_s(side.pid))
+    async with asyncio.TaskGroup() as group:
+        for number in range(sessions):
+            group.create_task(talk_on(number))
+        await asyncio.sleep(WARM_UP_S)
+        latencies_s.clear()
+        cpu_s = side.cpu_s()
+        started_s = time.perf_counter()
+        await asyncio.sleep(seconds)
+        measured = Measured(time.perf_counter() - started_s, side.cpu_s() - cpu_s, [*latencies_s])
+        is_over = True
     await side.finish()
     return measured
 
 
-async def measure_added(alone: EngineAlone, ours: Ours, seconds: float) -> list[Added]:
-    """Rounds of both, in turns."""
+async def added_latency(direct: EngineAlone, ours: Ours, seconds: float) -> None:
+    """Print the first table."""
     part_s = seconds / (2 * ROUNDS)
-    return [
-        Added(
-            await measure(alone, SESSIONS, part_s, think_s=THINK_S),
-            await measure(ours, SESSIONS, part_s, think_s=THINK_S),
-        )
+    rounds = [
+        [await measure(side, SESSIONS, part_s, think_s=THINK_S) for side in (direct, ours)]
         for _ in range(ROUNDS)
     ]
+    print(f"\nadded latency: {SESSIONS} sessions, mean pause {THINK_S} s, medians of {ROUNDS} rounds")
+    print(f"{'':<22}{'p50 ms':>9}{'p99 ms':>9}")
+    for index, name in enumerate(("engine", "through the gateway")):
+        shown = [median(pair[index].percentile_ms(percent) for pair in rounds) for percent in (50, 99)]
+        print(f"{name:<22}{shown[0]:>9.2f}{shown[1]:>9.2f}")
+    added = [
+        median(pair[1].percentile_ms(percent) - pair[0].percentile_ms(percent) for pair in rounds)
+        for percent in (50, 99)
+    ]
+    print(f"{'added':<22}{added[0]:>9.2f}{added[1]:>9.2f}")
 
 
-async def measure_rates(
-    proxies: Sequence[Ours | LiteLLM], seconds: float
-) -> dict[tuple[str, int], list[Measured]]:
-    """Rounds of all proxies, in turns, at one session and at SESSIONS; most of the time goes to the
-    latter.
-    """
-    found: dict[tuple[str, int], list[Measured]] = {}
+async def request_rates(proxies: dict[str, Side], seconds: float) -> dict[str, float]:
+    """Print the second table; return each proxy's requests per CPU second at SESSIONS."""
+    found: dict[tuple[int, str], list[Measured]] = {}
     for _ in range(ROUNDS):
         for sessions, share in ((1, 0.25), (SESSIONS, 0.75)):
-            for proxy in proxies:
+            for name, proxy in proxies.items():
                 measured = await measure(proxy, sessions, share * seconds / (ROUNDS * len(proxies)))
-                found.setdefault((type(proxy).__name__, sessions), []).append(measured)
-    return found
-
-
-@dataclass(frozen=True)
-class Held:
-    """Memory of the gateway: with no session open before and after (resident bytes, Python objects), and over
-    time between.
-    """
-
-    before: tuple[int, int]
-    after: tuple[int, int]
-    samples: list[tuple[int, int]]
-    measured: Measured
-
-
-async def measure_memory(ours: Ours, seconds: float) -> Held:
-    """Many sessions, ended and replaced."""
-    for _ in range(NUM_ENDED_FIRST // 1000):
-        await ours.open_and_end(1000)
-    before, first = await ours.held(), ours.num_ended
-    samples: list[tuple[int, int]] = []
-
-    async def window() -> None:
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s or ours.num_ended - first < (SETTLING + 1) * MANY_SESSIONS:
-            samples.append((ours.num_ended - first, sides.resident_bytes(ours.pid)))
-            await asyncio.sleep(0.25)
-
-    load = Load(ours, MANY_SESSIONS)
-    measured = await load.run(
-        ours.wait_ended(first + SETTLING * MANY_SESSIONS), window(), lambda: sides.cpu_s(ours.pid)
-    )
-    await ours.finish()
-    return Held(before, await ours.held(), samples, measured)
-
-
-async def show_ended(ours: Ours, num_sessions: int) -> None:
-    """Resident memory at each tenth of so many ended sessions of two calls each, SESSIONS at once."""
-    print(f"\nmemory over {num_sessions} ended sessions, {SESSIONS} at once, 2 calls each")
-
-    async def window() -> None:
-        for tenth in range(1, 11):
-            await ours.wait_ended(num_sessions * tenth // 10)
-            print(f"{ours.num_ended:>9}{sides.resident_bytes(ours.pid) / 2**20:>9.1f} MiB", flush=True)
-
-    await Load(ours, SESSIONS, turns=2).run(asyncio.sleep(0), window(), lambda: sides.cpu_s(ours.pid))
-    await ours.finish()
-    resident, objects = await ours.held()
-    print(f"with no session open: {resident / 2**20:.1f} MiB and {objects:,} Python objects")
-
-
-def show_added(rounds: Sequence[Added]) -> None:
-    """The first table."""
-    print(f"\nadded latency: {SESSIONS} sessions, mean pause {THINK_S} s, medians of {len(rounds)} rounds")
-    print(f"{'':<22}{'calls/s':>9}{'p50 ms':>9}{'p99 ms':>9}")
-    for name, side in (
-        ("engine alone", [one.direct for one in rounds]),
-        ("through the gateway", [one.through for one in rounds]),
-    ):
-        p50, p99 = (1e3 * median(one.percentile(percent) for one in side) for percent in (50, 99))
-        print(f"{name:<22}{median(one.rate for one in side):>9.0f}{p50:>9.2f}{p99:>9.2f}")
-    p50, p99 = (1e3 * median(one.added_s(percent) for one in rounds) for percent in (50, 99))
-    print(f"{'added':<22}{'':>9}{p50:>9.2f}{p99:>9.2f}")
-
-
-def show_rates(found: dict[tuple[str, int], list[Measured]]) -> None:
-    """The second table."""
+                found.setdefault((sessions, name), []).append(measured)
     print(f"\nrequests, medians of {ROUNDS} rounds")
-    print(
-        f"{'sessions':<10}{'proxy':<9}{'requests/s':>11}{'of a core':>11}{'busy':>7}{'ms of core':>12}{'p50 ms':>9}{'p99 ms':>9}"  # noqa: E501
-    )
-    for (name, sessions), rounds in sorted(found.items(), key=lambda item: item[0][1]):
-        rate, of_core = median(one.rate for one in rounds), median(one.core_rate for one in rounds)
-        busy = median(one.cpu_s / one.seconds for one in rounds)
-        p50, p99 = (1e3 * median(one.percentile(percent) for one in rounds) for percent in (50, 99))
-        print(
-            f"{sessions:<10}{name:<9}{rate:>11.0f}{of_core:>11.0f}{busy:>7.0%}{1e3 / of_core:>12.2f}{p50:>9.1f}{p99:>9.1f}",  # noqa: E501
-            flush=True,
+    print(f"{'sessions':<10}{'proxy':<9}{'requests/s':>11}{'of a core':>11}{'p50 ms':>9}{'p99 ms':>9}")
+    for (sessions, name), rounds in sorted(found.items()):
+        rate = median(one.rate for one in rounds)
+        of_core = median(one.core_rate for one in rounds)
+        p50, p99 = (median(one.percentile_ms(percent) for one in rounds) for percent in (50, 99))
+        print(f"{sessions:<10}{name:<9}{rate:>11.0f}{of_core:>11.0f}{p50:>9.1f}{p99:>9.1f}")
+    return {name: median(one.core_rate for one in found[SESSIONS, name]) for name in proxies}
+
+
+@contextlib.asynccontextmanager
+async def child_process(
+    name: str, module: str, spec: dict[str, Any], folder: Path, secret: str
+) -> AsyncIterator[ChildProcess]:
+    """Run a module of this folder as a child process."""
+    env = {"PYTHONPATH": child_environ()["PYTHONPATH"]}
+    child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), folder, secret, env=env))
+    await child.start()
+    try:
+        yield child
+    finally:
+        await child.aclose()
+
+
+async def wait_open(port: int, is_dead: Any) -> None:
+    """Return once the port accepts a connection. Raises SystemExit if the process ended or START_S passed."""
+    try:
+        async with asyncio.timeout(START_S):
+            while True:
+                with contextlib.suppress(OSError):
+                    _, writer = await asyncio.open_connection(HOST, port)
+                    writer.close()
+                    return
+                if is_dead():
+                    raise SystemExit("a server of the benchmark ended while it started")
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise SystemExit(f"a server of the benchmark did not start within {START_S:.0f} s") from None
+
+
+def find_litellm(python: Path | None) -> Path:
+    """Return the Python of LiteLLM's environment; without one, make it."""
+    if python is not None:
+        return python
+    python = LITELLM_HOME / "bin" / "python"
+    if not python.exists():
+        print(f"installing litellm[proxy] into {LITELLM_HOME}, once", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(LITELLM_HOME)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", "litellm[proxy]"], check=True)
+    return python
+
+
+@contextlib.asynccontextmanager
+async def litellm(python: Path, engine_url: str, secret: str, core: int, folder: Path) -> AsyncIterator[Side]:
+    """Run LiteLLM's proxy with one worker on one core, and with all it can turn off turned off."""
+    config = {
+        "model_list": [
+            {
+                "model_name": "policy",
+                "litellm_params": {"model": "openai/sim", "api_base": f"{engine_url}/v1", "api_key": secret},
+            }
+        ],
+        "litellm_settings": {"set_verbose": False, "telemetry": False, "num_retries": 0},
+        "general_settings": {"disable_spend_logs": True, "disable_error_logs": True},
+    }
+    (folder / "litellm.yaml").write_text(yaml.safe_dump(config))
+    with bind_socket() as listener:
+        port = listener.getsockname()[1]
+    command = [str(python.parent / "litellm"), "--config", str(folder / "litellm.yaml"), "--host", HOST]
+    command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]
+    env = {name: value for name, value in os.environ.items() if name != "LITELLM_MASTER_KEY"}
+    env |= {"LITELLM_MODE": "PRODUCTION", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    env |= {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}  # ours looks no user up either
+    with (folder / "litellm.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=folder,
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
         )
+    try:
+        await wait_open(port, lambda: process.returncode is not None)
+        yield Side(process.pid, port)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
-def show_memory(held: Held) -> None:
-    """The figures of the third part."""
-    measured, (first, _), (last, _) = held.measured, held.samples[0], held.samples[-1]
-    resident = [each / 2**20 for _, each in held.samples]
-    print(
-        f"\nmemory: {MANY_SESSIONS} sessions, a call of each in flight, {measured.rate:.0f} requests/s "
-        f"({measured.core_rate:.0f} of a core)"
-    )
-    print(
-        f"resident {resident[0]:.1f} MiB, {last - first} ended sessions later {resident[-1]:.1f} MiB, at "
-        f"most {max(resident):.1f} MiB"
-    )
-    print(f"growth for each 1,000 ended sessions: {growth_per_thousand(held.samples) / 2**10:.0f} KiB")
-    before, after = (
-        f"{resident / 2**20:.1f} MiB and {objects:,} Python objects"
-        for resident, objects in (held.before, held.after)
-    )
-    print(f"with no session open: {before} before, {after} after")
-
-
-async def run(arguments: argparse.Namespace, folder: Path) -> None:
-    """All three parts."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise SystemExit(
-            "this benchmark needs two cores: the proxy has one for itself.\n  Way out: let it use two "
-            "(taskset)."
-        )
-    proxy_core, other_core = cores[sides.PROXY_CORE], cores[sides.OTHER_CORE]
+async def run(arguments: argparse.Namespace, folder: Path, cores: Sequence[int]) -> None:
+    """Run both parts."""
+    proxy_core, other_core, *_ = cores
     os.sched_setaffinity(0, {other_core})
-    secret, tokenizer = secrets.token_hex(16), find_tokenizer(folder)
-    python, why_none = find_peer(arguments)
-    print(f"load average at the start: {' '.join(f'{each:.1f}' for each in os.getloadavg())}")
+    secret = secrets.token_hex(16)
+    tokenizer = SMOLLM2 if SMOLLM2.is_dir() else printable_tokenizer(folder)
+    print(f"tokenizer: {tokenizer.name}; load average {os.getloadavg()[0]:.1f}")
+    engine_spec = {
+        "name": "engine-0",
+        "slots": 4096,
+        "max_length": 4096,
+        "vocab_size": HFChatTokenizer(tokenizer).vocab_size,
+        "decode_step_s": STEP_S,
+        "per_row_s": 0.0,
+        "mean_tokens": TOKENS,
+        "sigma": 0.0,
+        "core": other_core,
+        "text": "lorem ipsum dolor sit amet " * 5,
+    }
+    with bind_socket() as listener:
+        port = listener.getsockname()[1]
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(
-            sides.engine(folder, secret, other_core, vocab_size_of(tokenizer))
+            child_process("engine-0", "gateway_backend", engine_spec, folder, secret)
         )
-        ours = await stack.enter_async_context(
-            sides.gateway(folder, secret, proxy_core, engine, tokenizer, arguments.profile)
+        caller = Caller("engine-0", engine.url, secret)
+        stack.push_async_callback(caller.aclose)
+        await caller.get("/health", EngineHealth, timeout_s=START_S)
+        spec = {"core": proxy_core, "model": str(tokenizer), "engine": engine.url, "port": port}
+        gateway = await stack.enter_async_context(
+            child_process("gateway", "gateway_ours", spec, folder, secret)
         )
-        if arguments.ended:
-            await show_ended(ours, arguments.ended)
-            return
-        show_added(await measure_added(EngineAlone(engine, secret), ours, 0.3 * arguments.seconds))
-        found: dict[tuple[str, int], list[Measured]] = {}
-        async with contextlib.AsyncExitStack() as peers:
-            proxies: list[Ours | LiteLLM] = [ours]
-            if python is not None:
-                pid, port = await peers.enter_async_context(
-                    gateway_litellm.running(python, engine.url, secret, proxy_core, folder)
-                )
-                proxies.append(LiteLLM(pid, port))
-                print(f"\nLiteLLM {gateway_litellm.version_of(python)}")
-                await measure(proxies[1], SESSIONS, 2.0)
-            found = await measure_rates(proxies, 0.4 * arguments.seconds)
-        show_rates(found)
-        show_memory(await measure_memory(ours, 0.3 * arguments.seconds))
+        await wait_open(port, lambda: gateway.returncode is not None)
+        ours = Ours(gateway.pid or 0, port)
+        await added_latency(EngineAlone(engine, secret), ours, 0.4 * arguments.seconds)
+        proxies: dict[str, Side] = {"ours": ours}
+        if not arguments.no_litellm:
+            python = find_litellm(arguments.litellm_python)
+            proxies["LiteLLM"] = await stack.enter_async_context(
+                litellm(python, engine.url, secret, proxy_core, folder)
+            )
+        rates = await request_rates(proxies, 0.6 * arguments.seconds)
         stats = await ours.stats()
-        print(
-            f"\nour calls: {stats['calls']}, extended {stats['extended']}, realigned {stats['realigned']}, "
-            f"edited {stats['edited']}, uncut {stats['uncut']}"
-        )
         if stats["edited"] or stats["uncut"] or stats["refused"] or stats["sessions"]:
-            raise SystemExit(f"conversations did not go on from what was recorded, or were refused: {stats}")
-    print(f"load average at the end: {' '.join(f'{each:.1f}' for each in os.getloadavg())}")
-    if python is None:
-        print(f"no ratio: {why_none}")
+            raise SystemExit(f"conversations did not extend what was recorded, or were refused: {stats}")
+    if "LiteLLM" in rates:
+        print(f"ratio: {rates['ours'] / rates['LiteLLM']:.2f}")
     else:
-        print_ratio(found)
-
-
-def print_ratio(found: dict[tuple[str, int], list[Measured]]) -> None:
-    """The last line."""
-    ours, peer = (found[name, SESSIONS] for name in ("Ours", "LiteLLM"))
-    print(
-        f"by the clock on the wall: {median(one.rate for one in ours) / median(one.rate for one in peer):.2f}"
-    )
-    print(f"ratio: {median(one.core_rate for one in ours) / median(one.core_rate for one in peer):.2f}")
-
-
-def find_peer(arguments: argparse.Namespace) -> tuple[Path | None, str]:
-    """Python of LiteLLM's environment, or why there is none."""
-    if arguments.no_litellm:
-        return None, "LiteLLM is left out (--no-litellm)"
-    try:
-        return gateway_litellm.find_python(arguments.litellm_python), ""
-    except NotInstalled as why:
-        return None, f"LiteLLM cannot be had: {why}"
-
-
-def find_tokenizer(folder: Path) -> Path:
-    """SmolLM2's, if it is here; else one of characters."""
-    if SMOLLM2.is_dir():
-        print("tokenizer and chat template: SmolLM2-135M-Instruct")
-        return SMOLLM2
-    from asyncrl.trainer.model.random_init import make_character_tokenizer
-
-    print(
-        f"tokenizer: one token a character, since there is no {SMOLLM2}; `python examples/smollm2.py` makes "
-        f"it"
-    )
-    make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(folder / "tokenizer")
-    (folder / "tokenizer" / "config.json").write_text("{}")
-    return folder / "tokenizer"
-
-
-def vocab_size_of(tokenizer: Path) -> int:
-    """Ids that the engine may draw."""
-    from asyncrl.rollouts.tokenizer import HFChatTokenizer
-
-    return HFChatTokenizer(tokenizer).vocab_size
+        print("no ratio: LiteLLM was left out (--no-litellm)")
 
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = options(__doc__, seconds=90.0)
-    parser.add_argument(
-        "--litellm-python",
-        type=Path,
-        help="python of an environment with litellm[proxy] (default: one made on demand)",
-    )
-    parser.add_argument("--no-litellm", action="store_true", help="measure ours alone, and print no ratio")
-    parser.add_argument(
-        "--ended", type=int, default=0, help="only print memory at each tenth of so many ended sessions"
-    )
-    parser.add_argument(
-        "--profile", default="", help="file for cProfile's figures of the gateway, which is slower then"
-    )
+    parser = options(__doc__, seconds=60.0)
+    parser.add_argument("--litellm-python", type=Path, help="python with litellm[proxy] (default: made once)")
+    parser.add_argument("--no-litellm", action="store_true", help="measure only ours, and print no ratio")
     arguments = parser.parse_args()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # a connection each for thousands of sessions, in the children too
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("this benchmark needs two cores.\n  Way out: allow two (taskset).")
     with (
         reported("gateway", is_kept=arguments.write),
         tempfile.TemporaryDirectory(prefix="asyncrl-gateway-") as folder,
     ):
-        asyncio.run(run(arguments, Path(folder)))
+        asyncio.run(run(arguments, Path(folder), cores))
 
 
 if __name__ == "__main__":

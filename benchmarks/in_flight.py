@@ -1,26 +1,20 @@
-"""A controller with 1,000, 10,000 and 100,000 rollouts in flight: memory, CPU, how long its loop stands
-still.
+"""A controller with 1,000, 10,000 and 100,000 rollouts in flight: memory, CPU, and how long its loop stalls.
 
     python benchmarks/in_flight.py [--seconds S] [--sizes N ...] [--write]
 
-The parts of a run as they are, one loop, and no model: Producers, Buffer, RolloutRunner, SingleTurn with a
-tokenizer of one token a character, EnginePool over the real link, Journal in an SQLite file, Publisher
-(prepare, then commit with interrupt=abort, on all engines), TrainerClient, which packs each batch, the
-step's metrics, and the watchdog's look and status.json once a second. The trainer alone is stood in for: it
-answers at once. Engines: 4 processes with a latency model, a quarter of the slots each. N rollouts sample at
-any moment, in groups of 8, answers of 32 tokens on average (lognormal, sigma 0.5); a batch has N / 4
-rollouts, so that each rollout is interrupted some 4 times, whatever N is. Each size is a process of its own,
-measured from its first weight update until about S seconds later, two more updates at least.
+The parts of a run in one loop, without a model: Producers, Buffer, RolloutRunner, SingleTurn, EnginePool over
+the real link, Journal, PushLoop with interrupt=abort, TrainerClient, metrics, watchdog and status.json. The
+trainer is a stub that answers at once. 4 engine processes simulate latency. N rollouts sample at any moment,
+in groups of 8, with 32 tokens on average; a batch has N / 4 rollouts, so each rollout is interrupted about 4
+times. Each size is a process of its own, measured from its first weight update for S seconds and at least two
+more updates.
 
-memory          RSS with N in flight less RSS before the first, over N; of the 4 engines beside it
-CPU             of the controller's process, all its threads, over rollouts that ended and over tokens that
-                were sampled meanwhile; of the engines beside it
-stall           how much later than after 5 ms a timer of 5 ms comes: in CPU time of the loop's thread, which
-                a busy machine does not lengthen, and in wall time, which has what other processes took.
-                update: from the end of a batch's wait until the last interruption by its weights was handled;
-                else: outside of that
+memory    RSS with N in flight minus RSS before, over N; controller and engines
+CPU       of the controller per finished rollout and per token; of the engines per rollout
+stall     CPU milliseconds of the loop's thread during a 5 ms timer beyond those 5 ms. update: from the end of
+          a batch's wait until the last interruption by its weights was handled; else: outside of that
 
-Last line, ratio: CPU a rollout at the largest size over that at the smallest; 1 is linear.
+Last line, ratio: CPU per rollout at the largest size over that at the smallest; 1 is linear.
 """
 
 from __future__ import annotations
@@ -34,14 +28,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from report import options, reported
+from common import options, reported
 from safetensors.numpy import save_file
 
 from asyncrl.base.http import Caller
@@ -83,44 +77,34 @@ SIZES = (1_000, 10_000, 100_000)
 
 @dataclass
 class Measured:
-    """Of one size. Stalls: sorted milliseconds."""
+    """One size. Stalls are sorted milliseconds."""
 
     in_flight: int
-    rollouts: int
-    tokens: int
-    updates: int
-    interruptions: int
-    wall_s: float
-    cpu_s: float
-    loop_cpu_s: float
-    engines_cpu_s: float
+    counts: dict[str, float]
+    """Increases of Controller.totals() in the window."""
     rss_bytes: int
     engines_rss_bytes: int
-    update_cpu_ms: list[float]
-    update_wall_ms: list[float]
-    else_cpu_ms: list[float]
-    else_wall_ms: list[float]
+    update_ms: list[float]
+    else_ms: list[float]
 
 
 class Heartbeat:
-    """How late a timer of BEAT_S comes, beat after beat; `is_update` says which list a beat belongs to."""
+    """Stalls of a timer of BEAT_S, by whether an update was under way."""
 
     def __init__(self, is_update: Callable[[], bool]) -> None:
         self._is_update = is_update
-        self.beats: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        self.stalls_ms: dict[bool, list[float]] = {True: [], False: []}
 
     async def run(self) -> None:
         while True:
-            was_update, began, cpu = self._is_update(), time.perf_counter(), time.thread_time()
+            was_update = self._is_update()
+            began = time.perf_counter()
+            cpu = time.thread_time()
             await asyncio.sleep(BEAT_S)
             late_s = max(0.0, time.perf_counter() - began - BEAT_S)
-            # No later than the loop's thread was busy: the rest is what others took of the machine.
+            # At most the CPU time of the loop's thread: the rest is other processes' time.
             busy_s = min(late_s, time.thread_time() - cpu)
-            self.beats[was_update or self._is_update()].append((1e3 * busy_s, 1e3 * late_s))
-
-    def stalls(self, *, in_update: bool) -> tuple[list[float], list[float]]:
-        cpu, wall = zip(*self.beats[in_update], strict=True) if self.beats[in_update] else ((0.0,), (0.0,))
-        return sorted(cpu), sorted(wall)
+            self.stalls_ms[was_update or self._is_update()].append(1e3 * busy_s)
 
 
 class StandIn:
@@ -252,7 +236,6 @@ class Controller:
             on_published=self._published,
         )
         self.recorder = Recorder(self.folder)
-        stack.callback(self.recorder.close)
 
     async def _start_engine(self, name: str, vocab_size: int, stack: contextlib.AsyncExitStack) -> None:
         secret, step_s = secrets.token_hex(16), self.num / RATE / MEAN_TOKENS
@@ -310,17 +293,27 @@ class Controller:
         parts = (self.buffer, self.producers, self.pool, self.publisher)
         return {name: value for part in parts for name, value in part.gauges().items()}
 
+    def totals(self) -> dict[str, float]:
+        """Return counts and seconds so far."""
+        engines = [psutil.Process(child.pid).cpu_times() for child in self.children]
+        return {
+            "rollouts": self.producers.gauges()["rollout/finished"],
+            "tokens": self.pool.gauges()["tokens/generated"],
+            "updates": self.num_updates,
+            "interruptions": self.interruptions,
+            "wall_s": time.perf_counter(),
+            "cpu_s": time.process_time(),
+            "engines_cpu_s": sum(times.user + times.system for times in engines),
+        }
 
-def engines_of(controller: Controller) -> tuple[float, int]:
-    """(CPU seconds, RSS bytes) of all engines."""
-    processes = [psutil.Process(child.pid) for child in controller.children]
-    times = [process.cpu_times() for process in processes]
-    return sum(one.user + one.system for one in times), sum(one.memory_info().rss for one in processes)
+    def rss_bytes(self) -> tuple[int, int]:
+        """Return the resident memory of this process and of all engines."""
+        engines = [psutil.Process(child.pid).memory_info().rss for child in self.children]
+        return psutil.Process().memory_info().rss, sum(engines)
 
 
 async def measure(num: int, seconds: float, folder: Path) -> Measured:
-    """One size in this process."""
-    me = psutil.Process()
+    """Measure one size in this process."""
     async with contextlib.AsyncExitStack() as stack:
         group = asyncio.TaskGroup()
         controller = Controller(num, folder)
@@ -332,7 +325,7 @@ async def measure(num: int, seconds: float, folder: Path) -> Measured:
 
             await controller.open(stack, spawn)
             stack.enter_context(rare_collections())
-            rss, engines_rss = me.memory_info().rss, engines_of(controller)[1]
+            rss_bytes, engines_rss_bytes = controller.rss_bytes()
             heartbeat = Heartbeat(lambda: controller.is_update)
             for name, coro in (
                 ("producers", controller.producers.run()),
@@ -343,65 +336,29 @@ async def measure(num: int, seconds: float, folder: Path) -> Measured:
             ):
                 tasks.append(spawn(coro, name=name))
             await until(lambda: controller.num_updates > 0 and not controller.is_update)
-            heartbeat.beats = {True: [], False: []}
-            began = Totals.of(controller)
-            updates, deadline = controller.num_updates, time.perf_counter() + seconds
+            heartbeat.stalls_ms = {True: [], False: []}
+            began = controller.totals()
+            deadline = time.perf_counter() + seconds
             await until(
                 lambda: (
                     time.perf_counter() >= deadline
-                    and controller.num_updates >= updates + MIN_UPDATES
+                    and controller.num_updates >= began["updates"] + MIN_UPDATES
                     and not controller.is_update
                 )
             )
-            ended = Totals.of(controller)
-            in_flight_rss, in_flight_engines = me.memory_info().rss, engines_of(controller)[1]
+            ended = controller.totals()
+            held_bytes, engines_held_bytes = controller.rss_bytes()
             for task in tasks:
                 task.cancel()
             await controller.producers.aclose()
-    update_cpu, update_wall = heartbeat.stalls(in_update=True)
-    else_cpu, else_wall = heartbeat.stalls(in_update=False)
     return Measured(
         in_flight=num,
-        rollouts=ended.rollouts - began.rollouts,
-        tokens=ended.tokens - began.tokens,
-        updates=controller.num_updates - updates,
-        interruptions=ended.interruptions - began.interruptions,
-        wall_s=ended.wall_s - began.wall_s,
-        cpu_s=ended.cpu_s - began.cpu_s,
-        loop_cpu_s=ended.loop_cpu_s - began.loop_cpu_s,
-        engines_cpu_s=ended.engines_cpu_s - began.engines_cpu_s,
-        rss_bytes=in_flight_rss - rss,
-        engines_rss_bytes=in_flight_engines - engines_rss,
-        update_cpu_ms=update_cpu,
-        update_wall_ms=update_wall,
-        else_cpu_ms=else_cpu,
-        else_wall_ms=else_wall,
+        counts={name: value - began[name] for name, value in ended.items()},
+        rss_bytes=held_bytes - rss_bytes,
+        engines_rss_bytes=engines_held_bytes - engines_rss_bytes,
+        update_ms=sorted(heartbeat.stalls_ms[True]),
+        else_ms=sorted(heartbeat.stalls_ms[False]),
     )
-
-
-@dataclass
-class Totals:
-    """So far."""
-
-    rollouts: int
-    tokens: int
-    interruptions: int
-    wall_s: float
-    cpu_s: float
-    loop_cpu_s: float
-    engines_cpu_s: float
-
-    @classmethod
-    def of(cls, controller: Controller) -> Totals:
-        return cls(
-            rollouts=int(controller.producers.gauges()["rollout/finished"]),
-            tokens=int(controller.pool.gauges()["tokens/generated"]),
-            interruptions=controller.interruptions,
-            wall_s=time.perf_counter(),
-            cpu_s=time.process_time(),
-            loop_cpu_s=time.thread_time(),
-            engines_cpu_s=engines_of(controller)[0],
-        )
 
 
 async def until(is_over: Callable[[], bool]) -> None:
@@ -409,26 +366,28 @@ async def until(is_over: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-def at(values: Sequence[float], fraction: float) -> float:
-    """That quantile of sorted values."""
-    return values[min(len(values) - 1, int(fraction * len(values)))]
+COLUMNS = "in flight,kB each,engines,CPU ms,engines,us/token,rollouts,interr.,updates".split(",")
 
 
 def show(one: Measured) -> None:
-    """Three lines."""
-    each, kb = 1e3 / one.rollouts, 1e-3 / one.in_flight
-    print(
-        f"{one.in_flight:>9,}{kb * one.rss_bytes:>9.1f}{kb * one.engines_rss_bytes:>9.1f}"
-        f"{each * one.cpu_s:>12.2f}{each * one.loop_cpu_s:>9.2f}{each * one.engines_cpu_s:>9.2f}"
-        f"{1e6 * one.cpu_s / one.tokens:>9.0f}{one.rollouts:>10,}{one.interruptions / one.rollouts:>8.1f}"
-        f"{one.updates:>8}{one.wall_s:>8.0f}"
+    """Print the lines of one size."""
+    counts = one.counts
+    values = (
+        f"{one.in_flight:,}",
+        f"{1e-3 * one.rss_bytes / one.in_flight:.1f}",
+        f"{1e-3 * one.engines_rss_bytes / one.in_flight:.1f}",
+        f"{1e3 * counts['cpu_s'] / counts['rollouts']:.2f}",
+        f"{1e3 * counts['engines_cpu_s'] / counts['rollouts']:.2f}",
+        f"{1e6 * counts['cpu_s'] / counts['tokens']:.0f}",
+        f"{counts['rollouts']:,.0f}",
+        f"{counts['interruptions'] / counts['rollouts']:.1f}",
+        f"{counts['updates']:.0f}",
     )
-    for what, cpu, wall in (
-        ("update", one.update_cpu_ms, one.update_wall_ms),
-        ("else", one.else_cpu_ms, one.else_wall_ms),
-    ):
-        shown = [f"{at(cpu, f):>8.1f}{at(wall, f):>9.1f}" for f in (0.5, 0.99, 1.0)]
-        print(f"{'':>12}{what:<8}{'|'.join(shown)}   {len(cpu):,} beats")
+    print("".join(f"{value:>10}" for value in values))
+    for name, stalls_ms in (("update", one.update_ms), ("else", one.else_ms)):
+        places = [min(len(stalls_ms) - 1, int(part * len(stalls_ms))) for part in (0.5, 0.99, 1.0)]
+        shown = ", ".join(f"{stalls_ms[place]:.1f}" for place in places)
+        print(f"{'':>10}stall, {name}: {shown} ms (median, p99, max of {len(stalls_ms):,})")
 
 
 def main() -> None:
@@ -442,23 +401,15 @@ def main() -> None:
             print(json.dumps(asdict(asyncio.run(measure(given.only, given.seconds, Path(name))))))
         return
     with reported("in_flight", is_kept=given.write):
-        print(
-            f"{'in':>9}{'kB a rollout':>18}{'ms CPU a rollout':>30}{'us CPU':>9}{'rollouts':>10}"
-            f"{'interr.':>8}"
-        )
-        print(
-            f"{'flight':>9}{'contr.':>9}{'engines':>9}{'controller':>12}{'loop':>9}{'engines':>9}"
-            f"{'a token':>9}{'ended':>10}{'each':>8}{'updates':>8}{'wall s':>8}"
-        )
-        print(f"{'':>12}{'stall, ms':<8}: CPU and wall: median | p99 | max")
+        print("".join(f"{column:>10}" for column in COLUMNS))
         cost = []
         for num in given.sizes:
             command = [sys.executable, __file__, "--only", str(num), "--seconds", str(given.seconds)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             one = Measured(**json.loads(done.stdout.splitlines()[-1]))
             show(one)
-            cost.append(one.cpu_s / one.rollouts)
-        print("goal: stall p99 of 50 ms or less during an update; a rollout costs the same at each size")
+            cost.append(one.counts["cpu_s"] / one.counts["rollouts"])
+        print("goal: p99 of a stall during an update <= 50 ms; the same cost per rollout at each size")
         print(f"ratio: {cost[-1] / cost[0]:.2f}")
 
 

@@ -22,19 +22,15 @@ those of the fastest mode: 1.00 is that no mode is faster.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_servers import has_vllm
-from report import options, reported
-from run_efficiency import LONG, Processes, watched
+from common import ASYNCRL, CONFIGS, has_vllm, options, read_steps, reported, watched
+from run_efficiency import LONG
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 MODES = ("abort", "keep", "keep_kv")
 START_S = 8.0
 
@@ -57,21 +53,25 @@ CASES = {
 
 
 def run_once(case: Case, mode: str, num_steps: int, run_dir: Path) -> dict[str, float]:
-    """One run, and its row."""
-    command = [sys.executable, "-m", "asyncrl.cli", "run", str(case.config), *case.overrides]
-    command += [f"weight_sync.interrupt={mode}", f"trainer.num_steps={num_steps}", "checkpoint.every=none"]
-    command += ["observe.console=none", "observe.trackers=[]", "--run-dir", str(run_dir)]
-    processes: Processes = watched(command, run_dir)
-    text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
-    steps = [json.loads(line) for line in text.splitlines()]
+    """Execute one run; return its row."""
+    command = [*ASYNCRL, str(case.config), *case.overrides, f"weight_sync.interrupt={mode}"]
+    command += [f"trainer.num_steps={num_steps}", "checkpoint.every=none"]
+    command += ["observe.console=none", "observe.trackers=[]"]
+    processes = watched(command, run_dir)
+    steps = read_steps(run_dir)
     first = num_steps // 5
-    part, since_s = steps[first:], steps[first - 1]["time_s"]
-    wall_s, num_tokens = part[-1]["time_s"] - since_s, sum(step["tokens/sampled"] for step in part)
-    mean = lambda name, of: statistics.fmean(step[name] for step in of if name in step)  # noqa: E731
+    part = steps[first:]
+    wall_s = part[-1]["time_s"] - steps[first - 1]["time_s"]
+    num_tokens = sum(step["tokens/sampled"] for step in part)
+    cpu_s = sum(processes.cpu(first, num_steps - 1).values()) * wall_s
+
+    def mean(name: str, of: list[dict[str, float]]) -> float:
+        return statistics.fmean([step[name] for step in of if name in step] or [0.0])
+
     return {
         "tokens/s": num_tokens / wall_s,
         "s/step": wall_s / len(part),
-        "CPU us/token": 1e6 * sum(processes.cpu(first, num_steps - 1).values()) * wall_s / num_tokens,
+        "CPU us/token": 1e6 * cpu_s / num_tokens,
         "pause ms": 1e3 * mean("perf/weight_sync_pause_s", part),
         "gap": mean("policy/logprob_gap_mean", part),
         "reward": mean("reward/mean", steps[-max(1, num_steps // 5) :]),
@@ -103,7 +103,7 @@ def main() -> None:
     with reported("interrupt", is_kept=arguments.write):
         for name in names:
             case = CASES[name]
-            num_steps = max(20, int((each_s - case.start_s) / case.step_s))
+            num_steps = max(40, int((each_s - case.start_s) / case.step_s))
             rows = measure(case, num_steps, arguments.rounds)
             columns = list(rows["abort"])
             print(f"\n{name}, {num_steps} steps{''.join(f'{column:>13}' for column in columns)}")

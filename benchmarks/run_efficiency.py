@@ -26,20 +26,16 @@ Goals: 0.85 generation-bound, 0.95 training-bound. Last line: `ratio: X` = `of b
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
-from report import options, reported
+from common import ASYNCRL, CONFIGS, options, read_steps, reported, watched
 from sync_run import SyncRun
 from transformers.utils.logging import disable_progress_bar
 
@@ -49,7 +45,7 @@ from asyncrl.launch.plan import engine_threads, trainer_threads
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.trainer.trainer_client import pack_groups
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+CONFIG = CONFIGS / "quickstart.yaml"
 COMMON = [
     "trainer.learning_rate=1e-12",
     "journal.keep=all",
@@ -65,8 +61,6 @@ LONG = [
     "rollout.slots=16",
     "trainer.num_groups=4",
 ]
-SAMPLE_S = 0.25
-TIMEOUT_S = 900.0
 SHARES = ("train_s", "wait_generation_s", "wait_stragglers_s", "wait_publishing_s")
 
 
@@ -110,69 +104,6 @@ class Round:
         return self.run / min(self.engine, self.trainer)
 
 
-@dataclass
-class Processes:
-    """CPU seconds of a run's processes, by name, each time with the number of steps that were done."""
-
-    root: psutil.Process
-    metrics: Path
-    samples: list[tuple[int, float, dict[str, float]]] = field(default_factory=list)
-
-    def sample(self) -> None:
-        """Take one."""
-        found = dict[str, float]()
-        try:
-            for process in (self.root, *self.root.children(recursive=True)):
-                name = _name(process, self.root)
-                found[name] = found.get(name, 0.0) + sum(process.cpu_times()[:2])
-        except psutil.NoSuchProcess:  # the run is ending
-            return
-        # read last: so a sample that a busy machine held up does not pass for one of an earlier step
-        num_steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
-        self.samples.append((num_steps, time.monotonic(), found))
-
-    def cpu(self, first: int, last: int) -> dict[str, float]:
-        """CPU seconds of each a second of wall time, between these steps."""
-        inside = [sample for sample in self.samples if first <= sample[0] <= last]
-        (_, begin_s, before), (_, end_s, after) = inside[0], inside[-1]
-        return {name: (after[name] - before[name]) / (end_s - begin_s) for name in after if name in before}
-
-
-def _name(process: psutil.Process, root: psutil.Process) -> str:
-    if process == root:
-        return "controller"
-    return next((Path(part).stem for part in process.cmdline() if part.endswith(".json")), "fork server")
-
-
-def run_once(case: Case, num_steps: int, run_dir: Path) -> Processes:
-    """A real run, to its end."""
-    command = [sys.executable, "-m", "asyncrl.cli", "run", str(CONFIG), *COMMON, *case.overrides]
-    return watched([*command, f"trainer.num_steps={num_steps}", "--run-dir", str(run_dir)], run_dir)
-
-
-def watched(command: list[str], run_dir: Path) -> Processes:
-    """A run by this command in `run_dir`, and the CPU seconds of its processes."""
-    is_over = threading.Event()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
-        processes = Processes(psutil.Process(child.pid), run_dir / "metrics.jsonl")
-
-        def watch() -> None:
-            while not is_over.wait(SAMPLE_S):
-                processes.sample()
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            code = child.wait(TIMEOUT_S)
-        finally:
-            child.kill()
-            is_over.set()
-            watcher.join()
-    if code != 0:
-        raise SystemExit(f"the run {' '.join(command)} ended with {code}; {run_dir / 'logs'} says why")
-    return processes
-
-
 def engine_alone(peer: SyncRun, num_groups: int) -> Rate:
     """The decode loop for the first `num_groups` prompts of the run, with nothing beside it."""
     group_size, seed = peer.config.rollout.group_size, peer.config.seed
@@ -209,8 +140,9 @@ def trainer_alone(peer: SyncRun, journal: Path, first: int, last: int) -> Rate:
 def measure(case: Case, num_steps: int, folder: Path) -> Round:
     """One run, then its peers."""
     config: RunConfig = load_config(CONFIG, [*COMMON, *case.overrides, f"trainer.num_steps={num_steps}"])
-    processes = run_once(case, num_steps, folder / "run")
-    lines = [json.loads(line) for line in processes.metrics.read_text(encoding="utf-8").splitlines()]
+    command = [*ASYNCRL, str(CONFIG), *COMMON, *case.overrides, f"trainer.num_steps={num_steps}"]
+    processes = watched(command, folder / "run")
+    lines = read_steps(folder / "run")
     # the first steps fill the buffer; the last ones find it full, with nothing left to generate
     first, last = max(1, num_steps // 5), num_steps - 1 - config.buffer.max_staleness
     window, before = lines[first : last + 1], lines[first - 1]

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import psutil
-from report import options, reported
+from common import CONFIGS, options, reported
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+CONFIG = CONFIGS / "quickstart.yaml"
 WITHOUT = """
 import contextlib
 from asyncrl.launch import fork_server

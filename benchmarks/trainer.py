@@ -1,30 +1,21 @@
-"""One optimizer step of the trainer (forward, backward, update) against TRL on the same batch: GRPOTrainer as
-shipped, and the prefix trees of its experimental AsyncGRPOTrainer.
+"""One optimizer step (forward, backward, update) against TRL's GRPOTrainer as shipped, on the same batch; and
+an agent's branches as a tree against each branch alone.
 
-    python benchmarks/trainer.py [--seconds S] [--model tiny|smollm2|all] [--groups G] [--checkpointing]
-    [--device cpu] [--write]
+    python benchmarks/trainer.py [--seconds S] [--model tiny|smollm2|all] [--groups G] [--device cpu]
 
-Two batches are groups of 8 completions, prompts of 64 tokens. Two are rollouts of an agent whose template
-drops the thoughts of earlier turns, so that each turn is a branch: 2.1 times the tokens of their prefix trees
-in 8 turns, 4.5 times in 20; there ours stands a second time, with every branch by itself. All sides start
-from the same weights and get the same tokens, rewards, advantages and behaviour logprobs, and minimise the
-same loss (clip 0.2 around the behaviour policy, mean over the batch's tokens); loss and gradient norm of the
-first step must agree, or the benchmark ends with an error. Each measurement is a fresh process with 2
-threads, the sides in turns, twice each; medians over all counted steps. What is counted stands at the head of
-trainer_ours.py, trainer_trl.py and trainer_trl_tree.py: ours is the whole call, TRL is spared what is not
-forward, backward, clipping or update, and building the trees. TRL runs at its best micro-batch size, found
-before by CPU seconds of one step each. Gradient checkpointing is off on all sides: TRL has it on by default,
-which is slower (--checkpointing turns it on for all). bfloat16 is what each side takes it to be: TRL computes
-with float32 weights under autocast (bf16=True, its default).
+Two batches are groups of 8 completions with prompts of 64 tokens. Two are rollouts of an agent whose template
+drops earlier thoughts, so each turn is a branch: 2.1 times the tokens of their prefix trees in 8 turns, 4.5
+times in 20. All sides start from the same weights, get the same tokens, rewards and behaviour logprobs, and
+minimize the same loss (clip 0.2 around the behaviour policy, mean over the batch's tokens); loss and gradient
+norm of the first step must agree. Each measurement is a fresh process with 2 threads; the sides alternate,
+twice each; medians. trainer_ours.py and trainer_trl.py say what is counted. TRL runs at its best micro-batch
+size. In bfloat16, TRL computes with float32 weights under autocast (its default).
 
-CPU seconds are those of all threads; threads that wait sleep (OMP_WAIT_POLICY=PASSIVE), else waiting would
-count as work. MiB is the peak of resident memory above that after loading the model; on CUDA, of allocated
-memory. tok/s are the batch's tokens, those of every sequence, by wall clock. MFU (CUDA only) is of
-6 x parameters x these.
+CPU seconds are of all threads; waiting threads sleep (OMP_WAIT_POLICY=PASSIVE). MiB is the peak of resident
+(CUDA: allocated) memory above the loaded model.
 
-The last line is GRPOTrainer / ours in CPU seconds (CUDA: wall seconds) of the tiny model with long-tailed
-lengths. Targets: at least 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths and against
-the trees, and never more memory than TRL.
+Last line: `ratio: X` = TRL over ours in CPU seconds (CUDA: wall seconds), tiny model, long-tailed lengths.
+Targets: 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths, never more memory than TRL.
 """
 
 from __future__ import annotations
@@ -46,7 +37,7 @@ from typing import Any
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, here and in the children
 
 import torch
-from report import options, reported
+from common import HERE, SMOLLM2, options, reported
 from trainer_case import (
     EQUAL_LENGTH,
     GROUP_SIZE,
@@ -61,20 +52,14 @@ from trainer_case import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-HERE = Path(__file__).parent
 THREADS = 2
-SMOLLM2 = HERE.parent / "models" / "smollm2-135m-instruct"
 ROUNDS = 2
 MICRO_BATCHES = {"tiny": [2, 4, 8, 16, 64], "SmolLM2-135M": [2, 4, 8]}
 """Sequences a forward of TRL's GRPOTrainer."""
-BUDGETS = {"tiny": [1024, 2048, 4096, 8192], "SmolLM2-135M": [1024, 2048, 4096]}
-"""Tokens a forward of TRL's prefix trees."""
 TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (5e-3, 5e-2)}
 """Most difference of the loss, and of the gradient norm as a part of it. bfloat16 rounds logprobs by about
 0.01 on both sides.
 """
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""bfloat16, dense, by a part of the device's name."""
 
 
 @dataclass(frozen=True)
@@ -134,28 +119,18 @@ def check_agreement(ours: Side, trl: Side, dtype: str) -> None:
         )
 
 
-def best_size(side: str, case: Case, sizes: list[int], folder: Path) -> Case:
-    """The case with the micro-batch size at which one step of a peer costs least."""
-    index = 0 if case.device == "cpu" else 1
-    cases = [replace(case, micro_batch=size) for size in sizes]
-    costs = [run_child(side, replace(one, seconds=0), folder)["steps"][0][index] for one in cases]
-    return cases[costs.index(min(costs))]
-
-
 def measure(model: str, case: Case, folder: Path, *, is_agent: bool) -> dict[str, Side]:
-    """Every side by what is printed before it, ours first; the peers at their best micro-batch sizes."""
-    longest = max(entry.end - entry.start for entry in case.batch()[0].trajectories)
-    budgets = [size for size in BUDGETS[model] if size >= longest]
-    trees = best_size("trl_tree", case, budgets, folder)
+    """Measure ours, then each branch alone or TRL at its best micro-batch size; return sides by title."""
     sides = {"ours": ("ours", case)}
     if is_agent:
         sides["ours, untangled"] = ("ours", replace(case, is_untangled=True))
     else:
         num_sequences = len(case.batch()[0].trajectories)
-        sizes = [size for size in MICRO_BATCHES[model] if size <= num_sequences]
-        plain = best_size("trl", case, sizes, folder)
-        sides[f"TRL, {plain.micro_batch} a forward"] = ("trl", plain)
-    sides[f"TRL's trees, {trees.micro_batch}"] = ("trl_tree", trees)
+        index = 0 if case.device == "cpu" else 1
+        peers = [replace(case, micro_batch=size) for size in MICRO_BATCHES[model] if size <= num_sequences]
+        costs = [run_child("trl", replace(peer, seconds=0), folder)["steps"][0][index] for peer in peers]
+        peer = peers[costs.index(min(costs))]
+        sides[f"TRL, {peer.micro_batch} a forward"] = ("trl", peer)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
         for name, (side, one) in sides.items():
@@ -174,25 +149,17 @@ def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
     return models
 
 
-def utilisation(num_parameters: int, tokens_per_s: float) -> str:
-    """Model FLOP utilisation, where the device's peak is known."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    return "" if peak is None else f"{6 * num_parameters * tokens_per_s / peak:7.1%}"
-
-
-def print_rows(title: str, case: Case, sides: dict[str, Side], num_parameters: int) -> None:
+def print_rows(title: str, case: Case, sides: dict[str, Side]) -> None:
     """All sides of one batch, and what each needs of what ours does."""
     num_tokens = len(case.batch()[1].token_ids)
     ours = sides["ours"]
     for name, side in sides.items():
         rate = num_tokens / side.wall_s
-        mfu = utilisation(num_parameters, rate) if case.device == "cuda" else ""
         peak, times = side.peak_bytes, f"{side.cpu_s:>7.2f}{side.wall_s:>7.2f}{rate:>8.0f}"
         ratios = side.cpu_s / ours.cpu_s, side.wall_s / ours.wall_s, peak / ours.peak_bytes
         print(
             f"{title:<36}{name:<19}{times}{peak / 2**20:>6.0f}{side.loss:>11.6f}{side.grad_norm:>10.6f}"
-            f"{ratios[0]:>7.2f}{ratios[1]:>6.2f}{ratios[2]:>6.2f}{mfu}"
+            f"{ratios[0]:>7.2f}{ratios[1]:>6.2f}{ratios[2]:>6.2f}"
         )
 
 
@@ -212,10 +179,7 @@ def batches(num_groups: int) -> dict[str, Callable[[Pieces], list[Row]]]:
 
 def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure every row and print the table."""
-    print(
-        f"one optimizer step, {THREADS} threads, gradient checkpointing "
-        f"{'on' if arguments.checkpointing else 'off'}, {arguments.device}"
-    )
+    print(f"one optimizer step, {THREADS} threads, {arguments.device}")
     print(
         f"{'batch':<36}{'':<19}{'CPU s':>7}{'wall s':>7}{'tok/s':>8}{'MiB':>6}{'loss':>11}{'grad norm':>10}"
         f"{'/ ours:':>7}{'wall':>6}{'MiB':>6}"
@@ -226,23 +190,20 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
         num_groups = arguments.groups or (2 if is_slow else 8)
         for name, rows in batches(num_groups).items():
             batch = folder / f"{model}-{name}"
-            blob, num_parameters = make_batch(str(path), rows)
-            batch.write_bytes(blob)
+            batch.write_bytes(make_batch(str(path), rows))
             case = Case(
                 model_path=str(path),
                 batch_path=str(batch),
                 dtype=dtype,
                 device=arguments.device,
                 threads=THREADS,
-                checkpointing=arguments.checkpointing,
                 seconds=arguments.seconds / (3 * ROUNDS),
                 warm_up=0 if is_slow else 1,  # minutes a step: there is nothing to warm up beside them
             )
             sides = measure(model, case, folder, is_agent="agent" in name)
-            print_rows(f"{model}, {name}", case, sides, num_parameters)
-            ours, peer, *_ = others = [*sides.values()]
-            for other in others[1:]:
-                check_agreement(ours, other, dtype)
+            print_rows(f"{model}, {name}", case, sides)
+            ours, peer = sides.values()
+            check_agreement(ours, peer, dtype)
             if ratio is None and model == "tiny":
                 ratio = peer.cpu_s / ours.cpu_s if arguments.device == "cpu" else peer.wall_s / ours.wall_s
     if ratio is not None:
@@ -258,7 +219,6 @@ def main() -> None:
     parser.add_argument(
         "--groups", type=int, help="groups of the batch (default: 8, and 2 for SmolLM2 on the CPU)"
     )
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run")
     arguments = parser.parse_args()
     if importlib.util.find_spec("trl") is None:

@@ -38,12 +38,11 @@ class Case:
     dtype: str
     device: str
     threads: int
-    checkpointing: bool
     seconds: float
     warm_up: int
     """Optimizer steps that are not counted."""
     micro_batch: int = 0
-    """Sequences a forward of TRL's GRPOTrainer, tokens a forward of its prefix trees."""
+    """Sequences per forward of TRL."""
     is_untangled: bool = False
     """Ours: every sequence by itself, nothing shared."""
 
@@ -206,10 +205,9 @@ def agents(pieces: Pieces, num_turns: int, num_groups: int, group_size: int) -> 
     return rows
 
 
-def make_batch(model_path: str, rows: Callable[[Pieces], list[Row]]) -> tuple[bytes, int]:
-    """(packed batch, number of the model's parameters).
-
-    Behaviour logprobs a little off the model's own, so that ratios, clipping and the loss are not trivial.
+def make_batch(model_path: str, rows: Callable[[Pieces], list[Row]]) -> bytes:
+    """Return the packed batch. Its behaviour logprobs deviate a little from the model's own, so that ratios
+    and clipping matter.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     rng, rewards = np.random.default_rng(2), dict[tuple[int, int], float]()
@@ -227,7 +225,7 @@ def make_batch(model_path: str, rows: Callable[[Pieces], list[Row]]) -> tuple[by
         name = {"prompt_id": f"p{row.group}", "branch": row.branch}
         headers.append(TrajectoryHeader(reward=reward, **owner, **place, **name))
     mask = np.concatenate([row.is_sampled for row in made])
-    blob = pack_batch(
+    return pack_batch(
         BatchHeader(version=0, min_version=0, mask_older=False, trajectories=headers),
         BatchArrays(
             token_ids=np.concatenate(tokens),
@@ -236,7 +234,6 @@ def make_batch(model_path: str, rows: Callable[[Pieces], list[Row]]) -> tuple[by
             versions=np.where(mask, 0, -1).astype(np.int32),
         ),
     )
-    return blob, model.num_parameters()
 
 
 def _text(model_path: str) -> npt.NDArray[np.int64]:

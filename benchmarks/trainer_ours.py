@@ -27,7 +27,7 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 def make_spec(case: Case, folder: Path) -> TrainerSpec:
     """The spec of this case: PPO's clip around the behaviour policy, mean over the batch's tokens."""
     trainer = TrainerConfig(
-        learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, gradient_checkpointing=case.checkpointing
+        learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, gradient_checkpointing=False
     )
     algorithm = AlgorithmConfig(
         loss="ppo_clip", advantage="trainer_ours:trl_advantage", clip_low=CLIP, clip_high=CLIP

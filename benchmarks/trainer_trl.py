@@ -126,7 +126,7 @@ def make_config(case: Case, num_sequences: int, folder: str) -> GRPOConfig:
         output_dir=folder,
         use_cpu=case.device == "cpu",
         bf16=case.dtype == "bfloat16",
-        gradient_checkpointing=case.checkpointing,
+        gradient_checkpointing=False,
         per_device_train_batch_size=case.micro_batch,
         gradient_accumulation_steps=num_sequences // case.micro_batch,
         num_generations=GROUP_SIZE,

@@ -225,7 +225,7 @@ def end_session(child: subprocess.Popen[str]) -> None:
 def measure(row: Row, options: argparse.Namespace) -> None:
     """In the child: call the row's function."""
     import torch
-    from report import machine_line
+    from common import machine_line
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"

@@ -30,7 +30,7 @@ VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
 PATIENCE_S = 240.0
 FREE_METRICS = tuple(
     "perf/ time_s buffer/ rollout/ engine/ weight_sync/ publish/ trainer/restarts sample/interrupted "
-    "policy/logprob_gap_mean/ policy/logprob_gap_max/ eval/ gateway/ harness/".split()
+    "policy/logprob_gap_mean/ policy/logprob_gap_max/ eval/ evaluation/ gateway/ harness/".split()
 )
 """Metrics that say how a run went, not what it computed: they may differ after a kill."""
 
@@ -145,7 +145,7 @@ class Crashes:
         if process.returncode == 2 and "is done, after" in stderr and self.kills:
             # the last kill came when all was said, and nothing but the end of the process was still to come
             return False
-        is_up = "ready after" in stdout or "goes on from" in stdout
+        is_up = "ready after" in stdout or "resuming from" in stdout
         if process.returncode == 1 and "was killed by SIGKILL" in stderr and not is_up:
             # a process that is lost while the run starts up ends the run by name: nothing supervises it yet
             self._look()

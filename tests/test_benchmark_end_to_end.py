@@ -9,9 +9,9 @@ from pathlib import Path
 
 import end_to_end
 import pytest
-from end_to_end_plot import band_over_time, draw, write_csv
+from end_to_end_plot import draw, on_grid, write_csv
 from end_to_end_runs import LEVELS, WINDOW, Curve, Measured, Work, best_rate
-from end_to_end_shape import ShapeTask
+from shape_task import ShapeTask
 
 SCRIPT = """
 import json, pathlib, sys
@@ -29,7 +29,7 @@ def curve(rewards: list[float], *, step_s: float = 2.0) -> Curve:
     return Curve(start_up_s=5.0, times_s=times_s, rewards=rewards, lengths=[4.0] * len(rewards))
 
 
-def test_a_level_is_reached_by_the_mean_of_ten_steps_and_not_by_fewer():
+def test_level_is_reached_by_the_mean_of_ten_steps():
     assert math.isinf(curve([0.9] * (WINDOW - 1)).reach_s(0.5))
     assert curve([0.9] * WINDOW).reach_s(0.5) == 2.0 * WINDOW
     assert curve([0.0] * WINDOW + [1.0] * WINDOW).reach_s(0.5) == 2.0 * (WINDOW + WINDOW // 2)
@@ -38,14 +38,14 @@ def test_a_level_is_reached_by_the_mean_of_ten_steps_and_not_by_fewer():
     assert never.final_reward == pytest.approx(0.45)
 
 
-def test_the_rate_is_that_which_gets_highest_soonest_and_without_any_that_ends_highest():
+def test_best_rate_reaches_the_highest_level_soonest():
     slow, fast = curve([0.9] * 30, step_s=3.0), curve([0.0] * 5 + [0.9] * 25, step_s=0.5)
     stuck, worse = curve([0.7] * 30, step_s=0.1), curve([0.6] * 30, step_s=0.1)
     assert best_rate({"slow": slow, "fast": fast, "stuck": stuck}) == "fast"
     assert best_rate({"worse": worse, "stuck": stuck}) == "stuck"
 
 
-def test_the_ratio_is_the_least_and_nothing_where_asyncrl_never_gets_there(
+def test_ratio_is_the_smallest_one_and_zero_without_success(
     capsys: pytest.CaptureFixture[str],
 ):
     def measured(*curves: Curve) -> Measured:
@@ -60,7 +60,7 @@ def test_the_ratio_is_the_least_and_nothing_where_asyncrl_never_gets_there(
     assert f"seconds to {LEVELS[-1]}, TRL over asyncrl" in capsys.readouterr().out
 
 
-def test_a_run_is_kept_for_the_same_command_and_made_again_for_another(tmp_path: Path):
+def test_kept_result_is_reused_only_for_the_same_command(tmp_path: Path):
     counter = tmp_path / "counter"
     counter.write_text("")
     command = [sys.executable, "-c", SCRIPT, str(counter)]
@@ -81,7 +81,7 @@ def test_rewards_of_the_shape_differ_so_that_every_group_trains():
     assert scores == [0.0, 1.0, 0.0, 0.5]
 
 
-def test_the_picture_and_its_figures_end_where_the_first_seed_ends(tmp_path: Path):
+def test_plot_and_csv_end_with_the_shortest_seed(tmp_path: Path):
     runs = {
         "trl": [curve([0.1] * 3)],
         "asyncrl": [curve([0.0, 0.2, 0.4], step_s=1.0), curve([0.2, 0.6, 0.8, 0.9])],
@@ -91,5 +91,5 @@ def test_the_picture_and_its_figures_end_where_the_first_seed_ends(tmp_path: Pat
     write_csv(runs, tmp_path / "one.csv")
     rows = [*csv.DictReader((tmp_path / "one.csv").read_text().splitlines())]
     assert [row["system"] for row in rows] == ["trl"] * 3 + ["asyncrl"] * 3
-    assert [*rows[4].values()] == ["asyncrl", "2", "1", "3", "0.4", "0.2", "0.6"]
-    assert band_over_time(runs["asyncrl"], window=1).places[[0, -1]].tolist() == [2.0, 3.0]
+    assert [*rows[4].values()] == ["asyncrl", "2", "2", "3", "0.4", "0.2", "0.6"]
+    assert on_grid(runs["asyncrl"], "seconds", window=1)[0][[0, -1]].tolist() == [2.0, 3.0]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from buffer_simulation import Simulation
-from buffer_workload import Lognormal, SimulatedMachine
+from buffer_simulation import Lognormal, Simulation
 from fakes import FakeEngine, FakeScorer, MemoryJournal
 from rollout_cases import play_run
 
@@ -29,18 +28,14 @@ def random_case(seed: int, on_overdue: OnOverdue) -> Simulation:
         on_overdue=on_overdue,
         look_ahead=draw.randint(0, max_staleness),
     )
-    slots, sigma, group_size = (
-        draw.choice([2, 8, 24, 1000]),
-        draw.choice([0.0, 0.5, 1.0, 1.5]),
-        draw.randint(1, 4),
+    workload = Lognormal(sigma=draw.choice([0.0, 0.5, 1.0, 1.5]), group_size=draw.randint(1, 4), seed=seed)
+    return Simulation(
+        rule,
+        workload,
+        slots=draw.choice([2, 8, 24, 1000]),
+        train_s=draw.choice([0.1, 0.5, 2.0]),
+        publish_s=draw.choice([0.0, 0.1, 1.5]),
     )
-    train_s, publish_s = draw.choice([0.1, 0.5, 2.0]), draw.choice([0.0, 0.1, 1.5])
-    shared = {name: draw.choice([0.0, 0.5]) for name in ("row_s", "train_drag", "decode_drag", "pause_s")}
-    num_engines = draw.randint(1, 2)
-    machine = SimulatedMachine(
-        slots=slots // num_engines, num_engines=num_engines, train_s=train_s, publish_s=publish_s, **shared
-    )
-    return Simulation(rule, Lognormal(sigma=sigma, group_size=group_size, seed=seed), machine)
 
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
@@ -109,8 +104,7 @@ def test_the_product_plays_that_run(
     settings: dict[str, Any] = {"max_staleness": max_staleness, "look_ahead": max_staleness}
     settings["on_overdue"] = on_overdue
     rule = StalenessRule(num_groups=4, num_batches=40, **settings)
-    machine = SimulatedMachine(slots=slots, train_s=TRAIN_S)
-    simulation = Simulation(rule, workload, machine, max_requeues=max_requeues)
+    simulation = Simulation(rule, workload, slots=slots, train_s=TRAIN_S, max_requeues=max_requeues)
     outcome, journal = simulation.run(), MemoryJournal()
 
     def latency_s(request: SamplingRequest) -> float:

@@ -39,7 +39,7 @@ def newest(checkpoints: Checkpoints) -> tuple[int | None, list[str]]:
 
 
 @pytest.mark.parametrize("damage", ["", "flip", "cut", "remove", "manifest", "no_manifest", "rename"])
-def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_taken(tmp_path: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_named_and_the_newest_whole_one_loads(tmp_path: Path, damage: str) -> None:
     checkpoints = make(tmp_path, 10, 20)
     folder = checkpoints.root / "step_20"
     weights, manifest = folder / "trainer" / "weights", folder / "manifest.json"
@@ -100,7 +100,7 @@ def test_an_unreadable_one_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert newest(checkpoints) == (20, [])
 
 
-def test_one_of_a_newer_asyncrl_is_refused_and_not_set_aside(tmp_path: Path) -> None:
+def test_checkpoint_of_a_newer_asyncrl_is_refused_and_stays(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10, 20)
     newer = json.dumps({"format": 2, "steps": [], "sums": "elsewhere"})
     (checkpoints.root / "step_20" / "manifest.json").write_text(newer)
@@ -109,7 +109,7 @@ def test_one_of_a_newer_asyncrl_is_refused_and_not_set_aside(tmp_path: Path) -> 
     assert not isinstance(caught.value, CheckpointDamaged)
 
 
-def test_what_a_killed_run_left_half_done_is_put_right_or_removed_and_never_taken(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_repaired_or_removed(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10)
     (checkpoints.root / "step_10").rename(checkpoints.root / ".step_10.old")  # was being replaced
     half = checkpoints.begin()
@@ -155,7 +155,7 @@ def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
     assert make(tmp_path / "other", 5).oldest_version() == 0
 
 
-def test_a_disk_that_takes_nothing_is_an_error_that_leaves_the_last_one_whole(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10)
     pending = checkpoints.begin()
     (pending.folder / "controller.json").symlink_to("/dev/full")

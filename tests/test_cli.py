@@ -57,7 +57,7 @@ init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent, tutor
 
 
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
-def test_a_command_says_and_returns_what_it_should_where_torch_cannot_be_imported(line: str) -> None:
+def test_commands_work_without_torch(line: str) -> None:
     arguments, code, says = re.split(r" -> |(?<=\d): ", line)
     command = [sys.executable, "-c", NO_TORCH, *arguments.split()]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -125,7 +125,7 @@ def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -
     return run_dir
 
 
-def test_runs_lists_the_newest_run_first_with_its_state_steps_and_reward(tmp_path: Path) -> None:
+def test_runs_lists_newest_first_with_state_steps_and_reward(tmp_path: Path) -> None:
     made_run(tmp_path, "second", written_s=2000, rewards=[0.0] * 5 + [0.5] * 10)
     made_run(tmp_path, "first", written_s=1000, rewards=[])
     (tmp_path / "runs" / "no-run").mkdir()
@@ -139,7 +139,7 @@ def test_runs_lists_the_newest_run_first_with_its_state_steps_and_reward(tmp_pat
 
 
 @pytest.mark.parametrize("command", ["status", "inspect", "report", "export out"])
-def test_a_command_without_a_run_takes_the_newest_and_names_it(command: str, tmp_path: Path) -> None:
+def test_command_without_a_run_takes_and_names_the_newest(command: str, tmp_path: Path) -> None:
     none = asyncrl(tmp_path, *command.split())
     assert none.returncode == 2
     assert "no RUN_DIR is given, and runs has no run" in none.stderr

@@ -30,7 +30,7 @@ def refusal(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_overrides_replace_values_and_none_is_the_off_word_but_where_it_is_a_choice(good: Path) -> None:
+def test_overrides_replace_values_and_none_turns_a_field_off(good: Path) -> None:
     overrides = ["buffer.max_staleness=4", "rollout.timeout_s=none", "observe.console=none"]
     config = load_config(good, [*overrides, "task.args.limit=none", "trainer.betas=[0.9, 0.99]"])
     assert (config.buffer.max_staleness, config.rollout.timeout_s) == (4, None)
@@ -51,7 +51,7 @@ def test_overrides_replace_values_and_none_is_the_off_word_but_where_it_is_a_cho
         (None, "No such file"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_config_file_is_refused_with_the_place(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "bad.yaml"
     if text is not None:
         path.write_text(text)
@@ -61,7 +61,7 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
 
 
 @pytest.mark.parametrize("value", ["2024-13-45", "0x_", "9" * 5000, "[" * 3000, "{[a]: 1}", "'", "{a: 1"])
-def test_a_value_that_yaml_fails_on_in_any_way_is_a_config_error(good: Path, value: str) -> None:
+def test_invalid_yaml_value_is_a_config_error(good: Path, value: str) -> None:
     assert "is not a key of a section with a YAML value" in refusal(good, f"task.args.x={value}")
     good.write_text(f"{GOOD}\nseed: {value}\n")
     assert "cannot read the config" in refusal(good)
@@ -105,9 +105,7 @@ def test_the_written_config_is_read_back_with_its_types(good: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("aliased", ["*t", "{<<: *t, shuffle: false}"])
-def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice(
-    good: Path, aliased: str
-) -> None:
+def test_override_changes_only_its_section_of_a_yaml_anchor(good: Path, aliased: str) -> None:
     task = "{python: 'asyncrl.tasks.toy:Letters', args: {n: 1}, size: 10}"
     good.write_text(f"model: {{path: m}}\ntask: &t {task}\neval: {{task: {aliased}}}\n")
     config = load_config(good, ["task.size=99", "task.args.n=5"])
@@ -129,9 +127,7 @@ rollout.batch_size=8 ->
 
 
 @pytest.mark.parametrize("line", MISSPELT.strip().splitlines())
-def test_a_misspelt_key_is_named_with_the_closest_right_one_and_none_of_another_meaning(
-    good: Path, line: str
-) -> None:
+def test_misspelled_key_is_named_with_the_closest_valid_key(good: Path, line: str) -> None:
     override, right = line.split(" ->")
     message = refusal(good, override, "eval.task.python=a:b")
     key = override.partition("=")[0].removesuffix(".max_staleness" if right == " buffer" else "")
@@ -140,7 +136,7 @@ def test_a_misspelt_key_is_named_with_the_closest_right_one_and_none_of_another_
     assert not right or f"did you mean{right}?" in message
 
 
-def test_what_other_frameworks_call_a_key_is_no_key_here_and_stands_for_one() -> None:
+def test_keys_of_other_frameworks_are_refused_with_our_key() -> None:
     keys = {*all_keys(), "--run-dir"}
     assert set(OTHER_NAMES.values()) <= keys
     assert not set(OTHER_NAMES) & {key.rpartition(".")[2] for key in keys}
@@ -166,7 +162,7 @@ def test_basic_settings_are_settings() -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [("configs/quickstart.yaml", "quickstart"), ("runs/mine/config.yaml", "mine")]
 )
-def test_a_run_of_the_config_in_a_run_directory_is_called_as_that(path: str, name: str) -> None:
+def test_config_of_a_run_directory_is_named_after_the_run(path: str, name: str) -> None:
     assert name_of_config(Path(path)) == name
 
 

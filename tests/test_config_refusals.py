@@ -128,7 +128,7 @@ def settings(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_settings_that_exclude_each_other_are_refused_with_what_to_write(path: Path, line: str) -> None:
+def test_conflicting_settings_are_refused_with_the_values_to_write(path: Path, line: str) -> None:
     given, _, says = line.partition(" -> ")
     with pytest.raises(ConfigError) as caught:
         place(load_config(path, settings(given)), single_node(Machine((), 8, 2**36, has_bfloat16=False)))
@@ -142,7 +142,7 @@ rollout.engine=vllm weight_sync.transport=ipc -> handles name memory of one mach
 
 
 @pytest.mark.parametrize("line", ON_TWO_NODES.strip().splitlines())
-def test_a_transport_that_ends_at_the_machine_is_refused_on_two_nodes(path: Path, line: str) -> None:
+def test_local_transport_is_refused_on_two_nodes(path: Path, line: str) -> None:
     given, _, says = line.partition(" -> ")
     config = load_config(path, settings(given))
     with pytest.raises(ConfigError, match="the run is on 2 nodes") as caught:
@@ -160,9 +160,7 @@ def test_a_transport_that_ends_at_the_machine_is_refused_on_two_nodes(path: Path
         ("rollout.engine=vllm weight_sync.transport=nccl", "stream"),
     ],
 )
-def test_on_two_nodes_auto_goes_from_node_to_node_or_by_the_disk_that_is_given(
-    path: Path, line: str, transport: str
-) -> None:
+def test_auto_transport_on_two_nodes_is_network_or_given_disk(path: Path, line: str, transport: str) -> None:
     config = load_config(path, settings(line))
     chosen = choose_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)[0]
     assert chosen == transport

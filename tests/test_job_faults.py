@@ -134,7 +134,7 @@ def test_an_interrupt_during_start_up_leaves_nothing_running(tmp_path: Path) -> 
     children = children_of(process)
     stdout, stderr = interrupt(process, signal.SIGTERM)
     assert process.returncode == 143, stderr
-    assert f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir" in stdout
+    assert f"resume with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir" in stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
     assert all_gone(children)
 

@@ -47,7 +47,6 @@ from asyncrl.config import load_config
 from asyncrl.job.scale import scale_run
 from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.observe.page.view import view_run
-from asyncrl.observe.run_dir import TIMELINE_FILE
 from asyncrl.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -86,9 +85,7 @@ def assert_nothing_lost(config: Path, run_dir: Path) -> None:
     assert violations(read_evidence(run_dir), promise_of(config), num_steps=NUM_STEPS) == []
 
 
-def test_a_copy_elsewhere_whose_newest_checkpoint_has_a_wrong_byte_goes_on_from_the_one_before(
-    whole: Path, run_dir: Path
-) -> None:
+def test_copied_run_resumes_from_the_checkpoint_before_a_corrupt_one(whole: Path, run_dir: Path) -> None:
     *_, older, newest = checkpoints(run_dir)
     files = (run_dir / "checkpoints" / f"step_{newest}" / "trainer").iterdir()
     file = max(files, key=lambda path: path.stat().st_size)
@@ -97,18 +94,18 @@ def test_a_copy_elsewhere_whose_newest_checkpoint_has_a_wrong_byte_goes_on_from_
     file.write_bytes(content)
     said = goes_on(run_dir / "config.yaml", run_dir, "--resume", "must")
     assert f"step_{newest} is damaged: trainer/{file.name} has " in said.replace("\n", " ")
-    assert f"goes on from policy_version {older}" in said
+    assert f"resuming from policy_version {older}" in said
     assert differences(whole, run_dir) == []
     assert_nothing_lost(run_dir / "config.yaml", run_dir)
 
 
 def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Path, run_dir: Path) -> None:
     shutil.rmtree(run_dir / "checkpoints")
-    first_life = read_timeline(run_dir / TIMELINE_FILE, [])
-    assert "goes on from policy_version 0" in goes_on(on_policy, run_dir)
+    first_life = read_timeline(run_dir, [])
+    assert "resuming from policy_version 0" in goes_on(on_policy, run_dir)
     assert differences(whole, run_dir) == []
     assert_nothing_lost(on_policy, run_dir)
-    both = read_timeline(run_dir / TIMELINE_FILE, problems := [])
+    both = read_timeline(run_dir, problems := [])
     assert (both[: len(first_life)], problems) == (first_life, []), "spans of the first life stay"
     shown = view_run(run_dir)["timeline"]
     names = [shown["kinds"][kind]["name"] for _, kind, *_ in shown["spans"]]
@@ -116,7 +113,7 @@ def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Pa
     assert {"gone", "train again"} <= {*names}
 
 
-def test_a_damaged_journal_is_refused_and_moved_away_the_checkpoint_is_enough(
+def test_damaged_journal_is_refused_and_without_it_the_checkpoint_suffices(
     on_policy: Path, whole: Path, run_dir: Path
 ) -> None:
     file = run_dir / "journal.sqlite"
@@ -150,7 +147,7 @@ def prompts(line: dict[str, object]) -> list[tuple[str, int, str]]:
     return [tuple(entry[key] for key in keys) for entry in line["trajectories"]]  # type: ignore[attr-defined]
 
 
-def test_a_full_disk_costs_checkpoints_each_with_a_warning_and_not_the_run(
+def test_full_disk_costs_checkpoints_with_warnings_but_not_the_run(
     on_policy: Path, whole: Path, tmp_path: Path
 ) -> None:
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -183,9 +180,7 @@ def test_a_full_disk_costs_checkpoints_each_with_a_warning_and_not_the_run(
     assert differences(whole, run_dir) == []
 
 
-def test_an_on_policy_run_ends_the_same_whatever_is_killed(
-    on_policy: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_killed_on_policy_run_ends_the_same(on_policy: Path, whole: Path, tmp_path: Path) -> None:
     victims = ["tree", "controller", "trainer", "engine", "stop"]
     crashes = Crashes(on_policy, tmp_path / "run", seed=new_seed(), victims=victims)
     assert crashes.live(), "the faster the machine, the fewer: a run that is done is not killed"
@@ -195,7 +190,7 @@ def test_an_on_policy_run_ends_the_same_whatever_is_killed(
     assert (versions[0], versions[-1]) == (0, NUM_STEPS)
 
 
-def test_an_asynchronous_run_with_a_filter_loses_nothing_and_keeps_its_bound(tmp_path: Path) -> None:
+def test_filtered_asynchronous_run_loses_nothing_and_keeps_its_bound(tmp_path: Path) -> None:
     config = fuzz_config(
         tmp_path,
         task={"python": "rewards_for_test:BeginsWithALetter"},
@@ -223,7 +218,7 @@ def test_an_asynchronous_run_with_a_filter_loses_nothing_and_keeps_its_bound(tmp
     assert max(ages) <= 3
 
 
-def test_a_run_that_is_scaled_up_and_down_and_killed_loses_nothing_and_keeps_its_bound(
+def test_scaled_and_killed_run_loses_nothing_and_keeps_its_bound(
     tmp_path: Path,
 ) -> None:
     config = fuzz_config(
@@ -288,18 +283,14 @@ def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
     log = (tmp_path / "run" / "logs" / "controller.log").read_text()
     assert ("both sides stay" in log) == (share == "auto")
     assert all(step["perf/to_trainer_s"] > 0 for step in steps)
-    assert all(step["perf/handover_bytes"] > 0 for step in steps[:-1])
     assert all(step["perf/to_engines_s"] > 0 for step in steps[:-1])
     assert steps[-1]["perf/to_engines_s"] == 0, "after the last step the trainer keeps the devices"
-    assert "taking turns" in answer.stdout
     assert "the run continues without evaluation" not in answer.stdout
     assert {0, NUM_STEPS} <= {line["policy_version"] for line in read_lines(tmp_path / "run" / "eval.jsonl")}
 
 
 @pytest.mark.parametrize("share", ["auto", "none"])
-def test_a_colocated_run_ends_the_same_whatever_is_killed(
-    on_policy: Path, whole: Path, tmp_path: Path, share: str
-) -> None:
+def test_killed_colocated_run_ends_the_same(on_policy: Path, whole: Path, tmp_path: Path, share: str) -> None:
     victims = ["engine", "trainer", "tree", "stop"]
     config = variant(on_policy, tmp_path, placement=TURNS | {"share": share})
     crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)
@@ -307,7 +298,7 @@ def test_a_colocated_run_ends_the_same_whatever_is_killed(
     assert differences(whole, tmp_path / "run") == []
 
 
-def test_merged_adapters_of_two_trainer_processes_travel_in_chunks_and_a_killed_rank_ends_the_run_by_name(
+def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(
     tmp_path: Path,
 ) -> None:
     trainer = {"lora": {"rank": 4, "alpha": 8}, "world_size": 2, "num_steps": 100_000}

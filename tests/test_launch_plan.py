@@ -225,7 +225,7 @@ def test_unknown_memory_refuses_nothing() -> None:
     refuse_over_capacity(make_plan(config, single_node(machine(1, free_bytes=None))), config)
 
 
-def test_table_has_a_row_per_process_and_a_line_per_device() -> None:
+def test_table_has_a_row_per_process_and_device() -> None:
     config = load(EVAL)
     text = plan_text(make_plan(config, single_node(machine(3))), config)
     rows = [line.split()[:2] for line in text.splitlines()[3:7]]
@@ -364,13 +364,13 @@ EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_
         (0, [VLLM], "shm", "a side is on the CPU"),
         (0, TURNS, "shm", "a side is on the CPU"),
         (1, TURNS, "ipc", "trainer and engines take turns on CUDA"),
-        (2, [], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, [], "nccl", "trainer and engines are on separate CUDA devices"),
         (2, ["rollout.num_engines=2"], "shm", "several engines are on cuda:1"),
-        (3, ["rollout.num_engines=2"], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (3, ["rollout.num_engines=2"], "nccl", "trainer and engines are on separate CUDA devices"),
         (2, ["rollout.engine=simulated"], "shm", "rollout.engine=simulated takes part in no transfer"),
-        (2, [VLLM], "nccl", "trainer and engines are on CUDA devices of their own"),
-        (8, EIGHT, "nccl", "trainer and engines are on CUDA devices of their own"),
-        (2, [VLLM, "trainer.lora={rank: 4}"], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, [VLLM], "nccl", "trainer and engines are on separate CUDA devices"),
+        (8, EIGHT, "nccl", "trainer and engines are on separate CUDA devices"),
+        (2, [VLLM, "trainer.lora={rank: 4}"], "nccl", "trainer and engines are on separate CUDA devices"),
         (2, [VLLM, "placement.rollout=cpu"], "shm", "a side is on the CPU"),
         (2, [VLLM, *SERVED], "shm", "the run does not start the servers"),
         (2, [VLLM, "weight_sync.disk_dir=/shared"], "disk", "weight_sync.disk_dir is given"),

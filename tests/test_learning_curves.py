@@ -9,7 +9,7 @@ import learning_curves as script
 from asyncrl.config import load_config
 
 
-def test_every_planned_run_has_a_valid_config_an_evaluation_and_a_directory_of_its_own(
+def test_planned_runs_have_valid_configs_evaluations_and_unique_directories(
     tmp_path: Path,
 ) -> None:
     planned = script.plan(script.CASES, [0, 1], tmp_path)

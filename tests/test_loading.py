@@ -50,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_reward_function_scores_rows_and_needs_no_rows_to_be_built(here: Path) -> None:
+def test_reward_function_scores_rows_and_is_built_without_any(here: Path) -> None:
     config = TaskConfig(files=["rows.jsonl"], reward="tasks_here:reward")
     prompt = Prompt("0/0", (), answer="y")
     assert build_task(config, 0).score(prompt, "y") == 1.0

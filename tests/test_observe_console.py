@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 
 from asyncrl.observe import console as console_module
 from asyncrl.observe.console import Console, Kind, outliving, plain_line
-from asyncrl.observe.run_numbers import Steps, TimeShares, duration, sparkline
+from asyncrl.observe.run_numbers import Steps, duration, sparkline
 from asyncrl.observe.verdict import Verdict, summary_panel
 
 METRICS = {
@@ -199,7 +199,7 @@ def test_unread_output_is_dropped_after_one_wait(
 
 
 def test_the_summary_shows_the_verdict_in_80_columns() -> None:
-    shares = TimeShares(training=0.5, generation=0.3, stragglers=0.1, publishing=0.05, other=0.05)
+    shares = {"training": 0.5, "generation": 0.3, "stragglers": 0.1, "publishing": 0.05, "other": 0.05}
     verdict = Verdict(
         num_steps=50,
         wall_s=125.0,

@@ -8,7 +8,7 @@ import pytest
 from launch_cases import load
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import Steps, TimeShares, recent, seconds_left
+from asyncrl.observe.run_numbers import Steps, recent, seconds_left, time_shares, waiting_share
 from asyncrl.observe.verdict import Verdict, judge
 
 WAIT = "buffer.on_overdue=wait"
@@ -217,9 +217,9 @@ def test_the_time_left_follows_the_recent_pace() -> None:
 
 
 def test_time_shares_add_up_to_one() -> None:
-    shares = TimeShares.of(Steps(steps("train_s=0.9 wait_generation_s=0.3")).total)
-    assert (shares.training, shares.waiting + shares.other) == pytest.approx((0.75, 0.25))
-    assert TimeShares.of(Steps([{"step": 1}]).total).other == 1.0
+    shares = time_shares(Steps(steps("train_s=0.9 wait_generation_s=0.3")).total)
+    assert (shares["training"], waiting_share(shares) + shares["other"]) == pytest.approx((0.75, 0.25))
+    assert time_shares(Steps([{"step": 1}]).total)["other"] == 1.0
 
 
 def test_a_repeated_step_replaces_itself_and_later_steps() -> None:

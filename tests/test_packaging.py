@@ -74,7 +74,7 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)
-def test_the_metadata_have_the_licenses_and_a_readme_whose_links_are_absolute(wheel: Path) -> None:
+def test_metadata_have_licenses_and_absolute_readme_links(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         text = archive.read(name).decode()
@@ -113,7 +113,7 @@ def worker_venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
-def test_a_host_of_workers_installs_150_mb_at_most_and_what_it_lacks_is_named(worker_venv: Path) -> None:
+def test_worker_host_installs_at_most_150_mb(worker_venv: Path) -> None:
     (packages,) = worker_venv.glob("lib/python3*/site-packages")
     came_with_it = ("pip", "setuptools", "_distutils_hack", "pkg_resources")
     installed = [path for path in packages.iterdir() if path.name.split("-")[0] not in came_with_it]
@@ -131,7 +131,7 @@ def test_a_host_of_workers_installs_150_mb_at_most_and_what_it_lacks_is_named(wo
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
-def test_the_base_checks_and_reads_runs_where_torch_cannot_be_imported(
+def test_base_install_checks_and_reads_runs_without_torch(
     wheel: Path, worker_venv: Path, tmp_path: Path
 ) -> None:
     def outcome(*words: str | Path, venv: Path = worker_venv) -> str:
@@ -197,7 +197,7 @@ async def test_a_worker_with_that_alone_runs_a_rollout(worker_venv: Path, tmp_pa
     assert len(gateway.calls) == 1
 
 
-def test_a_worker_and_its_harnesses_import_nothing_that_the_extra_train_brings() -> None:
+def test_worker_and_harnesses_import_nothing_of_the_train_extra() -> None:
     hide = f"import sys; sys.modules.update(dict.fromkeys({sorted(OF_TRAIN)}))"
     modules = ", ".join(f"asyncrl.agents.{name}" for name in WORKER_MODULES)
     for code in (f"import {modules}", "from asyncrl.cli import app; app(['work', '--help'])"):
@@ -212,7 +212,7 @@ def test_fastapi_is_imported_only_where_it_serves() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
 
 
-def test_what_is_said_to_come_with_the_extra_train_is_what_it_brings() -> None:
+def test_train_extra_brings_the_documented_packages() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {re.split("[<>=]", each)[0].replace("-", "_") for each in extras["train"]} == OF_TRAIN
     assert extras["worker"] == []

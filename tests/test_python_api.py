@@ -76,7 +76,7 @@ def ran(arguments: list[str], folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_what_the_page_shows_runs_and_reads(tmp_path: Path) -> None:
+def test_python_page_runs_and_reads(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "script.py").write_text(SCRIPT)
     said = ran([sys.executable, "script.py"], tmp_path).splitlines()
@@ -98,7 +98,7 @@ def test_what_the_page_shows_runs_and_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_callback_that_raises_ends_the_run_which_goes_on_in_the_same_process(tmp_path: Path) -> None:
+def test_raising_callback_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RAISES)
     config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 4}).read_text())
     said = ran(
@@ -111,7 +111,7 @@ def test_a_callback_that_raises_ends_the_run_which_goes_on_in_the_same_process(t
 
 
 @pytest.mark.slow
-def test_a_run_inside_an_event_loop_is_interrupted_with_a_checkpoint_and_resumes(tmp_path: Path) -> None:
+def test_run_in_an_event_loop_is_interrupted_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(IN_A_LOOP)
     config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 100_000}).read_text())
     arguments = [sys.executable, "script.py", json.dumps(config), str(tmp_path / "run")]
@@ -147,7 +147,7 @@ async def _async(step: int, metrics: object) -> None: ...
         ("on_weights", _async, "is a coroutine function"),
     ],
 )
-def test_a_callback_that_could_not_be_called_is_refused_before_anything_is_started(
+def test_invalid_callback_is_refused_before_the_start(
     name: str, function: Any, says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=says):

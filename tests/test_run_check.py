@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from asyncrl import cli
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.job.check import validate
+from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
 from asyncrl.launch import capacity, machine, nodes, plan
@@ -63,6 +65,7 @@ FOLDER = {
     "no_weights/config.json": '{"model_type": "qwen3"}',
     "refuses.jinja": "{{ raise_exception('no chats') }}",
     "broken.jinja": "{% for message in messages %}{{ message['content'] }}",
+    "rare.jsonl": 1000 * '{"prompt": "abc", "answer": "a"}\n' + '{"prompt": "ab~", "answer": "a"}\n',
     "rows.jsonl": '{"prompt": "abc", "answer": "a"}\n{"prompt": "abcd", "answer": "a"}\n',
 }
 FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "math"}
@@ -186,7 +189,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
 
 @pytest.mark.parametrize("begin", [run_job, serve_gateway])
 @pytest.mark.parametrize(("line", "words"), [case for case in CASES if case[0].endswith(EARLY)])
-def test_a_run_and_a_gateway_refuse_the_same_before_they_have_started_a_process(
+def test_run_and_gateway_refuse_the_same_configs_before_the_start(
     line: str, words: str, begin: Any, here: Path
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -195,7 +198,7 @@ def test_a_run_and_a_gateway_refuse_the_same_before_they_have_started_a_process(
     assert not (here / "run").exists()
 
 
-def test_what_needs_the_network_is_told_and_not_looked_at(here: Path, monkeypatch: Any) -> None:
+def test_hub_parts_are_listed_as_unchecked(here: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
     model, task = {"scratch": None, "path": "who/model"}, {**FILES, "files": None, "dataset": "who/data"}
     found = validate(load_config(write_config(here, model=model, task=task)))
@@ -216,7 +219,7 @@ def cache(
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
 
 
-def test_a_truncated_file_in_the_cache_of_the_hub_is_refused(here: Path, monkeypatch: Any) -> None:
+def test_truncated_file_in_the_hub_cache_is_refused(here: Path, monkeypatch: Any) -> None:
     """By the run, too: the hub's client fetches no file that is there."""
     cache(here / "cut", "0" * 40, monkeypatch, name="cut")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -226,7 +229,7 @@ def test_a_truncated_file_in_the_cache_of_the_hub_is_refused(here: Path, monkeyp
         assert re.match(r"remove /\S+/model\.safetensors, and", refusal.value.way_out)
 
 
-def test_a_shard_that_is_lacking_after_the_download_is_refused(here: Path, monkeypatch: Any) -> None:
+def test_missing_shard_after_the_download_is_refused(here: Path, monkeypatch: Any) -> None:
     cache(here / "half", "0" * 40, monkeypatch, name="half")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"model\.path=who/half lacks model-2-of-2\.safetensors"):
@@ -245,14 +248,39 @@ def test_the_commit_of_a_revision_is_shown(
     assert lines[-1].startswith("model: who/whole@v2 is fetched from the hub")
 
 
-def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed_on(here: Path) -> None:
+def test_prompts_that_are_too_long_are_reported(here: Path) -> None:
     found = validate(load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6})))
     (note,) = found.notes
     assert note.startswith("1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6")
     assert len(found.tasks[""]) == 2
 
 
-def test_functions_of_the_right_shape_pass_uncalled_and_no_thread_is_waited_for(here: Path) -> None:
+def test_a_rare_character_outside_the_alphabet_is_refused(here: Path) -> None:
+    config = load_config(write_config(here, task=FILES | {"files": ["rare.jsonl"]}))
+    with pytest.raises(ConfigError, match=r"prompts of the task have characters .* lacks: '~'"):
+        validate(config)
+
+
+@pytest.mark.parametrize(("missing", "is_refused"), [(1, True), (0, False)])
+def test_too_few_open_files_are_refused(
+    missing: int, is_refused: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write_config(here), ["generator.concurrency=300", "rollout.num_engines=2"])
+    limits = dict[str, Any]()
+    hard = FEW_FILES + 300 - missing
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda name, pair: limits.update({str(name): pair}))
+    if not is_refused:
+        refuse_few_files(config)
+        assert limits == {str(resource.RLIMIT_NOFILE): (hard, hard)}
+        return
+    with pytest.raises(ConfigError, match=f"may open {hard} files, and 300 concurrent") as refusal:
+        run_job(config, here / "run", name="test")
+    assert f"ulimit -Hn {hard + 1}" in refusal.value.way_out
+    assert not (here / "run").exists()
+
+
+def test_valid_functions_pass_uncalled_without_waiting_for_threads(here: Path) -> None:
     algorithm = {"loss": "threads_here:loss", "advantage": "mine_here:right_advantage"}
     agent, gateway = {"python": "mine_here:right_agent"}, {"tool_format": "mine_here:right_parse"}
     found = validate(load_config(write_config(here, algorithm=algorithm, generator=agent, gateway=gateway)))
@@ -260,7 +288,7 @@ def test_functions_of_the_right_shape_pass_uncalled_and_no_thread_is_waited_for(
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_a_module_that_ends_its_process_when_it_is_imported_is_refused_too(here: Path, code: int) -> None:
+def test_module_that_exits_on_import_is_refused(here: Path, code: int) -> None:
     (here / "leaves_here.py").write_text(f"import os\nprint('bye', flush=True)\nos._exit({code})\n")
     with pytest.raises(ConfigError, match=rf"ended with exit code {code}: bye"):
         validate(load_config(write_config(here, algorithm={"loss": "leaves_here:loss"})))

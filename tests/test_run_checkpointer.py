@@ -96,7 +96,7 @@ def live(story: Callable[[House], Awaitable[None]], run_dir: Path, **options: An
     asyncio.run(play())
 
 
-def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_out(tmp_path: Path) -> None:
+def test_checkpoint_that_comes_due_during_another_is_skipped(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         house.trainer.go.clear()
         for _ in range(5):
@@ -123,7 +123,7 @@ def break_at(house: House, place: str) -> None:
 
 @pytest.mark.parametrize("place", ["begin refused", "begin lost", "wait refused", "wait lost", "finish"])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_one_that_cannot_be_made_is_told_and_costs_no_more(tmp_path: Path, place: str, is_last: bool) -> None:
+def test_failed_checkpoint_is_reported_and_costs_no_more(tmp_path: Path, place: str, is_last: bool) -> None:
     async def story(house: House) -> None:
         finish = house.checkpoints.finish
         for _ in range(3):
@@ -184,7 +184,7 @@ async def begin(life: Life, house: House) -> None:
 
 
 @pytest.mark.parametrize("place", ["loading", "training"])
-def test_what_a_recovery_goes_back_to_stays_until_it_is_where_it_was(tmp_path: Path, place: str) -> None:
+def test_checkpoint_of_a_recovery_stays_until_the_recovery_ends(tmp_path: Path, place: str) -> None:
     async def story(life: Life) -> None:
         trainer = NewTrainer(place)
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -205,7 +205,7 @@ def test_what_a_recovery_goes_back_to_stays_until_it_is_where_it_was(tmp_path: P
     lives(tmp_path / "journal.sqlite", story)
 
 
-def test_a_checkpoint_whose_trainer_dies_while_it_is_written_holds_up_no_recovery(tmp_path: Path) -> None:
+def test_checkpoint_of_a_dying_trainer_does_not_delay_the_recovery(tmp_path: Path) -> None:
     async def story(life: Life) -> None:
         async with asyncio.TaskGroup() as tasks:
             house, trainer = House(tasks, tmp_path, life.journal, every=3, keep_last=1), NewTrainer("")

@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import yaml
-from job_runs import write_config
+from job_runs import ended, read_lines, run, start, wait_until, write_config
 from safetensors.torch import load_file
 from test_trainer_state import train
 from tiny_model import STACKED, make_tiny_moe
@@ -278,3 +278,32 @@ def test_wrong_export_requests_are_refused(made: MadeRun, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="is not a run directory"):
         export_run(tmp_path / "out", tmp_path / "more", tell=no_words)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_export_works_live_killed_and_done(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(
+        tmp_path,
+        trainer={"world_size": 2, "num_steps": 100_000, "num_groups": 2},
+        checkpoint={"every": 2, "keep_last": 10_000},
+    )
+    process = start(config, run_dir)
+    wait_until(lambda: list(run_dir.glob("checkpoints/step_*")), process)
+    export_run(run_dir, tmp_path / "live", tell=no_words)
+    assert process.poll() is None
+    process.kill()
+    ended(process)
+    export_run(run_dir, tmp_path / "killed", tell=no_words)
+    num_steps = max(line["step"] for line in read_lines(run_dir / "metrics.jsonl")) + 1
+    done = run(config, run_dir, f"trainer.num_steps={num_steps}")
+    assert done.returncode == 0, done.stderr
+    export_run(run_dir, tmp_path / "copied", tell=no_words)
+    assert json.loads((tmp_path / "copied" / MARK).read_text())["policy_version"] == num_steps
+    (run_dir / "summary.json").unlink()  # the same weights from the checkpoint of both ranks
+    export_run(run_dir, tmp_path / "loaded", step=str(num_steps), tell=no_words)
+    folders = [tmp_path / name for name in ("live", "killed", "copied", "loaded")]
+    *others, copied, from_ranks = (logits(loaded(folder)) for folder in folders)
+    assert torch.equal(copied, from_ranks)
+    assert not any(torch.equal(copied, other) for other in others)

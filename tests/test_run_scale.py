@@ -151,7 +151,7 @@ def test_scaling_keeps_versions_and_requests(live: Any, is_streamed: bool) -> No
         assert house.happened() == ["unparked 1", "unparked 2", "parked 2", "parked 1"]
         assert house.capacities == [1, 2, 3, 2, 1]
         assert (house.num_restarts(), house.told) == (0, [])
-        assert house.scale.gauges() == {"engine/wanted": 1, "engine/up": 1}
+        assert house.scale.gauges() == {"engine/up": 1}
 
     live(story)
 

@@ -10,7 +10,7 @@ from asyncrl.testing.virtual_time import BusyLoopError, DeadlockError, run_virtu
 
 
 @pytest.mark.parametrize("start_s", [10.0, 1e12], ids=["", "one float step is above a nanosecond"])
-def test_timers_fire_in_order_of_their_time_not_of_their_making(start_s: float) -> None:
+def test_timers_fire_in_order_of_their_time(start_s: float) -> None:
     seen: list[tuple[float, float]] = []
 
     async def wake_after(delay_s: float) -> None:
@@ -25,7 +25,7 @@ def test_timers_fire_in_order_of_their_time_not_of_their_making(start_s: float) 
     assert seen == [(delay_s, delay_s) for delay_s in (0.0, 0.5, 1.0, 3.0, 259200.0)]
 
 
-def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
+def test_deadlock_names_each_task_and_its_waiting_function() -> None:
     async def story() -> None:
         opened = asyncio.Event()
         await asyncio.sleep(42)
@@ -38,7 +38,7 @@ def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
         run_virtual(story())
 
 
-def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
+def test_task_that_never_lets_the_clock_advance_is_an_error() -> None:
     async def spin() -> None:
         while True:  # noqa: ASYNC110  the loop under test
             await asyncio.sleep(0)
@@ -51,7 +51,7 @@ def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
         run_virtual(story(), max_rounds=500)
 
 
-def test_left_over_tasks_are_cancelled_and_may_clean_up_and_one_that_does_not_end_is_told() -> None:
+def test_remaining_tasks_are_cancelled_and_may_clean_up() -> None:
     cleaned, left_over = list[str](), list[asyncio.Task[None]]()
 
     async def linger() -> None:
@@ -79,7 +79,7 @@ def test_left_over_tasks_are_cancelled_and_may_clean_up_and_one_that_does_not_en
     assert re.search("task left over: .*Event.wait", caught.value.__notes__[0])
 
 
-def test_an_error_in_a_callback_is_raised_and_not_only_logged() -> None:
+def test_error_in_a_callback_is_raised() -> None:
     async def story() -> None:
         asyncio.get_running_loop().call_later(1, {}.pop, "missing")
         await asyncio.sleep(2)

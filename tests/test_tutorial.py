@@ -34,7 +34,7 @@ def block(language: str, index: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_command_of_the_tutorial_runs_on_the_files_that_it_shows(tmp_path: Path) -> None:
+def test_tutorial_commands_run_on_the_files_it_shows(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "my_task.py").write_text(block("python", 0))
     (tmp_path / "my_task.yaml").write_text(block("yaml", 0))
@@ -104,7 +104,7 @@ def run(command: str, folder: Path, num_steps: int | None, *, is_killed: bool) -
     return "".join(lines)
 
 
-def test_the_line_that_the_tutorial_shows_is_as_the_console_writes_them() -> None:
+def test_tutorial_shows_a_line_as_the_console_writes_it() -> None:
     shape = r"step +\d+/\d+  reward [\d.]+  staleness [\d.]+ \(max \d of \d\)  [\d.]+ s/step  train \d+% "
     shape += r"wait \d+%  [\d.]+ s left\n"
     assert re.fullmatch(shape, block("text", 0))

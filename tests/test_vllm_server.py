@@ -45,7 +45,7 @@ def arguments_of(folder: Path, *, is_cpu: bool = True, **fields: Any) -> list[st
     return build_arguments(VllmSpec(**{**SPEC, "model_path": str(folder), **fields}), KNOWN, is_cpu=is_cpu)
 
 
-def test_vllm_gets_the_arguments_of_run_and_user(tmp_path: Path) -> None:
+def test_vllm_receives_required_and_user_arguments(tmp_path: Path) -> None:
     words = " ".join(arguments_of(tmp_path, args=GIVEN))
     assert [expected for expected in WORDS.splitlines() if expected not in words] == []
     assert [absent for absent in ("batched", "secret", "api-key") if absent in words] == []
@@ -69,7 +69,7 @@ def test_ignored_arguments_are_refused_with_a_way_out(tmp_path: Path) -> None:
         assert ours - gives_way <= ELSEWHERE.keys(), "nothing that a user gives is silently replaced"
 
 
-def test_kv_cache_on_cpu_holds_all_slots_by_default(tmp_path: Path) -> None:
+def test_kv_cache_holds_all_slots_on_cpu_by_default(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     token_bytes = 2 * 4 * 2 * 64 * 4
@@ -114,7 +114,7 @@ DIED = "Worker proc VllmWorker-0 died unexpectedly (exit code: {})"
 
 
 @pytest.mark.parametrize("cause", ["ValueError: Available memory is less than desired", DIED.format(-9), ""])
-def test_failure_quotes_the_cause_and_not_its_pointers(cause: str) -> None:
+def test_last_words_name_the_cause(cause: str) -> None:
     log = f"(Worker pid=8) ERROR worker.py:12] {cause}\n{POINTS}(EngineCore pid=7) ERROR {DIED.format(0)}.\n"
     assert vllm_arguments.last_error(log) == cause
 
@@ -154,7 +154,7 @@ class TestAServer:
             for name in ("cmdline", "environ"):
                 assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
 
-    def test_seeded_requests_with_split_prefills_answer_as_alone(self, server: VllmProcess) -> None:
+    def test_seeded_requests_with_split_prefills_are_bit_identical(self, server: VllmProcess) -> None:
         """Prompts of 300 tokens in steps of 256: without the patched seeds this ends the engine."""
         drawn = random.Random(3)
         prompts = [[drawn.randrange(40) for _ in range(300)] for _ in range(16)]
@@ -185,7 +185,7 @@ class TestItsEnd:
 
     pytestmark = slow_vllm
 
-    def test_starting_server_ends_with_its_parent(self, model: Path, tmp_path: Path) -> None:
+    def test_server_ends_if_its_parent_dies_during_the_start(self, model: Path, tmp_path: Path) -> None:
         with started(model, tmp_path) as server:
             server.wait_group(lambda num: num >= 4)  # server, reaper, resource tracker, engine
             assert server.process.stdin is not None
@@ -193,7 +193,7 @@ class TestItsEnd:
             assert server.process.wait(60) == 3
             server.wait_group_ended()
 
-    def test_failed_start_names_its_cause_and_a_way_out(self, model: Path, tmp_path: Path) -> None:
+    def test_failed_start_names_the_cause_and_a_way_out(self, model: Path, tmp_path: Path) -> None:
         with started(model, tmp_path, args={"kv-cache-memory-bytes": 2**44}) as server:
             assert server.process.wait(400) == 1
             fatal = find_fatal(server.read_log())

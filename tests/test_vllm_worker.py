@@ -97,7 +97,7 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 only_tied = pytest.mark.parametrize("house", [True], ids=["tied"], indirect=True)
 
 
-def test_loaded_weights_answer_bit_for_bit_like_a_fresh_server(house: House) -> None:
+def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server(house: House) -> None:
     assert house.fresh["B"] != house.fresh["A"]
     for model in ("B", "A", "B"):
         weights = house.weights[model]
@@ -110,7 +110,7 @@ def test_loaded_weights_answer_bit_for_bit_like_a_fresh_server(house: House) -> 
 @pytest.mark.parametrize(
     "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
 )
-def test_incomplete_set_leaves_no_version_until_a_whole_load(house: House, name: str) -> None:
+def test_incomplete_weights_leave_a_server_without_a_version(house: House, name: str) -> None:
     house.serve("A")
     house.plant("poison")
     answer = house.push({key: tensor for key, tensor in house.weights["B"].items() if key != name})

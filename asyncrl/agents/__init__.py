@@ -1,6 +1,4 @@
-"""Harnesses, which run rollouts in a worker process. A harness sees the gateway's address and a task, but
-no token ids, groups or run.
-"""
+"""Harnesses, which run rollouts in a worker process."""
 
 from asyncrl.agents.harness import Harness, Session, Task
 from asyncrl.messages.records import Outcome

@@ -2,8 +2,7 @@
 
 It reads the task as JSON on standard input. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
 OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR and generator.env. Answer and outcome
-key come only with the task, through a pipe that is read once, so that children do not inherit them. Without
-generator.sandbox, a command may read and write everything that the worker's user may (sandbox.py).
+key come only through the pipe, so that children do not inherit them.
 """
 
 from __future__ import annotations
@@ -34,18 +33,14 @@ KEPT_ENV = ("PATH", "HOME", "LANG")
 ROLLOUT_ENV = ["TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
 ROLLOUT_ENV += ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
 OWN_PREFIX = "ASYNCRL_"
-"""Prefix of asyncrl's own variables (keys and secrets included), hidden from commands."""
+"""Prefix of variables hidden from commands."""
 MARK_ENV = "ASYNCRL_COMMAND"
-"""Variable by which the guard finds a worker's commands and their children."""
 STDERR_TAIL_BYTES = 2000
 MAX_OUTPUT_BYTES = 2**20
-"""Limit on each output stream of a command; more fails its rollout."""
 GRACE_S = 2.0
-"""Delay between SIGTERM and SIGKILL; less than the worker's own limit."""
 _KILL_WAIT_S = 5.0
 _POLL_S = 0.02
 _DRAIN_S = 1.0
-"""Limit on reading the rest of the output."""
 
 _GUARD = """
 read _
@@ -57,20 +52,21 @@ for round in 1 2 3 4 5 6 7 8; do
 done
 rm -rf "$2"
 """
-"""Waits for its worker's end, kills every process with the text $1 in its environment, and removes $2."""
+"""Wait for the worker's end, kill all processes with $1 in their environment, and remove $2."""
 
 
 class CommandHarness:
-    """Runs a command for each rollout, in its own process group and folder.
+    """Run each command in its own process group and folder.
 
-    Waits: run waits until the command exits; then up to GRACE_S for the rest of its group.
-    Invariant: after run(), no process of the group, open pipe or folder remains. A process that leaves the
-        group (setsid) ends with the worker, or with its sandbox.
+    Waits: for its exit, then up to GRACE_S for the rest of its group.
+
+    Invariant: after run(), no process of the group, pipe or folder remains. A process outside the group ends
+    with the worker or sandbox.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Check the command; arguments that name files become absolute, because it runs in another folder.
-        `is_worker`: kill all commands if this process is killed. Raises ConfigError if it cannot run.
+        """Arguments that name files become absolute. `is_worker`: kill all commands if this process is
+        killed. Raises ConfigError.
         """
         _refuse_own("generator.env", config.env)
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
@@ -80,8 +76,8 @@ class CommandHarness:
         program = shutil.which(self.command[0], path=self._env.get("PATH"))
         if program is None:
             what = f"generator.command: there is no program {command[0]}"
-            rule = f"it is looked up in {Path.cwd()} and on PATH={self._env.get('PATH', '')}"
-            raise ConfigError(what, rule=rule, way_out="correct the name, or make the file executable.")
+            rule = f"searched: {Path.cwd()} and PATH={self._env.get('PATH', '')}"
+            raise ConfigError(what, rule=rule, way_out="correct it, or make the file executable.")
         self.sandbox = find_sandbox(config, [program, *self.command])
         self.token = secrets.token_hex(8)
         self._folder: str | None = None
@@ -97,7 +93,6 @@ class CommandHarness:
             )
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """Return the outcome on the last line (empty if outcomes are posted). Raises RolloutFailure."""
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
         for name in ("work", "tmp", "shm"):
             (folder / name).mkdir()
@@ -111,7 +106,7 @@ class CommandHarness:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _run(self, task: AnyTask, session: Session, folder: Path, forwarder: Forwarder | None) -> str:
-        """Return the standard output. Raises RolloutFailure if the command fails or prints too much."""
+        """Return the standard output. Raises RolloutFailure."""
         command = self.command
         environment = self._environment(session, folder)
         fds = tuple[int, ...]()
@@ -134,7 +129,7 @@ class CommandHarness:
         try:
             feed = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
             feed.write(_standard_input(task, session))
-            feed.close()  # after all is written
+            feed.close()
             if forwarder is not None:
                 await forwarder.wait_open()
             await process.ended.wait()
@@ -173,10 +168,7 @@ class CommandHarness:
 
 
 class _Process(asyncio.SubprocessProtocol):
-    """Output of a command by file descriptor, at most MAX_OUTPUT_BYTES and one chunk each.
-
-    `ended`: it has exited or printed too much. `drained`: it has exited, and all pipes are closed.
-    """
+    """Output by file descriptor, at most MAX_OUTPUT_BYTES and one chunk each."""
 
     def __init__(self) -> None:
         self.output = {1: bytearray(), 2: bytearray()}
@@ -201,7 +193,7 @@ class _Process(asyncio.SubprocessProtocol):
 
 
 async def _end_group(group: int) -> None:
-    """Send SIGTERM to a process group and, after GRACE_S or a second cancellation, SIGKILL."""
+    """Send SIGTERM and, after GRACE_S or a second cancellation, SIGKILL."""
     now_s = asyncio.get_running_loop().time
     try:
         for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
@@ -226,7 +218,7 @@ def _signal(group: int, number: int) -> bool:
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
-    """Return these variables. Raises ConfigError for an unset or a reserved variable."""
+    """Raises ConfigError if a variable is unset or reserved."""
     _refuse_own("generator.pass_env", names)
     if missing := [name for name in names if name not in os.environ]:
         what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
@@ -236,12 +228,11 @@ def passed_env(names: Sequence[str]) -> dict[str, str]:
 
 def _refuse_own(setting: str, names: Iterable[str]) -> None:
     if taken := sorted(name for name in names if name in ROLLOUT_ENV or name.startswith(OWN_PREFIX)):
-        rule = f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are reserved for asyncrl"
+        rule = f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are reserved"
         raise ConfigError(f"{setting} has {', '.join(taken)}", rule=rule, way_out="choose other names.")
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
-    """Return the task as JSON, with the outcome key, which children would inherit from the environment."""
     values = asdict(task) | {"name": task.name}
     if session.outcome_key is not None:
         values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
@@ -249,9 +240,7 @@ def _standard_input(task: AnyTask, session: Session) -> bytes:
 
 
 def last_line_outcome(text: str) -> Outcome:
-    """Parse the last non-empty line: a number, a JSON object of rewards, or nothing. Raises
-    RolloutFailure.
-    """
+    """Parse the last non-empty line: a number, an object of rewards, or nothing."""
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     try:
         with contextlib.suppress(ValueError):
@@ -259,5 +248,5 @@ def last_line_outcome(text: str) -> Outcome:
         return OUTCOME.validate_json(last) if last.startswith("{") else Outcome()
     except ValidationError as error:
         what = f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}"
-        rule = 'it is a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or any other text'
+        rule = 'print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text'
         raise RolloutFailure(what, rule=rule) from None

@@ -1,6 +1,4 @@
-"""Task and session of a harness, the harness `python`, and the conversion of an attempt to an outcome or
-failure.
-"""
+"""Task and session of a harness, and the harness `python`."""
 
 from __future__ import annotations
 
@@ -30,23 +28,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl.worker")
 
 GRACE_S = 30.0
-"""Seconds for the cleanup of a cancelled harness, before its slot is reused."""
+"""Limit for the cleanup of a cancelled harness."""
 MAX_RETRIES = 4
-"""Client retries: the gateway samples a repeated call only once."""
+"""The gateway samples a repeated call only once."""
 OUTCOME = TypeAdapter(Outcome)
 _MAX_WORDS = 4000
 
 
 class MissingAnswerError(ConfigError, AttributeError):
-    """Read of a missing answer; an AttributeError for hasattr and getattr."""
+    """An AttributeError for hasattr and getattr."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnyTask:
-    """An attempt at a prompt. `info` comes from JSON: tuples become lists, keys strings.
+    """`info` comes from JSON: tuples become lists, keys strings.
 
-    `seed`, in [0, 2**63), is for the harness's own draws: different for each rollout and attempt, equal in a
-    repeated run. `attempt` counts from 0.
+    `seed`, in [0, 2**63), differs for each attempt, and is equal in a repeated run.
     """
 
     prompt_id: str
@@ -61,16 +58,15 @@ class AnyTask:
         return task_of(self.prompt_id)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises MissingAnswerError for `answer` if generator.give_answer is false."""
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
-        way_out = "set generator.give_answer=true, or leave the reward to the task (return nothing)."
+        way_out = "set generator.give_answer=true, or return nothing and let the task score."
         raise MissingAnswerError("the harness reads task.answer, which it is not given", way_out=way_out)
 
 
 @dataclass(frozen=True, slots=True)
 class Task(AnyTask):
-    """Task with an answer from JSON: generator.give_answer is true."""
+    """Task with an answer."""
 
     answer: Any = field(default=None, repr=False, kw_only=True)
 
@@ -79,9 +75,7 @@ class Task(AnyTask):
 class Session:
     """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI client, or `client`.
 
-    Life: opened for one attempt; afterwards every call gets 410.
-
-    `outcome_key`: set if the program posts its outcome. Sessions may share the client of `http_client`.
+    After the attempt, every call gets 410.
     """
 
     base_url: str
@@ -92,9 +86,7 @@ class Session:
 
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
-        """Return a client without time limits: rollout.timeout_s is the limit. Raises ConfigError if
-        openai is not installed.
-        """
+        """Return a client without time limits. Raises ConfigError if openai is not installed."""
         client: AsyncOpenAI = _openai().AsyncOpenAI(
             base_url=self.base_url,
             api_key=self.api_key,
@@ -106,7 +98,7 @@ class Session:
 
 
 def make_http_client() -> Any:
-    """Return an httpx client for all sessions of a worker, because creating one costs more than a call."""
+    """Return the shared httpx client of a worker."""
     import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -117,23 +109,23 @@ def _openai() -> Any:
     try:
         return importlib.import_module("openai")
     except ModuleNotFoundError as error:
-        way_out = f"{install_extra('harness')}, where the worker runs; or use session.base_url yourself."
+        way_out = f"{install_extra('harness')}, where the worker runs; or use session.base_url."
         raise ConfigError(f"session.client needs the package openai: {error}", way_out=way_out) from error
 
 
 class Harness(Protocol):
-    """Runs rollouts. An exception fails its rollout; only ConfigError ends the worker."""
+    """An exception in run fails its rollout; ConfigError ends the worker."""
 
     async def run(self, task: AnyTask, session: Session) -> Any:
-        """Return the result for as_outcome; None or Outcome() leaves the reward to the task.
+        """Return a reward, an Outcome, or None for the task's reward.
 
-        After the end, also by cancellation, no part of the rollout may keep running.
+        Nothing of the rollout may run after the end or cancellation.
         """
         ...
 
 
 def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness:
-    """Return the harness of a worker or a config check. Raises ConfigError if it cannot run here."""
+    """Return the harness. Raises ConfigError."""
     kind = kind_of(config)
     assert kind is not None, "the config has a harness"
     module, _, name = kind.place.partition(":")
@@ -143,19 +135,16 @@ def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness
 
 
 class PythonHarness:
-    """Calls `function(task, session, **args)`, concurrently up to the worker's slots.
+    """Call `function(task, session, **args)`.
 
-    An async function runs on the worker's event loop: blocking it stops all rollouts and, beyond
-    gateway.lease_timeout_s, loses them; a call that ignores cancellation is abandoned (user_code.py). A plain
-    function runs in its own thread: after a timeout it continues until its next call of the model, which is
-    refused.
+    An async function that blocks the event loop stops all rollouts and, beyond gateway.lease_timeout_s, loses
+    them. A plain function runs in its own thread until its next model call is refused.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Raises ConfigError if the function is missing or has the wrong parameters."""
         spec, self._args = config.python or "", config.args
         if is_worker:
-            with contextlib.suppress(ModuleNotFoundError):  # import now, before any rollout: it takes seconds
+            with contextlib.suppress(ModuleNotFoundError):  # takes seconds
                 importlib.import_module("openai")
         usage = ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
         self._function: Callable[..., Any] = load_function(
@@ -173,7 +162,7 @@ class PythonHarness:
         call = functools.partial(self._function, task, session, **self._args)
         self.calls.check()
         value = call() if self._is_async else await self.calls.run(asyncio.to_thread(_in_thread, call))
-        # a plain function may also return an awaitable (a partial, a decorator)
+        # a plain function may return an awaitable
         return await self.calls.run(value) if inspect.isawaitable(value) else value
 
 
@@ -188,7 +177,6 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcome | ErrorBody:
-    """Return an attempt's result. Failures of the harness are data; ConfigError passes."""
     given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
     task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
     limit = asyncio.timeout(item.timeout_s)
@@ -200,7 +188,7 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
-            rule = "that is what was left of rollout.timeout_s, the limit of all attempts together"
+            rule = "rollout.timeout_s limits all attempts together"
             error = RolloutTimeout(what, rule=rule)
         elif not isinstance(error, RolloutFailure):
             log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
@@ -208,9 +196,7 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
 
 
 def as_outcome(value: object) -> Outcome:
-    """Convert None, a finite number (also of numpy and torch), or an Outcome of such numbers. Raises
-    RolloutFailure for other values.
-    """
+    """Convert None, a finite number, or an Outcome. Raises RolloutFailure."""
     try:
         if isinstance(value, (str, bytes)):
             raise ValueError("it is a text")
@@ -219,7 +205,7 @@ def as_outcome(value: object) -> Outcome:
         what = (
             f"the harness returned no outcome: {value!r:.80} ({type(value).__name__}): {first_fault(error)}"
         )
-        rule = "it returns a finite number, an Outcome of such, or None for the task's own reward"
+        rule = "return a finite number, an Outcome, or None for the task's own reward"
         raise RolloutFailure(what, rule=rule) from error
     if (size := len(OUTCOME.dump_json(outcome))) > MAX_OUTCOME_BYTES:
         rule = f"{MAX_OUTCOME_BYTES} is the limit"

@@ -1,7 +1,6 @@
 """Run a command in bubblewrap: read-only system files, private folders, no network except the gateway.
 
-The first program in the sandbox listens on its loopback and passes that socket to the worker, which forwards
-connections to the gateway.
+The first program inside passes a listening socket to the worker, which forwards connections.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import GeneratorConfig
 
 HOME = "/rollout"
-"""Working folder inside the sandbox."""
 PORT = 8700
-"""Port of the gateway inside the sandbox."""
 TRIAL = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
 TRIAL_S = 60.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -33,7 +30,7 @@ ETC = (
     *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
     *("localtime", "nsswitch.conf", "passwd", "pki", "ssl"),
 )
-"""Files of /etc that programs need. The rest may contain secrets."""
+"""Readable files of /etc. The rest may contain secrets."""
 
 _FIRST = """
 import os, resource, socket, sys
@@ -49,21 +46,17 @@ try:
 except OSError as error:
     sys.exit(f"{command[0]} cannot be started in the sandbox: {error}")
 """
-"""The first program in a sandbox."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Sandbox with readable `paths`, and `max_bytes` of memory per process (0: no limit)."""
+    """`max_bytes` limits memory per process (0: no limit)."""
 
     paths: tuple[str, ...]
     max_bytes: int = 0
 
     def around(self, command: Sequence[str], folder: Path, channel: int) -> list[str]:
-        """Return the command line that runs `command` in the sandbox.
-
-        `folder` contains `work`, `tmp` and `shm`. The file descriptor `channel` gets the listening socket.
-        """
+        """`folder` contains `work`, `tmp` and `shm`; file descriptor `channel` gets the socket."""
         binds = {HOME: folder / "work", "/tmp": folder / "tmp", "/dev/shm": folder / "shm"}
         shown = {path: path for path in (sys.base_prefix, sys.prefix, *self.paths)}
         first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST]
@@ -72,10 +65,9 @@ class Sandbox:
 
 
 def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], folder: str) -> list[str]:
-    """Return bwrap options for no network and read-only system files.
+    """Return bwrap options.
 
-    `binds` (writable) and `shown` (readable) are keyed by path in the sandbox. `folder` is the working
-    folder.
+    `binds` (writable) and `shown` (readable) are keyed by path in the sandbox.
     """
     options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in SYSTEM:
@@ -93,14 +85,12 @@ def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], fold
         if not any(Path(place).is_relative_to(each) for each in seen):
             options += ["--ro-bind", path, place]
             seen.append(place)
-    # root and /dev are in memory, which a command must not fill
+    # root and /dev are in memory
     return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
 
 
 def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
-    """Return the sandbox of generator.sandbox, if any; it can read files named in `command`. Raises
-    ConfigError if bubblewrap does not work here.
-    """
+    """Raises ConfigError if bubblewrap fails here."""
     if config.sandbox == "none":
         return None
     for path in config.sandbox_paths:
@@ -118,7 +108,7 @@ def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | N
         why = f"{shlex.join(TRIAL)} failed with code {done.returncode}: {done.stderr.strip()[:300]}"
     raise ConfigError(
         f"generator.sandbox=bubblewrap: {why}",
-        rule="no command runs without the sandbox that the config asks for",
+        rule="commands need the sandbox of the config",
         way_out="install bubblewrap (apt-get install bubblewrap), or set generator.sandbox=none.",
     )
 
@@ -126,13 +116,11 @@ def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | N
 def is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # such as a whole script
+    except (OSError, ValueError):
         return False
 
 
 class Forwarder:
-    """Forwards connections from inside a sandbox to the gateway."""
-
     def __init__(self, base_url: str) -> None:
         parts = urlsplit(base_url)
         is_tls = parts.scheme == "https"
@@ -143,14 +131,13 @@ class Forwarder:
         if is_tls:
             self._gateway["ssl"] = True
         self.inner_url = f"http://127.0.0.1:{PORT}{parts.path}"
-        """Gateway URL inside the sandbox."""
         self._ours, self.their_end = socket.socketpair()
         self._ours.setblocking(False)
         self._server: asyncio.Server | None = None
         self._forwarding: set[asyncio.Task[Any]] = set()
 
     async def wait_open(self) -> None:
-        """Receive and serve the sandbox's socket. Returns also if the sandbox ended without one."""
+        """Serve the sandbox's socket; return early if the sandbox ended."""
         self.their_end.close()
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
@@ -182,7 +169,7 @@ class Forwarder:
             ends.append(far)
             await asyncio.gather(_pump(reader, far), _pump(answers, writer))
         except (OSError, asyncio.CancelledError):
-            pass  # one end is gone, or the rollout has ended
+            pass  # one end is gone
         finally:
             self._forwarding.discard(task)
             for end in ends:

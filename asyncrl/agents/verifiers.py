@@ -1,8 +1,6 @@
 """Harness `verifiers`: an environment of https://github.com/PrimeIntellect-ai/verifiers.
 
-API 0.4 (`verifiers.v1`): a package that exports a Taskset, and optionally a Harness (the program that calls
-the model) and an Env (agents of one task). The library's server, here in the worker, passes the program's
-calls to the session.
+API 0.4 (`verifiers.v1`): a package exports a Taskset, and optionally a Harness and an Env.
 """
 
 from __future__ import annotations
@@ -25,20 +23,19 @@ from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import VERIFIERS_KEY
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
-"""The library reads one key per process from the environment; a session's key is in the address instead."""
+"""A session's key is in its address; the library wants one in the environment."""
 
 _CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
-"""Loggers of each call or rollout; httpx would log addresses with keys."""
+"""httpx would log addresses with keys."""
 
 
 class VerifiersHarness:
-    """Runs one task of the environment per rollout, concurrently up to the worker's slots.
+    """Run one task of the environment per rollout.
 
-    Hooks and rewards of the environment run on the worker's event loop: blocking it stops all rollouts.
+    Its hooks and rewards must not block the worker's event loop.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Raises ConfigError if the environment is missing or cannot be trained."""
         self._name = config.verifiers or ""
         self._env, self._seat = _load_trainable(self._name, config.args)
         self._servers, self._changing, self._is_open = AsyncExitStack(), asyncio.Lock(), False
@@ -49,9 +46,6 @@ class VerifiersHarness:
                 logging.getLogger(name).setLevel(logging.WARNING)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """Return reward and metrics. Raises RolloutFailure for failures, ConfigError for impossible
-        settings.
-        """
         played, vf = self._task(task), _library(self._name)
         address = f"{session.base_url.removesuffix('/v1')}/s/{session.api_key}/v1"
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
@@ -63,9 +57,7 @@ class VerifiersHarness:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """Share the taskset's tool servers and start(): the first rollout opens them, the last closes
-        them.
-        """
+        """Share the taskset's tool servers among rollouts."""
         async with self._changing:
             if not self._is_open:
                 await self._servers.enter_async_context(_serving(self._env))
@@ -74,20 +66,18 @@ class VerifiersHarness:
         try:
             yield
         finally:
-            self.num_users -= 1  # before the wait, so that a cancelled rollout counts as gone
+            self.num_users -= 1  # a cancelled rollout is gone, too
             async with self._changing:
                 if self._is_open and self.num_users == 0:
                     self._is_open = False
                     await self._servers.aclose()
 
     def kill_all_nowait(self) -> None:
-        """Free remaining runtimes: their servers, sandboxes and folders."""
         from verifiers.v1.runtimes.base import cleanup_at_exit
 
         cleanup_at_exit()
 
     def _task(self, task: AnyTask) -> Any:
-        """Rebuild the environment's own task, like the library's servers do."""
         data = task.info.get(VERIFIERS_KEY)
         if data is None:
             what = f"prompt {task.prompt_id} does not come from the verifiers environment {self._name}"
@@ -106,7 +96,7 @@ class VerifiersHarness:
         if len(traces) > 1 or not trace.agent.trainable:
             what = f"ran its agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
             rule = "an episode is one rollout of the trained agent"
-            way_out = "use rollout.group_size for several attempts; give other agents a client."
+            way_out = "set rollout.group_size; give other agents a client."
             raise ConfigError(f"{self._name}: an episode {what}", rule=rule, way_out=way_out)
         if missing := [name for name, reward in trace.rewards.items() if reward is None]:
             what = f"gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
@@ -122,7 +112,7 @@ async def _serving(env: Any) -> AsyncIterator[None]:
     """Like Env.serving(), but with one interception server per rollout.
 
     verifiers 0.4.0: an interception server keeps one HTTP client per address until it stops, and each session
-    has its own address. Use Env.serving() once InterceptionServer.unregister closes unused clients.
+    has its own address. Remove once InterceptionServer.unregister closes unused clients.
     """
     async with env.shared_tools() as shared:
         env._shared_tools = shared
@@ -135,10 +125,9 @@ async def _serving(env: Any) -> AsyncIterator[None]:
 
 
 def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
-    """Return the environment whose taskset is `identifier`, also from the working directory; `args` are its
-    config.
+    """Return the environment whose taskset is `identifier`; `args` are its config.
 
-    Raises ConfigError if library, environment or a setting is missing or wrong.
+    Raises ConfigError.
     """
     vf = _library(identifier)
     shown, taskset = f"generator.verifiers={identifier}", args.get("taskset", {})
@@ -158,7 +147,7 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{shown} cannot be loaded with generator.args={dict(args)}: {why}",
             rule=f"an installed package, or one in {here}, exports a Taskset in __all__",
-            way_out=f"install or correct the environment; `vf-eval {identifier}` tests it alone.",
+            way_out=f"install or correct the environment; `vf-eval {identifier}` tests it.",
         ) from error
 
 
@@ -167,13 +156,12 @@ def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
 
 
 def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
-    """Return the taskset of a trainable environment. Raises ConfigError."""
     return _load_trainable(identifier, args)[0].taskset
 
 
 def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the environment and the name of its only agent that calls the session. Raises ConfigError
-    unless there is exactly one: a second agent without its own client would be trained as the policy.
+    """Return the environment and the name of its only agent that calls the session. Raises ConfigError for a
+    second one, which would be trained.
     """
     env, vf = load_environment(identifier, args), _library(identifier)
     agents = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}
@@ -182,14 +170,12 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]
     if [agent.model for agent in trained.values()] != [None]:
         found = ", ".join(f"{name} (model={agent.model})" for name, agent in trained.items()) or "none"
         what = f"of its agents {', '.join(agents)} these have no client of their own: {found}"
-        rule = (
-            "exactly one agent, without client and model, is trained; others, such as a judge, need a client"
-        )
+        rule = "exactly one agent, without client and model, is trained; others need a client"
         raise ConfigError(f"{shown}: {what}", rule=rule, way_out="set `client` in generator.args.")
     ((seat, agent),) = trained.items()
     for place, retries in (("", env.config.retries), (f"{seat}.", agent.retries)):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
-            rule = "a retry inside the environment would sample into the trained rollout"
+            rule = "its retries would be trained, too"
             way_out = "remove them; rollout.retries retries failed rollouts."
             raise ConfigError(f"{shown}: generator.args has {place}retries", rule=rule, way_out=way_out)
     return env, seat
@@ -199,7 +185,7 @@ def _library(identifier: str) -> Any:
     try:
         import verifiers.v1
     except ModuleNotFoundError as error:
-        what = f"generator.verifiers={identifier} needs the package verifiers, of version 0.4: {error}"
+        what = f"generator.verifiers={identifier} needs the package verifiers 0.4: {error}"
         way_out = f"{install_extra('verifiers')}, where the run is started and where its workers run."
         raise ConfigError(what, way_out=way_out) from error
     return verifiers.v1

@@ -1,8 +1,7 @@
 """Worker process: take work items from a gateway, run them in the harness, post the results. `python -m
 asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
 
-Harnesses run on the main thread's event loop. A child answers GET /health in another thread: a harness that
-blocks the loop costs only its rollouts. SIGTERM or the parent's end stops a worker and all its commands.
+A child answers GET /health in a separate thread.
 """
 
 from __future__ import annotations
@@ -43,30 +42,26 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 CALL_TIMEOUT_S = 15.0
 MAX_SIGN_PERIOD_S = 5.0
-"""Seconds between heartbeats, at most a quarter of lease_timeout_s; also the delay to learn of revoked
-rollouts.
-"""
+"""Upper limit; also a quarter of lease_timeout_s."""
 MAX_BACKOFF_S = 30.0
 TICK_S = 1.0
 GOODBYE_TIMEOUT_S = 1.0
 
 
 class Worker:
-    """Runs one rollout per slot.
+    """Run one rollout per slot.
 
-    Life: run() until it is cancelled, or the gateway reports the run's end: then every harness is cancelled,
-        and the gateway learns that this worker leaves.
-    Waits: it waits until a slot is free, then until there is work; each attempt waits in its harness.
-        Without an answer from the gateway it retries, at most MAX_BACKOFF_S apart, for `give_up_s`.
-    Invariant: an item is in `holding` from its arrival until its result was acknowledged, or it was
-        cancelled. Heartbeats come from the harnesses' event loop: blocking it for lease_timeout_s loses all
-        items.
+    Life: run() until cancelled, or the gateway reports the run's end: then all harnesses are cancelled.
+
+    Waits: for a free slot, then for work. Without an answer from the gateway it retries for `give_up_s`.
+
+    Invariant: an item is in `holding` from its arrival until its result is acknowledged, or it is cancelled.
+    Heartbeats share the harnesses' event loop: blocking it for lease_timeout_s loses all items.
     """
 
     def __init__(
         self, harness: Harness, caller: Caller, *, name: str, slots: int, give_up_s: float | None = None
     ) -> None:
-        """A worker that the run ends has `give_up_s` None."""
         self.name = name
         self.slots = slots
         self._harness = harness
@@ -87,9 +82,7 @@ class Worker:
         return list(self._running)
 
     def health(self, now_s: float) -> wire.WorkerHealth:
-        """Return the state at `now_s` of the loop's clock. Callable from another thread, so that a blocked
-        event loop does not delay the answer.
-        """
+        """`now_s`: of the loop's clock. Thread-safe."""
         lost_s = self._lost_since_s
         return wire.WorkerHealth(
             name=self.name,
@@ -101,10 +94,8 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Work until cancelled, or until the run is done.
-
-        Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError without a
-        gateway for `give_up_s`.
+        """Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError after
+        `give_up_s`.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -143,7 +134,7 @@ class Worker:
                 self._running[item.item_id] = tasks.create_task(self._run_item(item, answer.model), name=name)
 
     def _take_request(self) -> wire.TakeRequest:
-        """Build a new request for each try, because the held items change."""
+        """Built for each try, because the held items change."""
         self._number += 1
         return wire.TakeRequest(
             **self._identity,
@@ -170,7 +161,7 @@ class Worker:
         except asyncio.CancelledError:
             self._free(item)
             raise
-        self._free(item)  # any other error ends the worker, which holds the item until it has reported it
+        self._free(item)  # the worker reports the held item and ends
 
     def _free(self, item: wire.WorkItem) -> None:
         del self._running[item.item_id]
@@ -182,7 +173,7 @@ class Worker:
         return self._http
 
     async def _send_heartbeats(self) -> None:
-        await self._is_known.wait()  # the first answer sets the interval
+        await self._is_known.wait()
         while True:
             await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
             timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
@@ -190,7 +181,7 @@ class Worker:
             for item_id, why in answer.cancel.items():
                 if (running := self._running.get(item_id)) is not None:
                     log.info("%s is cancelled: %s", running.get_name(), why)
-                    running.cancel()  # also during the post of its result, which would be refused
+                    running.cancel()  # also if it posts its result
 
     def _alive_request(self, *, is_leaving: bool = False) -> wire.AliveRequest:
         return wire.AliveRequest(**self._identity, holding=self.holding, is_leaving=is_leaving)
@@ -204,8 +195,8 @@ class Worker:
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
     ) -> Answer:
-        """Post the message from `make` until there is an answer. Raises CallRefused for 410, ConfigError
-        if the gateway rejects this worker's key or messages.
+        """Post messages from `make` until answered. Raises CallRefused for 410, ConfigError if this worker is
+        rejected.
         """
         backoff_s = 0.5
         while True:
@@ -229,7 +220,6 @@ class Worker:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # workers must not return at once
 
     def _note_lost(self, error: CallRefused | CallLost) -> None:
-        """Raise RoomError once the gateway has been lost for `give_up_s`."""
         now_s = asyncio.get_running_loop().time()
         if self._lost_since_s is None:
             self._lost_since_s = now_s
@@ -248,7 +238,7 @@ class Worker:
 
 
 class WorkerSpec(Message):
-    """The worker key is a separate secret, WORKER_KEY_ENV."""
+    """Without the worker key, which is in WORKER_KEY_ENV."""
 
     name: str
     url: str
@@ -260,9 +250,7 @@ class WorkerSpec(Message):
 def work(
     harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
 ) -> int:
-    """Work until SIGTERM or SIGINT and return its number, or until the run is done and return 0; a second
-    signal exits at once. Raises like Worker.run.
-    """
+    """Return 0 when the run is done, or a signal's number; a second signal exits at once."""
 
     async def live() -> int:
         caller = Caller("gateway", spec.url, key)
@@ -272,7 +260,7 @@ def work(
         assert task is not None
 
         def end(number: int) -> None:
-            if received:  # the second signal does not wait for the cleanup of harnesses
+            if received:  # without cleanup of harnesses
                 end_process(128 + number)
             received.append(number)
             task.cancel()
@@ -294,7 +282,6 @@ def work(
 
 
 def main() -> None:
-    """Work until SIGTERM or the parent's end; an invalid spec ends with a fatal line."""
     from asyncrl.base.message import SECRET_ENV
     from asyncrl.base.serving import (
         add_route,
@@ -344,7 +331,7 @@ def _log_to_stderr() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit without waiting for hanging threads of a harness."""
+    """Exit without waiting for hanging threads."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -369,16 +356,15 @@ def run_worker(
     give_up_s: float,
 ) -> int:
     """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or 130 after SIGTERM or
-    Ctrl-C. Raises RoomError if the gateway gives no answer for `give_up_s`.
+    Ctrl-C.
 
     `key` None: read it from `key_file` or the environment. `harness` has one option of HARNESSES, `args` is a
-    JSON object, `env` has NAME=VALUE, `sandbox` generator.sandbox and related settings (None: not given).
-    Raises ConfigError for invalid options, or if the gateway refuses this worker.
+    JSON object, `env` has NAME=VALUE. Raises ConfigError, and errors of Worker.run.
     """
     worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
     os.environ.pop(WORKER_KEY_ENV, None)
     if not worker_key:
-        way_out = f"set {WORKER_KEY_ENV}, or give --key-file FILE: the run's gateway.json, say."
+        way_out = f"set {WORKER_KEY_ENV}, or give --key-file FILE, like the run's gateway.json."
         raise ConfigError("`asyncrl work` has no worker key", way_out=way_out)
     given = {kind: text for kind, text in harness.items() if text}
     try:
@@ -395,7 +381,7 @@ def run_worker(
         spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=config, give_up_s=give_up_s)
     except ValueError as error:
         options = ", ".join(f"--{kind} {each.metavar}" for kind, each in HARNESSES.items())
-        way_out = f"give it one harness, one of {options}; --args is a JSON object, --env NAME=VALUE."
+        way_out = f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE."
         raise ConfigError(f"`asyncrl work` got {given}, {args=}: {error}", way_out=way_out) from error
     _log_to_stderr()
     hide_memory()
@@ -405,7 +391,7 @@ def run_worker(
 
 
 def gateway_url(url: str) -> str:
-    """Return http://host:port, without /v1. Raises ConfigError for an invalid address."""
+    """Return http://host:port. Raises ConfigError."""
     address = url.rstrip("/").removesuffix("/v1")
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -415,13 +401,13 @@ def gateway_url(url: str) -> str:
 
 
 def _key_in(path: Path) -> str:
-    """Return the key in a plain key file or a run's gateway.json."""
+    """Read a key file or a run's gateway.json."""
     try:
         text = path.read_text(encoding="utf-8").strip()
         return str(json.loads(text)["worker_key"]) if text.startswith("{") else text
     except (OSError, ValueError, KeyError) as error:
         what = f"--key-file {path} cannot be read: {type(error).__name__}: {error}"
-        raise ConfigError(what, rule="it contains only the key, or is the gateway.json of a run") from error
+        raise ConfigError(what, rule="give a file with only the key, or a run's gateway.json") from error
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Advantages from the rewards of a batch: one number per sample, shared by its tokens.
 
-A sample is a rollout or a rewarded part of one. Functions take `reward_B` float32, finite, and `group_B`
-int64, each sample's group (0 to num_groups - 1), and return float32 [B]. If all compared rewards are equal,
-including a single one, the advantage is exactly 0. Standard deviations are of the population, except in
-grpo_sample and lite_ppo.
+Functions take `reward_B` float32, finite, and `group_B` int64 (0 to num_groups - 1), and return float32
+[B]. If all compared rewards are equal, the advantage is exactly 0. Standard deviations are of the
+population, except in grpo_sample and lite_ppo.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 from asyncrl.algorithms.losses import sequence_sum
 
 EPSILON = 1e-4
-"""Added to the standard deviation, in units of reward, so that pure noise does not become large."""
+"""Added to the standard deviation, in units of reward, so that pure noise stays small."""
 
 
 def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
@@ -28,10 +27,7 @@ def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def grpo_sample(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Compute grpo with the sample standard deviation (divisor size - 1), like TRL.
-
-    It is smaller by sqrt(1 - 1 / size).
-    """
+    """Compute grpo with the sample standard deviation (divisor size - 1), like TRL."""
     centred_B, size_B = _centred(reward_B, group_B)
     std_B = (sequence_sum(centred_B.square(), group_B) / (size_B - 1).clamp(min=1)).sqrt()
     return centred_B / (std_B + EPSILON)
@@ -40,15 +36,14 @@ def grpo_sample(reward_B: Tensor, group_B: Tensor) -> Tensor:
 def lite_ppo(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Center within the group and divide by the batch's sample standard deviation of rewards, like TRL.
 
-    Lite PPO, https://arxiv.org/abs/2508.08221. reinforce_pp_baseline instead uses the deviation of centered
-    rewards.
+    Lite PPO, https://arxiv.org/abs/2508.08221.
     """
     std = (reward_B - reward_B.mean()).square().sum().div(max(len(reward_B) - 1, 1)).sqrt()
     return _centred(reward_B, group_B)[0] / (std + EPSILON)
 
 
 def dr_grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Center within the group, in units of reward: reward - mean. Use with algorithm.aggregate=constant.
+    """Center within the group: reward - mean. Use with algorithm.aggregate=constant.
 
     Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783.
     """
@@ -56,8 +51,7 @@ def dr_grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Subtract the mean of the group's others: reward - (sum - reward) / (size - 1), which is size / (size -
-    1) * dr_grpo.
+    """Subtract the mean of the group's others: size / (size - 1) * dr_grpo.
 
     REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740.
     """
@@ -66,19 +60,18 @@ def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def reinforce_pp(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Normalize over the whole batch, without groups.
+    """Normalize over the batch, without groups.
 
-    REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalizes over tokens, so that long samples
-    weigh more; here every sample counts once.
+    REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalizes over tokens; here every sample
+    counts once.
     """
     return grpo(reward_B, torch.zeros_like(group_B))
 
 
 def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Center within the group and normalize over the batch: (reward - mean of the group) / (std of these +
-    EPSILON).
+    """Center within the group and normalize over the batch: centered / (std of centered + EPSILON).
 
-    REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262. The mean over the batch is 0 already.
+    REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262.
     """
     centred_B = dr_grpo(reward_B, group_B)
     return centred_B / (centred_B.square().mean().sqrt() + EPSILON)
@@ -88,7 +81,7 @@ def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return (reward - mean of the group, size of the group), float32 [B] both."""
     size_B = sequence_sum(torch.ones_like(reward_B), group_B)
     centred_B = reward_B - sequence_sum(reward_B, group_B) / size_B
-    # The mean of equal rewards may round differently: test equality, not a difference of 0.
+    # The mean of equal rewards may round differently, so test equality.
     lowest_B, highest_B = (
         torch.zeros_like(reward_B).scatter_reduce(0, group_B, reward_B, how, include_self=False)[group_B]
         for how in ("amin", "amax")
@@ -97,10 +90,9 @@ def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overlong_penalty(length_B: Tensor, max_tokens: int, overlong_tokens: int) -> Tensor:
-    """Return float32 [B] in [-1, 0]: 0 up to max_tokens - overlong_tokens, linear down to -1 at max_tokens,
-    -1 beyond.
+    """Return float32 [B]: 0 up to max_tokens - overlong_tokens, linear down to -1 at max_tokens and beyond.
 
-    `length_B` int64, sampled tokens of each sample; overlong_tokens from 1 to max_tokens. DAPO,
+    `length_B` int64, sampled tokens; overlong_tokens from 1 to max_tokens. DAPO,
     https://arxiv.org/abs/2503.14476, equation 13.
     """
     return ((max_tokens - overlong_tokens - length_B).float() / overlong_tokens).clamp(-1.0, 0.0)

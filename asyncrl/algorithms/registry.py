@@ -1,4 +1,4 @@
-"""Built-in functions as `module:function`, and recipes. Imports no torch: functions are imported on use."""
+"""Built-in functions as `module:function`, and recipes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ WITHIN_RATIO = frozenset({_LOSSES + "vespo"})
 
 _CLIPPED = frozenset({_LOSSES + "ppo_clip", _LOSSES + "gspo"})
 _CAP, _CAPS = 2.0, {"icepop": 5.0}
-"""importance_cap for auto, by correction if its paper differs."""
+"""importance_cap for auto, by correction."""
 ICEPOP_FLOOR = 0.5
 """Same as in losses.py, which imports torch."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Parts of a loss. `surrogate` and `advantage` are module:function, `correction` is in
-    BUILT_IN_CORRECTIONS or none.
-    """
+    """Parts of a loss. `surrogate` and `advantage` are module:function."""
 
     surrogate: str
     ratio: Literal["behaviour", "proximal"] = "behaviour"
@@ -62,11 +60,10 @@ RECIPES = {
 
 
 def resolve(config: AlgorithmConfig) -> Recipe:
-    """Return the recipe of algorithm.loss with the config's overrides; module:function starts from the
+    """Return the recipe of algorithm.loss with the config's overrides; module:function starts from
     defaults.
 
-    Raises ConfigError for unknown names, contradictory settings, and a correction of a built-in loss whose
-    ratio already covers the behaviour policy, which would weigh stale data twice.
+    Raises ConfigError for unknown names, contradictory settings, and a correction of a loss that has one.
     """
     recipe = RECIPES.get(config.loss) or Recipe(_own(config.loss, "algorithm.loss", RECIPES))
     advantage = BUILT_IN_ADVANTAGES.get(config.advantage)
@@ -88,13 +85,11 @@ def resolve(config: AlgorithmConfig) -> Recipe:
 
 
 def importance_cap(config: AlgorithmConfig, recipe: Recipe) -> float:
-    """Return the config's cap, or the default for auto."""
     cap = config.importance_cap
     return _CAPS.get(recipe.correction, _CAP) if cap == "auto" else cap
 
 
 def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
-    """Raise ConfigError if the correction conflicts with other settings or the loss."""
     correction = recipe.correction
     if correction in WHOLE_BATCH and config.proximal == "interpolate":
         what = f"algorithm.proximal=interpolate with correction={correction}"
@@ -111,7 +106,7 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
         raise _refused(what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none")
     if recipe.surrogate in WITHIN_RATIO and correction not in {"none", "tis", "mis", "icepop"}:
         what = f"algorithm.loss={config.loss} with correction={correction}"
-        rule = "it multiplies the weights of a sequence's tokens, so each token needs one of its own"
+        rule = "it multiplies the weights of a sequence's tokens, so each token needs a separate weight"
         raise _refused(what, rule, "set algorithm.correction to none, tis, mis or icepop")
 
 

@@ -2,26 +2,26 @@
 
 AsyncrlError                the failure with its values, the rule, the way out
 ├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
-├── RoomError               a part of the run is broken; ends the run, names the part (exit code 1)
-│   ├── NodeLost            a machine of the run is gone: the run waits, or continues without it
+├── RoomError               a part of the run is broken; ends the run (exit code 1)
+│   ├── NodeLost            a machine is gone: the run waits, or continues without it
 │   ├── EngineError         an engine server died, refuses, or gives invalid answers
-│   │   └── EngineLost      it does not answer at all: its supervisor restarts it
-│   ├── TrainerError        the trainer worker refused a batch
-│   │   └── TrainerLost     it died or does not answer: restarted and brought up to date
+│   │   └── EngineLost      it does not answer: restarted
+│   ├── TrainerError        the trainer refused a batch
+│   │   └── TrainerLost     it does not answer: restarted and brought up to date
 │   ├── PublishError        weights did not arrive as sent
 │   │   └── WeightsLost     the trainer was lost with them: a new one exports again
 │   ├── JournalError        the journal cannot be written, or is damaged, foreign or in use
-│   └── TaskError           no further prompt can be made, or no rollout can be scored any more
+│   └── TaskError           no further prompt or score is possible
 ├── CallbackError           a callback of asyncrl.run raised
-├── CheckpointError         a checkpoint cannot be written (the run continues), or cannot be read
-│   └── CheckpointDamaged   a checkpoint is corrupt or incomplete: an older one is used
-├── HubError                the Hugging Face hub refuses an export, or cannot be reached
+├── CheckpointError         a checkpoint cannot be written (the run continues) or read
+│   └── CheckpointDamaged   it is corrupt or incomplete: an older one is used
+├── HubError                the Hugging Face hub refuses or is unreachable
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in rollouts/
-    ├── RolloutTimeout      it ran past rollout.timeout_s
+    ├── RolloutTimeout      it exceeded rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled
-    ├── RewardFailure       the reward function raised, ran out of time or returned no finite number
-    └── RequestRefused      an engine server refused a request (too long, for example)
-WouldWait                   an x_nowait call would have to wait (no failure)
+    ├── RewardFailure       the reward function raised, timed out or returned no finite number
+    └── RequestRefused      an engine server refused a request
+WouldWait                   an x_nowait call would have to wait
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ OF_TRAIN = frozenset(
 
 
 class AsyncrlError(Exception):
-    """A failure with its values, the broken rule, and the way out.
-
-    `what` and `rule` make the first sentence, `way_out` the last line; all three stay attributes, so that
-    callers need not parse the text.
-    """
+    """A failure, the broken rule, and the way out."""
 
     exit_code = 1
 
@@ -61,26 +57,23 @@ class AsyncrlError(Exception):
 
 
 class ConfigError(AsyncrlError):
-    """A setting is wrong. Raised before any process starts."""
-
     exit_code = 2
 
 
 class CallbackError(AsyncrlError):
-    """A callback of asyncrl.run raised `error`. The run has ended and can be resumed."""
+    """A callback of asyncrl.run raised `error`. The run can be resumed."""
 
     error: Exception
 
 
 def without_train(module: str) -> ConfigError:
-    """Return the error for a missing `module` of OF_TRAIN."""
     what = f"this command needs the package {module}, which is not installed"
     return ConfigError(what, rule="the extra train brings it", way_out=f"{install_extra('train')}.")
 
 
 @contextlib.contextmanager
 def may_lack_train(name: str, unseen: list[str] | None) -> Iterator[None]:
-    """Add `name` to `unseen`, if given, when a package of the extra train is missing."""
+    """Add `name` to `unseen` when a package of the extra train is missing."""
     try:
         yield
     except ModuleNotFoundError as absent:
@@ -90,21 +83,19 @@ def may_lack_train(name: str, unseen: list[str] | None) -> Iterator[None]:
 
 
 class CheckpointError(AsyncrlError):
-    """A checkpoint cannot be written, which never ends a training run, or cannot be read for a resume."""
+    pass
 
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoint
-    """A checkpoint is corrupt or incomplete."""
+    pass
 
 
 class HubError(AsyncrlError):
-    """The Hugging Face hub refuses an export, or cannot be reached."""
+    pass
 
 
 class RoomError(AsyncrlError):
-    """A part of the run is broken. The error is not caught and ends the run. `fault` is the message
-    without the name.
-    """
+    """Ends the run. `fault` is the message without the name."""
 
     def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "") -> None:
         self.room, self.fault = room, what
@@ -112,18 +103,15 @@ class RoomError(AsyncrlError):
 
 
 class NodeLost(RoomError):  # noqa: N818  a state of a machine
-    """The node of a planned process is gone: dead or cut off."""
+    pass
 
 
 class EngineError(RoomError):
-    """An engine server died, stopped answering, or gave an invalid answer."""
+    pass
 
 
 class EngineLost(EngineError):  # noqa: N818  a state of the server
-    """An engine server does not answer: dead, hanging, or given up. Another server may get the request.
-
-    `is_told`: its supervisor knows already.
-    """
+    """`is_told`: its supervisor knows already."""
 
     def __init__(
         self, room: str, what: str, *, rule: str = "", way_out: str = "", is_told: bool = False
@@ -133,72 +121,58 @@ class EngineLost(EngineError):  # noqa: N818  a state of the server
 
 
 class TrainerError(RoomError):
-    """The trainer worker died, stopped answering, or refused a batch."""
+    pass
 
 
 class TrainerLost(TrainerError):  # noqa: N818  a state of the trainer
-    """The trainer does not answer: a process died or hangs."""
+    pass
 
 
 class PublishError(RoomError):
-    """Weights did not arrive at an engine server as sent."""
+    pass
 
 
 class WeightsLost(PublishError):  # noqa: N818  a state of the trainer's node
-    """The trainer's node was lost with its weights file before all nodes had it, or the trainer while
-    sending.
-    """
+    pass
 
 
 class JournalError(RoomError):
-    """The journal cannot be written or read: damaged, in use, of another run, or an event would be written
-    twice.
-    """
-
     def __init__(self, what: str, *, rule: str = "", way_out: str = "") -> None:
         super().__init__("journal", what, rule=rule, way_out=way_out)
 
 
 class TaskError(RoomError):
-    """No further prompt can be made, or rollouts cannot be scored any more. Unreadable data are a
-    ConfigError.
-    """
+    pass
 
 
 class RolloutFailure(AsyncrlError):  # noqa: N818  data, not an error
-    """A rollout failed. Recorded, retried, counted; its siblings continue."""
+    pass
 
 
 class RolloutTimeout(RolloutFailure):
-    """A rollout ran past `rollout.timeout_s`."""
+    pass
 
 
 class PromptUnusable(RolloutFailure):
-    """The prompt is too long, or cannot be sent to a worker. Every attempt would fail the same way, so none
-    is made.
-    """
+    pass
 
 
 class RewardFailure(RolloutFailure):
-    """The reward function raised, ran out of time, or returned no finite number."""
+    pass
 
 
 class RequestRefused(RolloutFailure):
-    """An engine server refused a request, with the numbers. `why` omits names of engines and requests, for
-    clients.
-    """
-
     def __init__(self, what: str, *, why: str = "", rule: str = "", way_out: str = "") -> None:
         super().__init__(what, rule=rule, way_out=way_out)
         self.why = why or what
 
 
 class WouldWait(Exception):  # noqa: N818  no failure
-    """An `x_nowait` call would have to wait."""
+    pass
 
 
 def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error that is not itself a group, preferring AsyncrlError."""
+    """Return the first error that is no group, preferring AsyncrlError."""
     cause: BaseException = errors.subgroup(AsyncrlError) or errors
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]

@@ -1,4 +1,4 @@
-"""Files that survive a kill or a power cut: synced and atomic. Everything here blocks."""
+"""Durable, atomic file operations. Everything here blocks and raises OSError."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from pathlib import Path
 from asyncrl.base.errors import JournalError
 
 LOST = "lost before a sync: the machine stopped, or the file was cut"
-"""Reason for missing lines that a synced file refers to."""
 _BLOCK = 2**16
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -30,20 +28,17 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file below a folder to disk, then all folder entries. Raises OSError."""
     paths = list(folder.rglob("*"))
     for path in [*filter(Path.is_file, paths), *filter(Path.is_dir, paths), folder]:
         sync(path)
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line with its line end), last line first, reading only as far as needed. Raises
-    OSError.
-    """
+    """Yield (offset, whole line), last line first, reading only as far as needed."""
     with path.open("rb") as file:
         begin, held = file.seek(0, os.SEEK_END), b""
         while begin:
-            size = min(begin, max(_BLOCK, len(held)))  # double the read for long lines
+            size = min(begin, max(_BLOCK, len(held)))
             begin -= size
             file.seek(begin)
             held = file.read(size) + held
@@ -57,31 +52,24 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def cut_at(path: Path, num_bytes: int) -> None:
-    """Truncate a file durably. Raises OSError."""
     os.truncate(path, num_bytes)
     sync(path)
 
 
 def sha256_of(path: Path) -> str:
-    """Return a hex digest. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_as(folder: Path, like: Path) -> None:
-    """Give a folder's files the mode of `like`: safetensors ignores the umask and uses 0600. Raises
-    OSError.
-    """
+    """Give a folder's files the mode of `like`: safetensors uses 0600."""
     mode = stat.S_IMODE(like.stat().st_mode)
     for path in folder.iterdir():
         path.chmod(mode)
 
 
 def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
-    """Write a file atomically. Raises OSError.
-
-    `is_private`: only its owner can read it, at any moment.
-    """
+    """Write a file atomically. `is_private`: only its owner can ever read it."""
     unfinished = path.with_name(f".{path.name}.new")
     try:
         if is_private:
@@ -99,12 +87,7 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error. Raises
-    OSError.
-
-    An older folder of that name is removed last: after a kill one of the two exists as a whole
-    (settle_folder).
-    """
+    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -117,7 +100,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`, replacing an existing one. Raises OSError."""
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -128,9 +110,7 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def settle_folder(folder: Path) -> None:
-    """Clean up after a kill: restore a folder that was being replaced, remove unfinished ones. Never call it
-    during a replacement. Raises OSError.
-    """
+    """Restore a folder that a killed process was replacing; remove unfinished ones."""
     old = folder.with_name(f".{folder.name}.old")
     if old.exists() and not folder.exists():
         old.rename(folder)
@@ -139,28 +119,21 @@ def settle_folder(folder: Path) -> None:
 
 
 TRIES, PAUSE_S = 3, 0.02
-"""`asyncrl status` takes the lock for an instant to check for a live run."""
+"""Retries, since `asyncrl status` takes the lock for an instant."""
 _ONE_WRITES = "one process at a time writes into a run directory"
 _held: set[Path] = set()
-"""Files locked by this process. NFS locks belong to the process: a second lock would succeed, and either
-release would release both.
-"""
+"""Locked files. NFS locks belong to the process: a second lock would succeed."""
 
 
 class RunLock:
-    """Exclusive right of a process to write into a run directory.
-
-    Life: made -> acquire() -> release(), or the end of the process. Children do not inherit it.
-    """
+    """Exclusive right of a process to write into a run directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock and write the pid into the file. Raises JournalError that names the holder, without
-        waiting.
-        """
+        """Take the lock. Raises JournalError that names the holder."""
         key = self.path.resolve()
         if key in _held:
             raise self._refused(os.getpid())

@@ -1,4 +1,4 @@
-"""Memory and cores available to a process, within its container's limits; hidden memory."""
+"""Memory and cores of this process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _FILE_PAGES = ("inactive_file", "active_file", "total_inactive_file", "total_act
 
 
 def available_memory() -> int:
-    """Return the bytes available to this process: the host's, or its control groups' limit if lower (cgroup
-    v1 or v2, as set by Kubernetes, Docker and Slurm).
-    """
+    """Return available bytes, within the control groups' limit (v1 or v2)."""
     left = [psutil.virtual_memory().available]
     for folder in _groups("memory"):
         is_old = (folder / "memory.limit_in_bytes").exists()
@@ -32,9 +30,7 @@ def available_memory() -> int:
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use: its affinity, or its control groups' quota, rounded up, if
-    lower.
-    """
+    """Return usable cores: the affinity, or the control groups' quota, rounded up."""
     cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for folder in _groups("cpu"):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
@@ -46,9 +42,6 @@ def num_cores() -> int:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Yield folders of the groups that limit this process, its own first. Invisible groups, such as a
-    container's root group, have no files.
-    """
     for line in _text(MEMBERSHIP).splitlines():
         _, names, path = line.split(":", 2)
         if names == "" or controller in names.split(","):
@@ -76,10 +69,8 @@ def _text(path: Path) -> str:
 
 
 def hide_memory() -> None:
-    """Hide environment, memory and files in /proc from other processes of this user, such as programs of a
-    model: workers and controllers hold the worker key and answers.
-
-    Children are not hidden, because an exec undoes it. Linux only; root can still read everything.
+    """Hide environment and memory from other processes of this user, such as programs of a model. Linux
+    only; undone by an exec.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE

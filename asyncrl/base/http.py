@@ -1,4 +1,4 @@
-"""Client side of internal calls: a Caller calls one server with the run's secret (serving.py)."""
+"""Client side of internal calls with the run's secret (serving.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pydantic import BaseModel, ValidationError
 from asyncrl.base.message import ErrorBody
 
 OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""This process or machine is out of file descriptors; the server may be healthy."""
+"""This machine is out of file descriptors."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class CallRefused(Exception):  # noqa: N818  an answer
-    """The server answered with an error status: `status` and its ErrorBody as `body`."""
+    """An error status: `status` and its ErrorBody as `body`."""
 
     def __init__(self, server: str, path: str, status: int, body: ErrorBody) -> None:
         self.server, self.path, self.status, self.body = server, path, status, body
@@ -28,7 +28,7 @@ class CallRefused(Exception):  # noqa: N818  an answer
 
 
 class CallLost(Exception):  # noqa: N818  a state of the call
-    """No usable answer: refused or broken connection, time limit, or an invalid body."""
+    """No usable answer: refused or broken connection, timeout, or an invalid body."""
 
     def __init__(self, server: str, path: str, why: str) -> None:
         self.server, self.path, self.why = server, path, why
@@ -36,9 +36,7 @@ class CallLost(Exception):  # noqa: N818  a state of the call
 
 
 class CallGarbled(CallLost):
-    """The server answered with an invalid body: it is broken, or has other messages, in `status` and
-    `text`.
-    """
+    """The server answered with an invalid body."""
 
     def __init__(self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b"") -> None:
         self.status, self.text = status, text
@@ -46,7 +44,7 @@ class CallGarbled(CallLost):
 
 
 class FrameSocket:
-    """Frames of bytes to and from a server. A broken one raises CallLost."""
+    """WebSocket of byte frames. Raises CallLost if broken."""
 
     def __init__(self, server: str, path: str, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._server, self._path, self._socket = server, path, socket
@@ -65,7 +63,6 @@ class FrameSocket:
         return data
 
     async def close(self) -> None:
-        """Close the socket. Idempotent."""
         await self._socket.close()
 
     def _lost(self, why: str) -> CallLost:
@@ -73,7 +70,7 @@ class FrameSocket:
 
 
 class Caller:
-    """Calls one server at `url` (http://127.0.0.1:PORT). Connections open on first use, until aclose()."""
+    """Calls one server at `url`. Connections stay open until aclose()."""
 
     def __init__(self, name: str, url: str, secret: str) -> None:
         self.name = name
@@ -82,7 +79,7 @@ class Caller:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        """GET. Raises CallRefused or CallLost. `timeout_s` None: wait until the server answers or is gone."""
+        """GET. Raises CallRefused or CallLost. `timeout_s` None: until the server answers or is gone."""
         return await self._call("GET", path, None, answer, timeout_s)
 
     async def post(self, path: str, body: Body, answer: type[Answer], *, timeout_s: float | None) -> Answer:
@@ -105,10 +102,8 @@ class Caller:
         raise self._refusal(path, response.status, text, answer)
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
-        """POST a message and yield whole lines of the answer as they arrive.
-
-        Raises CallRefused for an error status, CallLost if the answer breaks off. To stop early, close the
-        generator (contextlib.aclosing), which closes the connection.
+        """POST a message and yield lines of the answer as they arrive. Raises CallRefused, CallLost. To
+        stop early, close the generator.
         """
         try:
             async with await self._begin("POST", path, body) as response:
@@ -163,7 +158,6 @@ class Caller:
         return self._session
 
     async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
         if self._session is not None:
             await self._session.close()
             self._session = None

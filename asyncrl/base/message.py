@@ -1,4 +1,4 @@
-"""Base class of all messages, the error body, and the last words of a child process."""
+"""Base classes of messages and error answers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ SECRET_ENV = "ASYNCRL_SECRET"
 
 
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
-"""Environment variable with the worker key; every user of the machine can read command lines."""
+"""Environment variable with the worker key, since command lines are public."""
 
 
 class Message(BaseModel):
-    """Base of all messages: frozen, and a field that is not known is an error at once."""
+    """Frozen message; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ErrorBody(Message):
-    """Body of every answer with a status of 400 or above: what failed, the rule, the way out."""
+    """Body of every error answer."""
 
     error: str
     rule: str = ""
@@ -28,16 +28,14 @@ class ErrorBody(Message):
 
 
 FATAL_PREFIX = "asyncrl-error: "
-"""A child process that cannot start or go on prints this and an ErrorBody as JSON on one line of its log."""
+"""Prefix of a failing child's ErrorBody as JSON, on one log line."""
 
 
 def fatal_line(error: ErrorBody) -> str:
-    """The log line from which the parent learns why a child ended."""
     return FATAL_PREFIX + error.model_dump_json()
 
 
 def find_fatal(log: str) -> ErrorBody | None:
-    """The error in the last such line of a log, if there is one."""
     lines = [line for line in log.splitlines() if line.startswith(FATAL_PREFIX)]
     with contextlib.suppress(ValueError, IndexError):
         return ErrorBody.model_validate_json(lines[-1].removeprefix(FATAL_PREFIX))

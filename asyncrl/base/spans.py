@@ -1,6 +1,4 @@
-"""Spans: timed activities of the run, reported to a listener (observe/timeline.py). Almost free without a
-listener.
-"""
+"""Timed activities of the run, reported to a listener (observe/timeline.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ SHORTEST_S = 0.0005
 
 
 class TimedSpan(NamedTuple):
-    """`lane`: actor; `kind`: activity, by the names of observe/page/lanes.py; times are of the event loop's
-    clock (time.monotonic); `number`: batch or policy_version, -1 for none.
+    """`lane`: actor; `kind`: activity (observe/page/lanes.py); times are time.monotonic; `number`: batch or
+    policy_version, or -1.
     """
 
     lane: str
@@ -30,12 +28,11 @@ _listener: ContextVar[Callable[[TimedSpan], None] | None] = ContextVar("listener
 
 
 def listen_to_spans(listener: Callable[[TimedSpan], None]) -> None:
-    """Report spans of this task and its later child tasks to the listener."""
+    """Report spans of this task and its later child tasks."""
     _listener.set(listener)
 
 
 def note_span(lane: str, kind: str, start_s: float, end_s: float, number: int = -1, text: str = "") -> None:
-    """Report a finished span."""
     if (listener := _listener.get()) is not None:
         listener(TimedSpan(lane, kind, start_s, end_s, number, text))
 

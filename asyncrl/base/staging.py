@@ -1,9 +1,6 @@
-"""Staging folders of weights, in shared memory or on disk, locked by their owner so that later processes can
-remove stale ones.
+"""Staging folders of weights, locked by their owner so that later processes can remove stale ones.
 
-The kernel releases the lock when its owner ends. Unlike a pid, the lock works across containers. Folders
-without a lock file are ignored. A new folder that is removed before it is locked is made again. On disk the
-name begins with the host's, because machines may not see each other's locks.
+Unlike a pid, the lock works across containers. On disk the name begins with the host's.
 """
 
 from __future__ import annotations
@@ -28,15 +25,12 @@ _held: dict[Path, int] = {}
 
 
 def shared_memory_root() -> Path:
-    """Return /dev/shm if usable, else the temporary directory."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def disk_root(disk_dir: str | None) -> Path | None:
-    """Return the folder of weight_sync.disk_dir, created if missing; None means shared memory. Raises
-    ConfigError. Blocks.
-    """
+    """Create and return weight_sync.disk_dir, or None. Raises ConfigError. Blocks."""
     if disk_dir is None:
         return None
     folder = Path(disk_dir).expanduser().absolute()
@@ -51,9 +45,7 @@ def disk_root(disk_dir: str | None) -> Path | None:
 
 
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
-    """Make a staging folder, owned until remove_staging_dir or the end of this process. Raises RoomError.
-    Blocks.
-    """
+    """Make a staging folder, owned until the end of this process. Raises RoomError. Blocks."""
     while True:
         name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
         folder = (disk_dir or shared_memory_root()) / name
@@ -73,7 +65,6 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
 
 
 def remove_staging_dir(folder: Path) -> None:
-    """Remove an own folder. Blocks."""
     if (lock := _held.pop(folder, None)) is not None:
         _remove(folder, lock)
 
@@ -90,7 +81,6 @@ def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
 
 
 def clear_own_staging() -> None:
-    """Remove this process's own folders, for ends without other cleanup."""
     for folder in list(_held):
         remove_staging_dir(folder)
 
@@ -101,9 +91,7 @@ def _pattern(disk_dir: Path | None) -> str:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock the file until the descriptor is closed; children do not inherit it. None if another process holds
-    or removed it. Raises OSError, e.g. for file systems without locks.
-    """
+    """Lock the file; None if another process holds or removed it. Raises OSError."""
     descriptor, is_ours = os.open(path, os.O_RDWR | os.O_CLOEXEC), False
     try:
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
@@ -116,12 +104,8 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(folder: Path, lock: int) -> None:
-    """Remove the folder, the lock last, so that an interrupted removal can be repeated.
-
-    It is renamed first, so that a late process cannot write into it.
-    """
     try:
-        with contextlib.suppress(OSError):  # gone already, or left to the next process
+        with contextlib.suppress(OSError):
             if not folder.name.endswith(_GONE):
                 folder = folder.rename(folder.with_name(folder.name + _GONE))
             for path in folder.iterdir():

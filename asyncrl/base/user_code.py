@@ -1,7 +1,5 @@
-"""User code: loaded by name from the config (load_object), awaited with a limit (UserCalls).
-
-A coroutine that swallows CancelledError and a thread that never returns cannot be ended, so nothing waits for
-them: no rollout, no event loop, no process.
+"""User code: loaded by name (load_object), awaited with a limit (UserCalls), abandoned if it cannot be
+ended.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
 
 
 def find_here() -> str:
-    """Make modules of the working directory importable, as with `python -m`; return its path."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -35,10 +32,7 @@ def find_here() -> str:
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """Import `module:attribute`, also from the working directory. `setting` is the config key, for messages.
-
-    Raises ConfigError.
-    """
+    """Import `module:attribute`. Raises ConfigError about `setting`."""
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{setting}={spec} is not module:name", way_out="write it like my_task:MyTask.")
@@ -90,18 +84,17 @@ def check_call(
         what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
         names = ", and the names of task.args or generator.args" if keywords else ""
         raise ConfigError(what, way_out=f"give it exactly these parameters{names}.") from error
-    except ValueError:  # a builtin without a signature: only a call can fail
+    except ValueError:  # a builtin without a signature
         return
 
 
 def raised(error: BaseException) -> str:
-    """Describe an error of user code and its place, as text that follows the function's name."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
 
 
 def message_of(error: BaseException) -> str:
-    """Return the error's type and text; a user's __str__ may raise, too."""
+    """Return the error's type and text; a user's __str__ may raise."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
@@ -112,20 +105,18 @@ Result = TypeVar("Result")
 GRACE_S = 5.0
 """Seconds for a cancelled call to clean up."""
 MAX_ABANDONED = 64
-"""Maximum number of running abandoned calls of a function; at the limit it is not called again."""
+"""Maximum running abandoned calls of a function."""
 
-WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit what is awaited."
+WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit every await."
 
 _abandoned: set[asyncio.Task[Any]] = set()
-"""Abandoned tasks, referenced until they end: destroying an unreferenced task would resume its coroutine."""
+"""Abandoned tasks: destroying an unreferenced task would resume its coroutine."""
 
 
 class UserCalls:
-    """Awaits calls of one user function in separate tasks and abandons those that ignore cancellation.
+    """Awaits calls of one user function; abandons a call that ignores cancellation.
 
-    Waits: run waits until the call is done. Its caller sets the limit by cancelling it.
-    Invariant: run returns at most grace_s after its cancellation, and at once after a second one. While
-        MAX_ABANDONED calls are alive, check refuses further ones.
+    Invariant: run returns at most grace_s after its cancellation, and at once after a second one.
     """
 
     def __init__(
@@ -137,7 +128,7 @@ class UserCalls:
         grace_s: float | None = None,
         way_out: str = WAY_OUT,
     ) -> None:
-        """`error` makes the error that ends the run or worker; `warn` reports the first abandoned call."""
+        """`error` makes the fatal error; `warn` reports the first abandoned call."""
         self.name = name
         self._error = error
         self._warn = warn
@@ -147,7 +138,7 @@ class UserCalls:
         self.num_abandoned = 0
 
     def check(self) -> None:
-        """Raise `error` if too many abandoned calls are alive. Call it before the function."""
+        """Raise `error` if too many abandoned calls are alive."""
         if len(self._alive) >= MAX_ABANDONED:
             rule = f"at most {MAX_ABANDONED} may be left running, because nothing can end them"
             raise self._error(self._describe(len(self._alive)), rule=rule, way_out=self._way_out)
@@ -167,8 +158,8 @@ class UserCalls:
                     self.left_running(task)
             raise
         if task.cancelled():
-            rule = "nothing outside cancelled it: it cancelled itself, or what it awaited was cancelled"
-            way_out = "catch the CancelledError where it is raised, and raise another error instead."
+            rule = "nothing outside cancelled it: it cancelled itself, or an awaited task was cancelled"
+            way_out = "catch the CancelledError inside it, and raise another error."
             raise RolloutFailure(f"{self.name} raised CancelledError", rule=rule, way_out=way_out)
         result, error = task.result()
         if error is not None:
@@ -176,7 +167,6 @@ class UserCalls:
         return cast(Result, result)
 
     def left_running(self, call: asyncio.Future[Any]) -> None:
-        """Count a call that nobody waits for any more, until it ends."""
         self._alive.add(call)
         call.add_done_callback(self._alive.discard)
         self.num_abandoned += 1
@@ -189,7 +179,7 @@ class UserCalls:
 
 
 async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
-    """Return a call's result and error: SystemExit or KeyboardInterrupt in a task would end the loop."""
+    """Return a call's result and error: SystemExit in a task would end the loop."""
     try:
         return await call, None
     except asyncio.CancelledError:
@@ -199,18 +189,14 @@ async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException 
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Unregister a task from asyncio, so that asyncio.run neither cancels nor awaits it."""
+    """Unregister a task, so that asyncio.run neither cancels nor awaits it."""
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     asyncio.tasks._unregister_task(task)
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Unbounded, reused daemon threads for asyncio.to_thread.
-
-    In asyncio's own threads, user calls that hang would block other calls, the end of the loop and the end of
-    the process.
-    """
+    """Daemon threads for asyncio.to_thread, which never block the end of the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,15 +226,12 @@ def _answer(future: Future[Any], call: Callable[[], Any]) -> None:
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(call())
-        except BaseException as error:  # re-raised in the caller
+        except BaseException as error:
             future.set_exception(error)
 
 
 async def cancel_remaining(main: Awaitable[Result]) -> Result:
-    """Await `main`, then cancel the loop's other tasks and abandon those still running after GRACE_S.
-
-    Threads of asyncio.to_thread are abandoned, too; `main` awaits the ones it needs.
-    """
+    """Await `main`, then cancel other tasks and abandon those still running after GRACE_S."""
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     try:
         return await main
@@ -256,7 +239,7 @@ async def cancel_remaining(main: Awaitable[Result]) -> Result:
         remaining = asyncio.all_tasks() - {asyncio.current_task()}
         for task in remaining:
             task.cancel()
-            abandon(task)  # now: a KeyboardInterrupt may end the wait below
+            abandon(task)  # a KeyboardInterrupt may end the wait below
         if remaining:
             _, stuck = await asyncio.wait(remaining, timeout=GRACE_S)
             for task in stuck:
@@ -265,7 +248,7 @@ async def cancel_remaining(main: Awaitable[Result]) -> Result:
 
 @atexit.register
 def _leak_abandoned() -> None:
-    """Leak a reference to each abandoned task: Python's final cleanup would resume its coroutine."""
+    """Leak abandoned tasks: Python's final cleanup would resume their coroutines."""
     for task in _abandoned:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 

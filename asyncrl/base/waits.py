@@ -1,4 +1,4 @@
-"""Declare what tasks wait for, to report hangs; helpers for time limits and cancellation."""
+"""Declared waits, to report hangs; helpers for timeouts and cancellation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 async def within(
     timeout_s: float | None, late: Callable[[], Exception] = TimeoutError
 ) -> AsyncIterator[asyncio.Timeout]:
-    """Limit a block to timeout_s seconds (None: no limit). Like asyncio.timeout, but it raises `late()`."""
+    """Like asyncio.timeout (None: no limit), but raises `late()`."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -46,7 +46,7 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 
 
 class OpenWait:
-    """A waiting task, from __enter__ to __exit__. Its text is computed on demand."""
+    """A waiting task. Its text is computed on demand."""
 
     __slots__ = ("_code", "_declared", "_table", "kind", "on", "outer", "since_s", "task", "what", "who")
     outer: OpenWait | None
@@ -77,7 +77,6 @@ class OpenWait:
         return self._code.co_qualname.replace(".<locals>", "")
 
     def _named(self) -> str:
-        """Return the task's name, or the class of the waiting method; rollouts share one name."""
         name = self.task.get_name() if self.task is not None else "Task-0"
         if name.startswith("rollout "):
             return "rollouts"
@@ -85,12 +84,10 @@ class OpenWait:
 
 
 class OpenWaits:
-    """Open waits of one loop, the innermost of each task, by kind. Adding, removing and listing take time
-    independent of the number of tasks.
-    """
+    """Open waits of one loop, the innermost of each task, by kind, in constant time."""
 
     MAX_ASKED = 32
-    """Waits of a kind to check for the oldest; they are in order, except after an inner wait has ended."""
+    """Waits of a kind to check for the oldest."""
 
     def __init__(self) -> None:
         self.innermost: dict[asyncio.Task[Any] | None, OpenWait] = {}
@@ -136,17 +133,12 @@ _OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, OpenWaits]()
 
 
 def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWait:
-    """Declare a wait, such as "the optimizer step of batch 7" on "trainer-0".
-
-    `on`: process or task that ends it. `what` may be a function if the reason changes.
-    """
+    """Declare a wait, such as "the optimizer step of batch 7" on "trainer-0"."""
     return OpenWait(what, on, who, sys._getframe(1).f_code)
 
 
 def open_waits() -> list[tuple[OpenWait, int]]:
-    """Return the innermost waits of the running loop's tasks, oldest first: one of the oldest of each kind,
-    and their number.
-    """
+    """Return innermost waits: the oldest of each kind, and their number."""
     table = _OPEN.get(asyncio.get_running_loop())
     return [] if table is None else table.told()
 
@@ -159,13 +151,11 @@ def waits_of_tasks() -> dict[str, OpenWait]:
 
 
 class Computation(functools.partial[T]):
-    """A call without waits, which a virtual clock may run in place of a thread."""
+    """A call without waits, which a virtual clock may run inline."""
 
 
 async def computed(func: Callable[..., T], *args: Any) -> T:
-    """Run `func` in a thread, for work that grows with a batch. Its data must not change, and `func` must not
-    wait.
-    """
+    """Run `func`, which must not wait, in a thread. Its data must not change."""
     return await asyncio.get_running_loop().run_in_executor(None, Computation(func, *args))
 
 
@@ -174,7 +164,7 @@ _TURNS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 @contextlib.asynccontextmanager
 async def loop_turn() -> AsyncIterator[None]:
-    """Run a block that wakes many tasks in its own iteration of the event loop, after which they have run."""
+    """Run a block that wakes many tasks in its own loop iteration."""
     lock = _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         yield
@@ -182,7 +172,6 @@ async def loop_turn() -> AsyncIterator[None]:
 
 
 def await_chain(awaitable: Any) -> Iterator[FrameType]:
-    """Yield frames from a coroutine down to its innermost wait."""
     names = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
     while found := next((pair for pair in names if hasattr(awaitable, pair[0])), None):
         if (frame := getattr(awaitable, found[0])) is not None:
@@ -191,9 +180,7 @@ def await_chain(awaitable: Any) -> Iterator[FrameType]:
 
 
 def task_stacks() -> str:
-    """Return unfinished tasks by place: names, then function (file:line) down to the wait; limited for
-    rollouts.
-    """
+    """Return unfinished tasks by place: names, then function (file:line) down to the wait."""
     tasks_at: dict[str, list[str]] = {}
     rollouts, others = list[asyncio.Task[Any]](), list[asyncio.Task[Any]]()
     for task in asyncio.all_tasks():
@@ -219,7 +206,6 @@ _MAX_NAMES = 4
 
 
 def thread_stacks() -> str:
-    """Return the stacks of all threads of this process, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip("\n")

@@ -1,1 +1,1 @@
-"""Admission, deadlines, staleness and batches. Pure: no HTTP, no torch, no clock."""
+"""Admission, staleness and batches. Pure."""

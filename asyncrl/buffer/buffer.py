@@ -1,4 +1,4 @@
-"""The buffer: holds groups by the staleness rule, and lets producers and trainer wait."""
+"""The buffer: waits of producers and trainer on the staleness rule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_FILTERED_GROUPS = 256
 
 
 class WaitMeter:
-    """Seconds of one wait by cause. The caller passes the time; a cause of None is no wait."""
+    """Seconds of one wait by cause (None: no wait)."""
 
     def __init__(self, now_s: float, cause: WaitCause | None, batch: int = -1) -> None:
         self._batch = batch
@@ -36,7 +36,6 @@ class WaitMeter:
         self._seconds: dict[WaitCause, float] = {"generation": 0.0, "stragglers": 0.0, "publishing": 0.0}
 
     def change(self, now_s: float, cause: WaitCause | None) -> None:
-        """Count the wait for `cause` from `now_s` on."""
         if self._cause is not None:
             self._seconds[self._cause] += now_s - self._since_s
             if cause != self._cause and now_s > self._began_s:
@@ -50,23 +49,19 @@ class WaitMeter:
 
 
 OnRequeued = Callable[[GroupId, Group | None, str], None]
-"""(group_id, the group if it was ready, None if it runs and must stop, "dropped" or "all_masked")."""
+"""(group_id, the ready group or None if it still runs, reason)."""
 
 
 class Buffer:
     """Groups between admission and training.
 
-    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned through
-        `on_requeued`, which frees the place.
-    Waits: producers sleep in wait_open until a version is served, look_ahead grows, or a group fails, is
-        filtered or returned; the trainer sleeps in wait_batch until finish_nowait completes a batch. Both may
-        be cancelled: a group or batch is delivered in one step without a sleep, so none is lost. After the
-        last batch wait_open sleeps until cancelled.
-    Invariant: no token with a loss weight in a taken batch is older than max_staleness.
-        StalenessRule.take_nowait guarantees it (`mask`: it guarantees the batch's min_version and mask_older,
-        which the trainer honors).
-    Cost: O(log n) an event. Each opening wakes all waiters of wait_open, so use few: one loop that starts
-        groups.
+    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned through `on_requeued`.
+
+    Waits: producers in wait_open, the trainer in wait_batch. Cancelling either loses nothing: a group or
+    batch is delivered without a sleep.
+
+    Invariant: no token with a loss weight in a taken batch is older than max_staleness. With `mask`, the
+    trainer enforces it from the batch's min_version and mask_older.
     """
 
     name = "buffer"
@@ -95,18 +90,15 @@ class Buffer:
         self._ready: dict[GroupId, Group] = {}
         self._opened, self._formed = asyncio.Event(), asyncio.Event()
         self._meter: WaitMeter | None = None
-        """The trainer's wait, while it is in wait_batch."""
         self.last_wait = WaitReport()
-        """Seconds of the last wait_batch by cause."""
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
         self._filtered_in_a_row = 0
 
     def restore_nowait(
         self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
     ) -> tuple[GroupId, ...]:
-        """Restore the state of a killed run, before any other call: batch `version` is next, its weights are
-        served. Returns the groups that no batch can use under changed settings; `on_requeued` is not called
-        for them.
+        """Restore the state of a killed run, before any other call; batch `version` is next. Returns the
+        groups that no batch can use under changed settings.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}
@@ -118,7 +110,7 @@ class Buffer:
     # ---- producers
 
     async def wait_open(self) -> None:
-        """Wait until admit_nowait succeeds. Never returns once all groups of the run are admitted."""
+        """Wait until admit_nowait succeeds. Sleeps until cancelled once all groups are admitted."""
         with waiting(self._what_opens, on="a version served, or a group failed or requeued"):
             while not self.rule.num_open:
                 await self._opened.wait()
@@ -130,18 +122,16 @@ class Buffer:
         return ticket
 
     def sampled_nowait(self, group_id: GroupId) -> None:
-        """Mark a running group as fully sampled; it only waits for its rewards."""
         self.rule.sampled_nowait(group_id)
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
-        """Note that a rollout of a running group is retried."""
         self.rule.samples_again_nowait(group_id)
 
     def finish_nowait(self, group: Group) -> Finished:
         """Mark a group as ready, or drop it by buffer.filter.
 
-        Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. If `mask` leaves nothing of it,
-        it goes straight to `on_requeued`; a filtered group does not, for its prompt is not sampled again.
+        Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. A filtered group is not passed to
+        `on_requeued`.
         """
         if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
             self._filter(group)
@@ -156,7 +146,6 @@ class Buffer:
         return "requeued" if is_useless else "ready"
 
     def _filter(self, group: Group) -> None:
-        """Release the group's admission. Too many in a row end the run, which would never train."""
         self._filtered_in_a_row += 1
         if self._filtered_in_a_row >= MAX_FILTERED_GROUPS:
             raise TaskError(
@@ -172,23 +161,19 @@ class Buffer:
         self._changed()
 
     def fail_nowait(self, group_id: GroupId) -> None:
-        """Release the admission of a failed group."""
         self.rule.fail_nowait(group_id)
         self._changed()
 
     # ---- weight sync
 
     def set_served_nowait(self, version: int) -> None:
-        """Note that every engine serves `version` or a newer one. Versions may be skipped."""
         self.rule.set_served_nowait(version)
         self._changed()
 
     # ---- trainer
 
     async def wait_batch(self) -> Batch:
-        """Return the next batch as soon as the rule allows it, and set `last_wait`. Only one task may wait,
-        for at most all batches of the run.
-        """
+        """Return the next batch once the rule allows it, and set `last_wait`."""
         clock = asyncio.get_running_loop().time
         self._meter = meter = WaitMeter(clock(), self.rule.waits_for, self.rule.next_batch)
         self._note_load()
@@ -210,7 +195,6 @@ class Buffer:
         return batch
 
     def take_nowait(self) -> Batch:
-        """Take the next batch. Raises WouldWait while the rule allows none."""
         choice = self.rule.take_nowait()
         groups = tuple(self._ready.pop(group_id) for group_id in choice.group_ids)
         min_version = max(0, choice.version - self.rule.max_staleness)
@@ -223,14 +207,12 @@ class Buffer:
 
     @property
     def next_group_id(self) -> int:
-        """Id of the next group to be admitted."""
         return self.rule.num_issued
 
     def prompts_ready(self) -> list[Prompt]:
         return [group.prompt for group in self._ready.values()]
 
     def gauges(self) -> dict[str, float]:
-        """Return the metrics of observe/metrics.py."""
         rule, wait = self.rule, self.last_wait
         return {
             "buffer/ready": rule.num_ready,
@@ -257,7 +239,6 @@ class Buffer:
         )
 
     def _what_forms(self) -> str:
-        """Return the cause of the wait for the next batch, as in WaitReport."""
         rule = self.rule
         what = {
             "publishing": "publishing, because no group may start before a newer version is served",
@@ -270,7 +251,6 @@ class Buffer:
         return f"{what} ({batch})"
 
     def _changed(self) -> None:
-        """Note what the trainer waits for, and wake the waiters that a change of the rule concerns."""
         cause = self.rule.waits_for
         if self._meter is not None:
             self._meter.change(asyncio.get_running_loop().time(), cause)
@@ -292,16 +272,15 @@ class Buffer:
 
 
 def _versions(group: Group) -> tuple[int, int]:
-    """Return the oldest and newest version of the group's sampled tokens."""
     versions = [span.version for trajectory in group.trajectories for span in trajectory.version_spans]
     return min(versions), max(versions)
 
 
 def rewards_of(group: Group) -> set[float]:
-    """Return the rewards of a group's rollouts, or of their parts if they have credits.
+    """Return the rewards of a group's rollouts or credits.
 
-    A group with equal rewards has no gradient, because each advantage is 0. Dynamic sampling replaces such
-    groups (DAPO, https://arxiv.org/abs/2503.14476, section 3.2).
+    Equal rewards give no gradient. Dynamic sampling replaces such groups (DAPO,
+    https://arxiv.org/abs/2503.14476, section 3.2).
     """
     rewards = set[float]()
     for trajectory in group.trajectories:

@@ -1,4 +1,4 @@
-"""buffer.look_ahead=auto: finds the smallest look-ahead that feeds the trainer as well as any."""
+"""buffer.look_ahead=auto: the smallest look-ahead that feeds the trainer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from statistics import fmean, stdev
 
 START = 2
 WARM_UP = 2
-"""First batches, not looked at: a process that has just started is slow."""
+"""Batches to ignore: a new process is slow."""
 FIRST_WINDOW, WINDOW, MEMORY = 5, 12, 36
-"""Batches before each of the first decisions, before each later one, and at most to judge by."""
+"""Batches before a first decision, before a later one, and at most to judge by."""
 NUM_FIRST = 4
-"""Number of first decisions."""
 MIN_LACK_FRACTION = 0.03
-"""Fraction of the time that the trainer may lack groups before more are started."""
+"""Fraction of the time that the trainer may lack groups."""
 BATCH_IN_HAND = 0.9
-"""Ready batches, in addition to the running ones. In simulations the smallest number that keeps the trainer
-95 % busy, for lognormal lengths with sigma 0.5 to 1.5."""
+"""Ready batches to keep: in simulations the fewest that keep the trainer 95 % busy."""
 SLACK = 0.3
-"""Batches that the look-ahead may be too large before it is lowered."""
+"""Excess batches before lowering."""
 FIRST_HOLD = 96
-"""Batches until a refuted raise, or a lowering that had to be undone, is tried again; doubled each time."""
+"""Batches before a refuted change is tried again; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Measurements of one batch: running_s is the integral of the running groups over time."""
+    """`running_s`: the integral of the running groups over time."""
 
     interval_s: float
     lack_s: float
@@ -39,14 +37,12 @@ class LookAhead:
     """Raise, lower or keep the look-ahead after each batch.
 
     By Little's law, the number of running groups must be (mean time of a group) / (time of a step), in
-    batches, plus one batch that is ready when the trainer asks. Both times are measured. The first is
-    (integral of the running groups) / (groups finished), which counts groups that still run. The second
-    excludes the time in which the trainer lacked groups: it waited (not for stragglers) with all admissible
-    groups admitted. A wait with open admission is not a lack, because no look-ahead would end it. If engines
-    slow down as more groups run, no look-ahead may end the lack. So a raise must make batches come faster, in
-    proportion to look_ahead + 1; otherwise it is undone in part, and not repeated for a while. Straggler
-    waits (on_overdue=wait) need no rule: in simulations the time per batch falls with the look-ahead and
-    stays there, because a long group only delays the batch of its deadline.
+    batches, plus one ready batch. The first time is (integral of the running groups) / (groups finished),
+    which counts groups that still run. The second excludes the time in which the trainer lacked groups with
+    all admissible groups admitted.
+
+    Engines may slow down as more groups run. So a raise must make batches come faster, in proportion to
+    look_ahead + 1; otherwise it is undone in part, and not repeated for a while.
     """
 
     def __init__(self, max_staleness: int) -> None:
@@ -60,21 +56,21 @@ class LookAhead:
         self._samples: deque[_Sample] = deque(maxlen=MEMORY)
         self._decide_at = WARM_UP + FIRST_WINDOW
         self._num_decisions = 0
-        # the look-ahead and the mean time for a batch, with its error as a fraction, before a raise on trial
+        # (look-ahead, mean time for a batch, its error) before a raise on trial
         self._trial_of: tuple[int, float, float] | None = None
         self._judge_at = 0
         self._limit, self._limit_until, self._raise_hold = max_staleness, 0, FIRST_HOLD
         self._came_down, self._lower_from, self._lower_hold = False, 0, FIRST_HOLD
 
     def note(self, now_s: float, num_running: int, *, lacks: bool) -> None:
-        """Record the number of running groups, and whether the trainer lacks groups, from `now_s` on."""
+        """`lacks`: the trainer lacks groups from `now_s` on."""
         passed_s = now_s - self._now_s
         self._running_s += passed_s * self._num_running
         self._lack_s += passed_s * self._lacks
         self._now_s, self._num_running, self._lacks = now_s, num_running, lacks
 
     def batch_taken(self, now_s: float, num_groups: int, num_ready: int) -> int:
-        """The trainer has taken `num_groups` and left `num_ready`. Returns the look-ahead from now on."""
+        """Return the new look-ahead; the trainer left `num_ready`."""
         self.note(now_s, self._num_running, lacks=False)
         if self._taken_s is not None and self._batch >= WARM_UP:
             num_finished = num_groups + num_ready - self._num_ready
@@ -113,7 +109,6 @@ class LookAhead:
             self._trial_of = None
 
     def _judge(self, look_ahead: int, interval_s: float, error: float) -> None:
-        """Undo the raise from `look_ahead` if it did not make batches come faster."""
         self._trial_of = None
         now_s, error_now = self._measured()
         gain = interval_s / now_s * (1 + math.hypot(error, error_now))
@@ -126,9 +121,7 @@ class LookAhead:
         self.current = needed
 
     def _measured(self) -> tuple[float, float]:
-        """Mean time for a batch, and its standard error as a fraction of it. Over the last few: before
-        them the workload may have been another one.
-        """
+        """Return the mean time of recent batches, and its relative standard error."""
         intervals = [max(sample.interval_s, 1e-9) for sample in list(self._samples)[-FIRST_WINDOW:]]
         mean = fmean(intervals)
         return mean, stdev(intervals) / math.sqrt(len(intervals)) / mean if len(intervals) > 1 else 1.0

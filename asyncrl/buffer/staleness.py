@@ -1,4 +1,4 @@
-"""The staleness rule, a pure state machine over versions and counts: events in, decisions out."""
+"""The staleness rule, a pure state machine over versions and counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WaitCause = Literal["generation", "stragglers", "publishing"]
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice:
-    """Batch `version`: its groups in order of admission, and the groups that no later batch can use."""
+    """Groups in order of admission, and groups that no later batch can use."""
 
     version: int
     group_ids: tuple[GroupId, ...]
@@ -26,11 +26,10 @@ class BatchChoice:
 
 @dataclass(frozen=True, slots=True)
 class OverduePolicy:
-    """buffer.on_overdue: what happens when a group that the next batch leaves behind would become too old.
+    """The fate of a group that the next batch would make too old.
 
-    `waits`: the batch waits for stragglers, so that no group ever passes its deadline. `masks`: late groups
-    are trained on; their tokens older than the batch's min_version have no loss weight. Neither: a group that
-    has passed its deadline is generated again.
+    `waits`: the batch waits for it. `masks`: it is trained on, without tokens older than the batch's
+    min_version. Neither: it is generated again.
     """
 
     waits: bool = False
@@ -38,14 +37,12 @@ class OverduePolicy:
 
     @property
     def reason(self) -> Literal["dropped", "all_masked"]:
-        """Reason for dropping a group that no batch can use."""
         return "all_masked" if self.masks else "dropped"
 
     def last_use(self, deadline: int, newest_deadline: int | None) -> int | None:
-        """Last batch that has a use for a group whose oldest token has `deadline`; None: any batch.
+        """Return the last batch that can use a group whose oldest token has `deadline`; None: any.
 
-        `newest_deadline` of its newest token, None while it samples: a masked group is of use as long as one
-        of its tokens is young enough.
+        `newest_deadline`: of its newest token, None while it samples.
         """
         return newest_deadline if self.masks else deadline
 
@@ -58,20 +55,18 @@ POLICIES: dict[OnOverdue, OverduePolicy] = {
 
 
 class StalenessRule:
-    """Decides which groups may start, which form the next batch, and which are too old.
+    """Decide which groups may start, which form the next batch, and which are too old.
 
-    Life:       admitted -> running -> ready -> consumed; or failed or returned, which frees the place.
-    Deadline:   last batch that may take a group whole: its start version (later: its oldest token's) +
-                max_staleness.
+    A deadline is the last batch that may take a group whole: the version of its start (later: of its oldest
+    token) + max_staleness.
+
     Invariants: (1) admitted = consumed + running + ready <= min((served + look_ahead + 1) * num_groups, all
-                    of the run) at each admission.
-                (2) `wait`: sorted by deadline, item j in flight has its turn in batch next_batch +
-                    j // num_groups, no later than its deadline. admit_nowait cannot break it, because of
-                    (1) and look_ahead <= max_staleness; take_nowait keeps it by looking at all remaining
-                    groups. So nothing is ever late, and the next batch can be taken once all running groups
-                    have finished.
-                (3) no group in flight has its last use (OverduePolicy) before next_batch.
-    Cost:       O(log n) an event and O(max_staleness) a decision: deadlines are counted, not looked through.
+    of the run) at each admission. (2) `wait`: sorted by deadline, item j in flight has its turn in batch
+    next_batch + j // num_groups, no later than its deadline. admit_nowait cannot break it, because of (1) and
+    look_ahead <= max_staleness; take_nowait checks all remaining groups. (3) no group in flight has its last
+    use (OverduePolicy) before next_batch.
+
+    Cost: O(log n) an event and O(max_staleness) a decision, because deadlines are counted.
     """
 
     def __init__(
@@ -80,16 +75,13 @@ class StalenessRule:
         self.num_groups, self.num_batches, self.max_staleness = num_groups, num_batches, max_staleness
         self.overdue: OverduePolicy = POLICIES[on_overdue]
         self.next_batch = 0
-        """Index of the next batch, which equals the number of batches taken."""
         self.served = 0
-        """Oldest policy_version that any engine serves."""
         self.set_look_ahead(look_ahead)
         self.num_issued = 0
-        """Groups ever admitted: the number of the next one."""
-        self._running: dict[GroupId, int] = {}  # -> deadline, in order of admission
+        self._running: dict[GroupId, int] = {}  # deadline, in order of admission
         self._ready: dict[GroupId, int] = {}  # -> deadline
         self._ready_order: list[tuple[int, GroupId]] = []  # heap; entries no longer in _ready are skipped
-        self._running_due: Counter[int] = Counter()  # deadline -> how many
+        self._running_due: Counter[int] = Counter()
         self._ready_due: Counter[int] = Counter()
         self._useless_after: dict[int, set[GroupId]] = {}  # last batch that can use them -> groups
         self._last_use: dict[GroupId, int] = {}  # the same by group
@@ -106,25 +98,22 @@ class StalenessRule:
 
     @property
     def admitted(self) -> int:
-        """Groups consumed or in flight, without failed and dropped groups."""
         return self.next_batch * self.num_groups + self.num_running + self.num_ready
 
     @property
     def num_open(self) -> int:
-        """Return the number of groups that may be admitted now."""
         limit = min(self.served + self.look_ahead + 1, self.num_batches) * self.num_groups
         return max(0, limit - self.admitted)
 
     @property
     def oldest_running(self) -> tuple[GroupId, int] | None:
-        """Return (id, start version) of the group that has run longest."""
         for group_id, deadline in self._running.items():
             return group_id, deadline - self.max_staleness
         return None
 
     @property
     def waits_for(self) -> WaitCause | None:
-        """Return the cause of the wait for the next batch, as in WaitReport; None if it can be taken now."""
+        """Return the cause of the wait for the next batch, if any."""
         if self.num_ready >= self.num_groups:
             return "stragglers" if self.overdue.waits and self._is_in_danger() else None
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
@@ -133,14 +122,12 @@ class StalenessRule:
 
     @property
     def lacks_groups(self) -> bool:
-        """Return whether the next batch waits for groups while admission is closed, so that a larger
-        look-ahead would help.
-        """
+        """Return whether a larger look-ahead would help the next batch."""
         return self.num_open == 0 and self.waits_for in ("generation", "publishing")
 
     def _is_in_danger(self) -> bool:
-        """Return whether taking the next batch now could break a deadline. All remaining groups with deadline
-        <= D must fit into the batches next_batch + 1 .. D.
+        """Return whether taking the next batch could break a deadline: all remaining groups with deadline <=
+        D must fit into the batches next_batch + 1 .. D.
         """
         num_due = num_taken = 0
         for deadline in sorted(self._running_due.keys() | self._ready_due.keys()):
@@ -159,10 +146,10 @@ class StalenessRule:
         running: Mapping[GroupId, int],
         ready: Mapping[GroupId, tuple[int, int]],
     ) -> tuple[GroupId, ...]:
-        """Restore the state of a killed run: batch `version` is next, its weights are served.
+        """Restore the state of a killed run; batch `version` is next.
 
-        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens. Returns the
-        groups that no batch can use under changed settings, and forgets them.
+        `running`: id -> start version, `ready`: id -> (oldest, newest). Returns and forgets the groups that
+        no batch can use under changed settings.
         """
         self.next_batch = self.served = version
         self.num_issued = next_group_id
@@ -177,19 +164,17 @@ class StalenessRule:
         return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
-        """Set the number of batches beyond the served version that may be started. Started groups stay."""
+        """Started groups stay."""
         assert 0 <= look_ahead <= self.max_staleness, f"look_ahead {look_ahead} is beyond max_staleness"
         self.look_ahead = look_ahead
 
     def set_served_nowait(self, version: int) -> None:
-        """Note that every engine serves `version` or a newer one. Versions may be skipped, never decrease."""
         assert self.served <= version <= self.next_batch, (
             f"version {version} is served after {self.served}, with {self.next_batch} batches taken"
         )
         self.served = version
 
     def admit_nowait(self) -> Ticket:
-        """Admit one group. Raises WouldWait if the staleness bound leaves no slot."""
         if self.num_open == 0:
             raise WouldWait(f"{self.admitted} groups are admitted at version {self.served}")
         group_id = GroupId(self.num_issued)
@@ -198,22 +183,19 @@ class StalenessRule:
         return Ticket(group_id, start_version=self.served)
 
     def sampled_nowait(self, group_id: GroupId) -> None:
-        """Mark a running group as fully sampled; it waits only for its rewards. No token is newer than
-        version next_batch. With `mask`, the first batch that is too late even for that version drops the
-        group: rewards of tokens without a weight are not worth a place.
+        """Mark a running group as fully sampled. With `mask`, a batch too late for version next_batch then
+        drops it.
         """
         newest_deadline = self.next_batch + self.max_staleness
         self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], newest_deadline))
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
-        """Note that a rollout of a running group is retried: newer tokens will come."""
         self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], None))
 
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
         """Mark a running group as ready; `oldest` and `newest` are the versions of its tokens.
 
-        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns True if no batch can
-        use the group any more; it is then forgotten.
+        Returns True, and forgets it, if no batch can use it any more.
         """
         deadline = oldest + self.max_staleness
         assert self._running[group_id] <= deadline, f"group {group_id} has a token older than its ticket"
@@ -229,14 +211,13 @@ class StalenessRule:
         return False
 
     def fail_nowait(self, group_id: GroupId) -> None:
-        """Release the admission of a running group that will not be ready."""
         deadline = self._running.pop(group_id)
         _count_down(self._running_due, deadline)
         self._note_last_use(group_id, None)
 
     def take_nowait(self) -> BatchChoice:
-        """Take batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This
-        method guarantees the bound. Raises WouldWait while there is a `waits_for`.
+        """Take the num_groups ready groups of earliest deadline, then lowest id. Raises WouldWait if
+        `waits_for` has a cause.
         """
         assert self.next_batch < self.num_batches, f"all {self.num_batches} batches were taken"
         if cause := self.waits_for:
@@ -251,9 +232,7 @@ class StalenessRule:
     def _late(
         self, deadlines: Mapping[GroupId, int], ready: Mapping[GroupId, tuple[int, int]]
     ) -> set[GroupId]:
-        """Return the fewest groups that must go to keep invariants (2) and (3); of equal deadlines, running
-        groups.
-        """
+        """Return the fewest groups to drop so that invariants (2) and (3) hold."""
         late: set[GroupId] = set()
         num_kept = 0
         for deadline, is_running, group_id in sorted((deadlines[i], i not in ready, i) for i in deadlines):
@@ -288,7 +267,6 @@ class StalenessRule:
                 return group_id
 
     def _requeue(self, version: int) -> list[GroupId]:
-        """Forget groups whose last useful batch was `version` and that it did not take."""
         requeued = []
         for group_id in sorted(self._useless_after.pop(version, ())):
             if group_id in self._ready:

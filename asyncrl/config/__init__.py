@@ -1,4 +1,4 @@
-"""The settings of a run. They are checked here, without torch and without looking at devices."""
+"""The settings of a run."""
 
 from asyncrl.config.generation import BufferConfig as BufferConfig
 from asyncrl.config.generation import EvalConfig as EvalConfig

@@ -1,4 +1,4 @@
-"""Sections `rollout`, `buffer` and `eval`: who samples, what waits, and how a policy is judged."""
+"""Sections `rollout`, `buffer` and `eval`."""
 
 from __future__ import annotations
 
@@ -26,41 +26,33 @@ EngineKind = Literal["embedded", "vllm", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """Facts about an engine kind for settings and placement; asyncrl/job/engine_kinds.py has its behavior.
-    `settings`: keys of `rollout` that only this kind reads.
-    """
+    """Facts about an engine kind. `settings`: keys of `rollout` that only this kind reads."""
 
     settings: tuple[str, ...] = ()
     has_model: bool = True
     free_settings: tuple[str, ...] = ()
-    """The keys that may change when a run resumes."""
     package: str | None = None
-    """Package of the other Python that runs its servers: rollout.{package}_python."""
+    """Package in the servers' own Python: rollout.{package}_python."""
     receives_transfers: bool = False
-    """Weights may come from device to device."""
+    """Weights may be sent from device to device."""
     opens_chunks: bool = True
-    """When colocated, it opens the memory of the trainer's chunks."""
     stages_weights: bool = True
-    """On separate devices, it holds the next weights in addition to the current ones."""
+    """On separate devices, it holds two sets of weights."""
     sleeps_on_cpu: bool = True
-    """When colocated, it can free its memory there."""
+    """When colocated, it can free its memory on a CPU."""
     keeps_turns: bool = False
-    """A second KV cache of equal size, for the conversations of agents, is available."""
+    """A second KV cache for agent conversations is available."""
     returns_routing: bool = False
-    """Can report the experts of each token."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
-    """Kind of device on which it can keep rollout.deterministic."""
+    """Kind of device that supports rollout.deterministic."""
     pages_kv: bool = False
-    """On CUDA, the KV cache of a sequence grows as needed; a full cache makes the sequence wait."""
+    """On CUDA, sequences wait for a full KV cache."""
     kv_block: int = 1
-    """The most tokens in one KV cache block."""
     forward_tokens: int = 0
-    """Most tokens of a forward pass."""
     logit_copies: int = 0
-    """Float32 arrays as wide as the vocabulary that a step makes for each slot."""
+    """Float32 arrays of vocabulary size per slot in a step."""
 
     def kv_length(self, length: int) -> int:
-        """Tokens of the KV cache that a sequence of this length takes."""
         return -(-length // self.kv_block) * self.kv_block
 
 
@@ -94,12 +86,12 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
 
 
 class EngineRange(FrozenConfig):
-    """Limits of `asyncrl scale`, which changes the number of engines during a run."""
+    """Limits of `asyncrl scale`."""
 
     min: int = Field(default=1, ge=1)
-    """Fewest that work at once."""
+    """Minimum number of running engines."""
     max: int = Field(ge=1)
-    """Maximum. Devices, memory and threads are planned for this number."""
+    """Maximum number of engines, used to plan devices, memory and threads."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -116,75 +108,63 @@ class RolloutConfig(FrozenConfig):
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one prompt, scored against each other."""
     num_engines: PositiveInt | EngineRange = 1
-    """Engine servers: a number, or {min: 1, max: 8} for a run whose number `asyncrl scale` changes."""
+    """Engine servers: a number, or {min: 1, max: 8} to allow `asyncrl scale`."""
     engine: EngineKind = "embedded"
-    """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a
-    latency model without a model, for load tests: its tokens are random, so nothing is learnt."""
+    """embedded: torch, any Hugging Face causal model. vllm: vLLM's server (docs/engines.md). simulated: a
+    latency model, for load tests."""
     simulated: LatencyModel = LatencyModel()
     """Latencies and completion lengths of the simulated engine."""
     vllm: dict[str, Any] = {}
-    """Arguments of `vllm serve` by name, passed unchanged. Arguments that the run sets itself are refused."""
+    """Arguments of `vllm serve` by name, except those that the run sets itself."""
     vllm_python: str = "auto"
     """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout)."""
     urls: list[str] | None = None
-    """URLs of vLLM servers that you started, num_engines in total; ASYNCRL_VLLM_KEY holds their key (none =
-    the run starts its own)."""
+    """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the run starts
+    its own)."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Devices that one vLLM engine is split over."""
+    """Devices per vLLM engine."""
     slots: int = Field(default=64, ge=1)
     """Sequences that one engine decodes at once."""
     max_tokens: int = Field(default=256, ge=1)
-    """Most tokens sampled in one rollout."""
+    """Maximum sampled tokens of a rollout."""
     max_prompt_tokens: int = Field(default=256, ge=1)
-    """Longest prompt; with max_tokens it sizes the KV cache. A longer prompt is a failed rollout, never
-    cut.
-    """
+    """Maximum prompt tokens. A longer prompt fails, and is never cut."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; logprobs on both sides are those of the tempered distribution."""
+    """Sampling temperature, also of logprobs."""
     timeout_s: float | None = Field(default=600.0, gt=0)
-    """Fail a rollout that is not finished after this many seconds, all its attempts together (none = off).
-    The wait of an agent's rollout for a worker does not count; everything else does: queues at the engines,
-    tools, the reward."""
+    """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
+    off)."""
     retries: int = Field(default=2, ge=0)
     """Retries of a failed rollout, within timeout_s."""
     max_failed_groups: int = Field(default=16, ge=1)
-    """End the run when this many groups in a row had no usable rollout."""
+    """End the run after this number of consecutive groups without a usable rollout."""
     max_requeues: int = Field(default=3, ge=0)
-    """Times that a prompt is sampled again, with other seeds, after its group failed, was dropped as too old,
-    or had all its tokens masked. After the next time it is given up (rollout/given_up), and at once if it can
-    never be sampled, being too long."""
+    """Times that a failed, overdue or fully masked prompt is sampled again."""
     deterministic: Literal["auto"] | bool = "auto"
-    """Make the tokens of a request depend only on its prompt, seed and weights, not on other requests. The
-    embedded engine on a CPU always does; vLLM on CUDA may lose throughput. Refused elsewhere (auto = true for
-    embedded on a CPU unless the model has experts, and for vLLM on CUDA at buffer.max_staleness=0; else
-    false)."""
+    """Make a request's tokens depend only on its prompt, seed and weights (auto = true for embedded on a
+    CPU without experts, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
+    """CPU threads of each engine server (auto = a quarter of the cores)."""
 
     @property
     def facts(self) -> EngineCapabilities:
-        """Facts about this kind of engine."""
         return ENGINES[self.engine]
 
     @property
     def engine_range(self) -> EngineRange:
-        """Fewest and most engines; a plain number is both."""
         num = self.num_engines
         return num if isinstance(num, EngineRange) else EngineRange(min=num, max=num)
 
     @property
     def is_scaled(self) -> bool:
-        """Return whether `asyncrl scale` may change the number of engines."""
         return isinstance(self.num_engines, EngineRange)
 
     @property
     def max_engines(self) -> int:
-        """Engines that have a name, a place and a port, whether they work or not."""
         return self.engine_range.max
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and completion together."""
         return self.max_prompt_tokens + self.max_tokens
 
     @field_validator("urls")
@@ -224,18 +204,14 @@ class BufferConfig(FrozenConfig):
     """The staleness bound, and how far generation runs ahead."""
 
     max_staleness: int = Field(default=1, ge=0)
-    """Hard bound, in policy versions, on the age of every token with a loss weight. 0 = on-policy."""
+    """Hard bound, in policy versions, on the age of every token with a loss weight (0 = on-policy)."""
     look_ahead: Literal["auto"] | NonNegativeInt = "auto"
-    """Batches that generation may run ahead, at most max_staleness (auto = the smallest value that keeps the
-    trainer busy)."""
+    """Batches that generation may run ahead, at most max_staleness (auto = the fewest that keep the trainer
+    busy)."""
     on_overdue: OnOverdue = "mask"
-    """When a straggler's deadline is in danger: train on it and mask its old tokens, wait for it, or drop and
-    regenerate it.
-    """
+    """Overdue stragglers: train and mask old tokens, wait, or drop and regenerate."""
     filter: Literal["none", "equal_rewards"] = "none"
-    """equal_rewards: a group whose rewards are all the same teaches nothing and is replaced by another
-    (DAPO's dynamic sampling).
-    """
+    """equal_rewards: replace groups whose rewards are all equal (DAPO's dynamic sampling)."""
 
     @model_validator(mode="after")
     def _look_ahead_fits(self) -> Self:
@@ -248,49 +224,46 @@ class BufferConfig(FrozenConfig):
 
 
 EVAL_SEED = 2**30
-"""Seed of evaluations. It differs from a run's, whose prompts are trained on."""
+"""Seed of evaluations, unlike the run's seed."""
 
 
 class EvalConfig(FrozenConfig):
-    """A held-out task, sampled every few steps at one fixed version by a separate engine server or by the
-    rollout engines. A list of sections gives several evaluations, which run one after another.
-    """
+    """A held-out task, sampled at one version. A list of sections gives several evaluations."""
 
     name: Name | None = None
-    """Name in metrics, and task.name of a harness (none = from the source of its task)."""
+    """Name in metrics, and task.name of a harness (none = from its task's source)."""
     task: TaskConfig
-    """Prompts and rewards, like the section `task`, always in file order (`shuffle` is ignored)."""
+    """Prompts and rewards, like the section `task`, in file order."""
     every: int = Field(default=20, ge=1)
-    """Evaluate the first version served after each multiple of this number of steps, and the last version."""
+    """Evaluate after multiples of this number of steps, and the last version."""
     at_start: bool = True
-    """Evaluate the initial weights too."""
+    """Also evaluate the initial weights."""
     engine: Literal["auto", "own", "rollout"] = "auto"
-    """Sampling engine. own: a separate engine server. rollout: the rollout engines, which get no new weights
-    until the evaluation ends. auto = own on the device of placement.eval, on a free CUDA device, or on the
-    CPU if the rollout engines use the CPU or the machine has no CUDA device; else rollout."""
+    """own: a separate engine server. rollout: the rollout engines, which get no new weights until the
+    evaluation ends. auto = own on placement.eval, a free CUDA device, or the CPU if the rollout engines use
+    it or the machine has no CUDA device; else rollout."""
     num_prompts: int = Field(default=64, ge=1)
-    """Prompts of one evaluation: the first ones of the task, the same each time."""
+    """Prompts per evaluation, from the task's first."""
     samples: int = Field(default=1, ge=1)
-    """Completions of each prompt."""
+    """Completions per prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature (0 = greedy)."""
     slots: int = Field(default=32, ge=1)
-    """Samples of this evaluation that are decoded at once."""
+    """Samples that are decoded at once."""
     timeout_s: float = Field(default=1800.0, gt=0)
-    """Timeout for one evaluation, in seconds. On expiry the evaluation is abandoned, counted and reported."""
+    """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported."""
 
     @property
     def called(self) -> str:
-        """The given name, or the name of its task."""
         return self.name or self.task.called
 
     @model_validator(mode="after")
     def _its_task_is_only_evaluated(self) -> Self:
         if given := self.task.given("name", "share", "sampling"):
             raise ValueError(
-                f"eval.task.{given[0]} is not for evaluations, which sample the same prompts anew; remove it"
+                f"eval.task.{given[0]} is not for evaluations, which sample the same prompts again; remove it"
             )
-        if self.called == "task":  # eval/task/NAME are the metrics that a task reports
+        if self.called == "task":  # a task reports eval/task/NAME
             raise ValueError("an evaluation cannot be called task; set eval.name to another one")
         return self
 
@@ -298,7 +271,7 @@ class EvalConfig(FrozenConfig):
     def _samples_differ(self) -> Self:
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"eval.samples={self.samples} are all the same at eval.temperature=0; set one of them to 1"
+                f"eval.samples={self.samples} are all the same at eval.temperature=0; set either to 1"
             )
         return self
 
@@ -307,4 +280,3 @@ Evals = Annotated[
     Annotated[EvalConfig, Tag("[one]")] | Annotated[list[EvalConfig], Field(min_length=1), Tag("[several]")],
     Discriminator(tag_of),
 ]
-"""An evaluation, or a list of several."""

@@ -1,4 +1,4 @@
-"""Sections `generator` and `gateway`: how a rollout is run; and the kinds of harness."""
+"""Sections `generator` and `gateway`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ OnOverflow = Literal["truncate", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class HarnessKind:
-    """`place`: its class in asyncrl/agents, made with (GeneratorConfig, is_worker=), which raises ConfigError
-    if it cannot be run here. `checked_in`: who makes one before a run, to check the config: the controller
-    (here); a short-lived child, for it loads code of the user's; None: the task loads the same.
-
-    Its option of `asyncrl work` is shown with `metavar` and `help`; `parse` makes the config key of it.
+    """`place`: class in asyncrl/agents, made with (GeneratorConfig, is_worker=); raises ConfigError.
+    `checked_in`: process that makes one to check the config. `metavar`, `help`, `parse`: option of `asyncrl
+    work`.
     """
 
     place: str
@@ -40,70 +38,57 @@ HARNESSES: Mapping[str, HarnessKind] = {
     ),
     "verifiers": HarnessKind("verifiers:VerifiersHarness", None, "ID", "a verifiers environment."),
 }
-"""Harness kinds by their key of `generator` and option of `asyncrl work`."""
 
 
 def kind_of(config: GeneratorConfig) -> HarnessKind | None:
-    """None: a single turn, or workers elsewhere."""
+    """Return the harness kind, None without a local harness."""
     return next((kind for name, kind in HARNESSES.items() if getattr(config, name)), None)
 
 
 class GeneratorConfig(FrozenConfig):
-    """Program of a rollout. Give one of `python`, `command`, `verifiers`, `remote`. Without any, a rollout is
-    one prompt and one completion.
-    """
+    """Program of a rollout: `python`, `command`, `verifiers` or `remote` (none of these = one completion)."""
 
     python: str | None = None
-    """`module:function` of an agent: async (task, session) -> reward, Outcome, or None for the task's own
-    reward.
-    """
+    """`module:function` of an agent: async (task, session) -> reward, Outcome, or None for the task's
+    reward."""
     command: list[str] | None = None
-    """A program and its arguments: the task as JSON on its standard input, the gateway in OPENAI_BASE_URL and
-    OPENAI_API_KEY, the reward on its last line."""
+    """Program and arguments: reads the task as JSON on stdin and the gateway in OPENAI_BASE_URL and
+    OPENAI_API_KEY, prints the reward as its last line."""
     verifiers: str | None = None
     """Id of a verifiers environment, loaded with `args`; its dataset is the task (task.verifiers)."""
     remote: bool = False
-    """Workers elsewhere run the rollouts: `asyncrl work URL`."""
+    """Other machines run the rollouts: `asyncrl work URL`."""
     args: dict[str, Any] = {}
-    """Settings of the verifiers environment, or keyword arguments of the python function, passed as they
-    are.
-    """
+    """Settings of the verifiers environment, or keyword arguments of the python function."""
     env: dict[str, str] = {}
-    """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and the OPENAI_
-    variables."""
+    """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and OPENAI_ variables."""
     pass_env: list[str] = []
-    """Variables of the run's environment that a command also gets, such as a judge's key. No file of the run
-    contains their values."""
+    """Variables of the run's environment that a command also gets; never written to a file."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """Isolation of a command. none: like any program of the worker's user. bubblewrap: no network except the
-    gateway, no files except the system's, its work folder and sandbox_paths."""
+    """Isolation of a command. bubblewrap: no network except the gateway, and only system files, the work
+    folder and sandbox_paths."""
     sandbox_paths: list[str] = []
-    """Files and folders that a command in a sandbox can read, besides the system's and files in `command`."""
+    """Additional files and folders that a sandboxed command can read."""
     max_memory_mb: PositiveInt | None = None
-    """Memory of each process of a command in a sandbox, in MiB (none = no limit)."""
+    """Memory per process of a sandboxed command, in MiB (none = no limit)."""
     outcomes: Outcomes = "returned"
-    """Source of rewards. returned: the function's result, or the last line of the command's output. posted:
-    /v1/outcome, with a key for that task only. none: the task's reward function."""
+    """Source of rewards. returned: the function's result, or the command's last line. posted: /v1/outcome,
+    with a key per task. none: the task's reward function."""
     on_overflow: OnOverflow = "truncate"
-    """Applies when a conversation exceeds rollout.max_prompt_tokens, or uses up gateway.max_calls or
-    gateway.max_rollout_tokens. truncate: keep and score the sampled tokens, marked as truncated, even if the
-    harness fails. fail: fail the rollout and retry it."""
+    """Applies when a conversation exceeds rollout.max_prompt_tokens, gateway.max_calls or
+    gateway.max_rollout_tokens. truncate: score the sampled tokens, marked as truncated. fail: fail the
+    rollout and retry it."""
     give_answer: bool = False
-    """Give the harness the `answer` of each prompt for its own reward. The model's tools may find the answer
-    there."""
+    """Pass each prompt's `answer` to the harness. The model's tools may find it."""
     workers: PositiveInt = 1
     """Processes that run the rollouts of `python`, `command` and `verifiers`."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
-    """Rollouts in flight at once (auto = rollout.slots * the engines that work; more where harnesses wait for
-    other things).
-    """
+    """Concurrent rollouts (auto = rollout.slots * running engines, or more for slow harnesses)."""
     stop: list[str] = []
-    """Texts that end a completion, in addition to the end-of-turn token. Only for single-turn rollouts; a
-    harness sends its own."""
+    """Texts that end a completion, besides the end-of-turn token. Single-turn rollouts only."""
 
     @property
     def is_harness(self) -> bool:
-        """Rollouts are run by a harness, over the gateway."""
         return self.remote or kind_of(self) is not None
 
     @model_validator(mode="after")
@@ -136,50 +121,33 @@ class GeneratorConfig(FrozenConfig):
         if self.sandbox == "none" and of_sandbox:
             raise ValueError(f"generator.{of_sandbox[0]} needs generator.sandbox=bubblewrap")
         if both := sorted(set(self.env) & set(self.pass_env)):
-            raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from one of them")
+            raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from either")
         return self
 
 
 class GatewayConfig(FrozenConfig):
-    """The OpenAI-compatible endpoint that harnesses call; open where a generator needs it, and under `asyncrl
-    serve gateway`.
-    """
+    """The OpenAI-compatible endpoint for harnesses and `asyncrl serve gateway`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but 127.0.0.1 lets other machines in; sessions and workers still need
-    their keys.
-    """
+    """Address to listen on. Any address but 127.0.0.1 admits other machines with keys."""
     port: Port | None = None
     """Port to listen on (none = any free one)."""
     public_url: str | None = None
-    """Address under which harnesses on other machines reach it, e.g. http://trainer-host:8700 (none =
-    http://host:port).
-    """
+    """URL for harnesses on other machines, e.g. http://trainer-host:8700 (none = http://host:port)."""
     on_sampling_override: Literal["auto", "use_config", "honour", "refuse"] = "auto"
-    """Applies to calls with another temperature or top_p than training. use_config: sample with the
-    configured values (logged once). honour: sample as requested; the tokens are context and never trained.
-    refuse: 400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
+    """Applies to calls with another temperature or top_p than training. use_config: use the configured
+    values. honour: sample as requested, but never train on the tokens. refuse: 400 (auto = honour under
+    `asyncrl serve gateway`, use_config in a run)."""
     tool_format: str = "auto"
-    """Format of the model's tool calls: a format of docs/gateway.md, response_template, none, or your own
-    `module:function`: parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto = from the chat
-    template)."""
+    """Format of tool calls: a format of docs/gateway.md, response_template, none, or `module:function`:
+    parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto = from the chat template)."""
     thoughts: Literal["inline", "apart"] = "inline"
-    """Place of thoughts in answers of /v1/chat/completions. inline: in `content`. apart: in
-    `reasoning_content`. Responses and messages always separate them."""
+    """Thoughts in /v1/chat/completions: in `content` (inline) or in `reasoning_content` (apart)."""
     max_calls: int = Field(default=256, ge=1)
-    """Calls per rollout; the next call gets 429, see generator.on_overflow. A key of `asyncrl serve gateway`
-    has no limit and keeps the newest 16 * max_calls conversations."""
-    max_concurrent_calls: int = Field(default=16, ge=1)
-    """Answers of one rollout sampled at once, 4 times more with a key of `asyncrl serve gateway`. A call with
-    n counts n times. Further calls wait."""
+    """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl serve gateway` has no
+    limit."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
-    """Tokens of all branches of a rollout together; shared context counts in each branch. At the limit the
-    next call gets 429, see generator.on_overflow (none = no limit)."""
-    max_body_bytes: int = Field(default=2**22, ge=2**10)
-    """Largest body of a call; a larger one gets 413."""
-    read_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds in which a client must have sent its whole request."""
-    max_connections: int = Field(default=8192, ge=1)
-    """Connections open at once. One more gets 503."""
+    """Tokens of a rollout; shared context counts in each branch. The next call gets 429
+    (generator.on_overflow) (none = no limit)."""
     lease_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds without a sign of life until a worker is taken for gone and its rollouts fail."""
+    """Timeout without a heartbeat, in seconds, until a worker's rollouts fail."""

@@ -1,5 +1,3 @@
-"""Sections `model` and `task`: what learns, and from what."""
-
 from __future__ import annotations
 
 import re
@@ -12,32 +10,32 @@ from asyncrl.config.fields import DType, FrozenConfig, Name, tag_of
 
 
 class ScratchConfig(FrozenConfig):
-    """A small model with random weights, made at the start of the run (seeded by `seed`)."""
+    """A small model with random weights, seeded by `seed`."""
 
     architecture: dict[str, Any]
-    """Keys of a transformers config, `model_type` included; vocab_size and token ids are filled in."""
+    """Keys of a transformers config, `model_type` included, without vocab_size and token ids."""
     characters: str = Field(min_length=2)
-    """Alphabet of the character-level tokenizer: one token a character."""
+    """Alphabet of the character-level tokenizer, one token per character."""
     has_tool_role: bool = False
     """The chat template knows messages of the role `tool`."""
 
 
 class ModelConfig(FrozenConfig):
-    """Which model learns. Give `path` or `scratch`."""
+    """The trained model: `path` or `scratch`."""
 
     path: str | None = None
     """Hugging Face folder or hub id of a causal language model with a chat template."""
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first commit."""
     scratch: ScratchConfig | None = None
-    """Instead of `path`: architecture and alphabet of a model with random weights."""
+    """Architecture and alphabet of a random model, instead of `path`."""
     dtype: DType = "auto"
-    """Type of the weights in engines and trainer (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or
-    amx_bf16, else float32). The run's config.yaml records the choice, and a resumed run keeps it."""
+    """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else
+    float32). A resumed run keeps the choice."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, such as enable_thinking: false; a harness may set them in a call."""
+    """Variables of the chat template, such as enable_thinking: false; calls may override them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -49,81 +47,71 @@ class ModelConfig(FrozenConfig):
 
     @property
     def source(self) -> str | None:
-        """Return model.path with its revision, if given. Return None if the model starts from scratch."""
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
 
 class TaskConfig(FrozenConfig):
-    """Prompts and rewards. Give one of `python`, `files`, `dataset`, `reasoning_gym`, `verifiers`. A list of
+    """Prompts and rewards, by `python`, `files`, `dataset`, `reasoning_gym` or `verifiers`. A list of
     sections gives several tasks.
     """
 
     name: Name | None = None
-    """Name of the task for its prompts, metrics and overrides in a run with several tasks (none = from its
-    source: the file, data set, class or reasoning-gym name)."""
+    """Task name in prompt ids, metrics and overrides (none = from its source)."""
     share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Share of the prompts, relative to the other tasks; for all tasks or for none (none = equal shares)."""
+    """Share of the prompts, relative to the other tasks (none = equal shares)."""
     python: str | None = None
-    """`module:Class` of a task of your own; built with `args` and the run's seed."""
+    """`module:Class` of a custom task, built with `args` and the run's seed."""
     files: list[str] | None = None
-    """JSONL or parquet files, one prompt a row."""
+    """JSONL or parquet files, one prompt per row."""
     dataset: str | None = None
     """Hugging Face dataset: hub id or folder."""
     split: str = "train"
     """Split of `dataset`."""
     reasoning_gym: str | None = None
-    """Name of a reasoning-gym task; `args` are its own settings, `size` the number of prompts."""
+    """Name of a reasoning-gym task, with settings `args` and number of prompts `size`."""
     verifiers: bool = False
-    """The tasks of the environment that generator.verifiers names; its rewards are the rewards."""
+    """Tasks and rewards of the environment in generator.verifiers."""
     size: int = Field(default=1000, ge=1)
-    """Number of prompts that a generated task makes (python, reasoning_gym, and a verifiers environment whose
-    tasks have no end).
-    """
+    """Number of prompts of a generated task (python, reasoning_gym, endless verifiers environments)."""
     args: dict[str, Any] = {}
     """Settings of the task itself, passed unchanged."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of chat messages."""
     answer_column: str | None = "answer"
-    """Column with the reference answer, handed to the reward function (none = no such column)."""
+    """Column with the reference answer for the reward function (none = no such column)."""
     reward: str | None = None
     """`module:function` with (prompt, completion, answer) -> float, or `math` for math-verify. Not for
-    python, reasoning_gym and verifiers, which score themselves; with a harness that gives the rewards it may
-    be none."""
+    python, reasoning_gym and verifiers, which score themselves."""
     system_prompt: str | None = None
     """System message before every prompt (none = no system message)."""
     shuffle: bool = True
-    """Seeded shuffle, another one each epoch (false = file order)."""
+    """Shuffle by seed, differently each epoch (false = file order)."""
     sampling: Literal["uniform", "by_difficulty"] = "uniform"
-    """uniform: each prompt once per epoch. by_difficulty: from the second epoch on, prompts with only right
-    or only wrong answers are skipped in most epochs."""
+    """uniform: each prompt once per epoch. by_difficulty: after the first epoch, mostly skip prompts with
+    only right or only wrong answers."""
     digest: str | None = None
-    """Digest of the data of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none =
-    any). A resumed run always refuses changed data."""
+    """Digest of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none = any)."""
     reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
-    """Execution of the reward function: inline on the event loop (only for fast pure functions), in threads,
-    or in processes, which can be killed when they hang (auto = process for `math`, else thread)."""
+    """Execution of the reward function: inline on the event loop, in threads, or in processes, which can be
+    killed (auto = process for `math`, else thread)."""
     reward_workers: int = Field(default=4, ge=1)
     """Rewards computed at once in `thread` and `process`."""
     special_tokens: Literal["visible", "stripped"] = "visible"
-    """Special tokens in sampled answers, as seen by reward functions and agents. visible: as text, such as
-    <unk>, except the end-of-turn token that ends the answer. stripped: removed, so a model can collect reward
-    with hidden tokens."""
+    """Special tokens in sampled answers. visible: as text, such as <unk>, except the end-of-turn token.
+    stripped: removed; hidden tokens can collect reward."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds until a reward counts as a failed rollout (never as a reward of 0)."""
+    """Timeout for a reward, in seconds. On expiry the rollout fails."""
 
     @property
     def scores_itself(self) -> bool:
-        """The reward comes with the prompts."""
         return self.python is not None or self.reasoning_gym is not None or self.verifiers
 
     @property
     def has_score(self) -> bool:
-        """The text of a completion can be scored; if not, each reward must come from the harness."""
         return self.reward is not None or (self.scores_itself and not self.verifiers)
 
     @property
     def called(self) -> str:
-        """The given name, or the name of its source."""
         if self.name is not None:
             return self.name
         path = PurePath(self.dataset or (self.files or ["verifiers"])[0])
@@ -143,7 +131,7 @@ class TaskConfig(FrozenConfig):
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
         sources = self.given(*names)
         if len(sources) != 1:
-            given = ", ".join(sources) or "none of them"
+            given = ", ".join(sources) or "none"
             raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
         if self.scores_itself and self.reward is not None:
             raise ValueError(f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward")
@@ -159,4 +147,3 @@ Tasks = Annotated[
     Annotated[TaskConfig, Tag("[one]")] | Annotated[list[TaskConfig], Field(min_length=1), Tag("[several]")],
     Discriminator(tag_of),
 ]
-"""A task, or a list of several."""

@@ -1,5 +1,3 @@
-"""Sections `placement`, `checkpoint`, `journal`, `supervision` and `observe`."""
-
 from __future__ import annotations
 
 import re
@@ -17,24 +15,21 @@ class NodesConfig(FrozenConfig):
     nodes: Literal["all"] | PositiveInt
     """Number of machines; all = every machine with the devices of `gpus`."""
     gpus: Literal["auto", "all"] | NonNegativeInt = "auto"
-    """CUDA devices per node; all = every device, 0 = the CPU (auto = all, or the CPU if there is no CUDA
-    device)."""
+    """CUDA devices per node; 0 = the CPU (auto = all, or the CPU without CUDA devices)."""
 
     def __str__(self) -> str:
-        """Return the written form."""
         gpus = "" if self.gpus == "auto" else f", gpus: {self.gpus}"
         return f"{{nodes: {self.nodes}{gpus}}}"
 
 
 Devices = Literal["auto", "cpu", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
-"""auto, cpu, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes. Real
-devices are counted later."""
+"""auto, cpu, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes."""
 
 DEVICE_WORDS = ("auto", "cpu", "all")
 
 
 def device_numbers(devices: Any) -> list[int] | None:
-    """Return the listed device numbers, or None if the text has another form."""
+    """Return the listed device numbers, if the text has this form."""
     if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
         devices = [*range(int(match[1]), int(match[2]) + 1)]
     numbers = devices if isinstance(devices, list) else [devices]
@@ -43,12 +38,10 @@ def device_numbers(devices: Any) -> list[int] | None:
 
 
 def is_cpu(devices: Devices) -> bool:
-    """Return whether only the CPU is listed."""
     return devices == "cpu" or (isinstance(devices, NodesConfig) and devices.gpus == 0)
 
 
 def _is_nodes(value: Any) -> bool:
-    """{nodes: 2, gpus: 8}, or the like."""
     if isinstance(value, NodesConfig):
         return True
     if not isinstance(value, Mapping) or "nodes" not in value or not {*value} <= {"nodes", "gpus"}:
@@ -59,28 +52,22 @@ def _is_nodes(value: Any) -> bool:
 
 
 class PlacementConfig(FrozenConfig):
-    """Which device each side uses. Both on the same CUDA devices, or rollout: trainer, means that they take
-    turns (docs/colocation.md).
-    """
+    """Devices of each side. Equal CUDA devices, or rollout: trainer, mean colocation (docs/colocation.md)."""
 
     trainer: Devices = "auto"
-    """Devices of the trainer's processes: cpu, a CUDA device number, a list [0, 1], a range 0-3, all, or
-    {nodes: 2, gpus: 8} (devices per node). auto = one CUDA device per process (trainer.world_size), or cpu
-    without CUDA devices."""
+    """Devices of the trainer: cpu, a CUDA device number, a list [0, 1], a range 0-3, all, or {nodes: 2,
+    gpus: 8} (auto = one CUDA device per process of trainer.world_size, else cpu)."""
     rollout: Devices = "auto"
-    """Devices of the engines, in the forms of placement.trainer, or `trainer` (colocated on the same
-    devices). auto = the devices that the trainer does not use; if it uses all, colocated at
-    buffer.max_staleness=0, else refused."""
+    """Devices of the engines, in the forms of placement.trainer, or `trainer` (colocated). auto = the
+    devices that the trainer does not use; without any, colocated at buffer.max_staleness=0, else refused."""
     eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
-    """Device of an eval engine (eval.engine): cpu or the number of one CUDA device. auto = a CUDA device that
-    no other part uses; with eval.engine=own else one of the rollout engines."""
+    """Device of an eval engine: cpu or a CUDA device number. auto = an unused CUDA device; with
+    eval.engine=own else an engine's device."""
     teacher: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
-    """Device of the teacher: cpu or the number of one CUDA device (auto = a device that no other part uses,
-    else one of the rollout engines)."""
+    """Device of the teacher: cpu or a CUDA device number (auto = an unused device, else an engine's)."""
     share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
-    """Fraction of a CUDA device's memory for the engines, if trainer and engines share devices. Above
-    buffer.max_staleness=0 both work at once. When colocated, both stay in memory and take turns: auto does
-    this if both fit, on the CPU too; else, and with none, each side moves out during the other's turn."""
+    """Fraction of a shared CUDA device's memory for the engines. When colocated with auto, both sides stay
+    in memory if they fit; else, and with none, each is offloaded during the other's turn."""
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod
@@ -99,16 +86,15 @@ class CheckpointConfig(FrozenConfig):
     """Checkpoints of the run."""
 
     every: PositiveInt | None = 50
-    """Batches between two checkpoints (none = none; a resumed run then trains the journaled batches again
-    from the start).
+    """Batches between two checkpoints (none = none; a resumed run then trains the journaled batches again).
     """
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
     """Keep checkpoints at multiples of this number of batches forever (none = off)."""
     keep_best: bool | str = False
-    """Also keep the checkpoint with the best eval/reward_mean (needs the section `eval`, with the same
-    `every` or a multiple of it). With several evaluations, true means the first; or give a name."""
+    """Also keep the checkpoint with the best eval/reward_mean: true for the first evaluation, or a name
+    (needs `eval` with the same `every` or a multiple of it)."""
 
     @model_validator(mode="after")
     def _multiples_exist(self) -> Self:
@@ -123,26 +109,23 @@ class JournalConfig(FrozenConfig):
     """The journal, journal.sqlite."""
 
     keep: Literal["checkpoint", "all"] = "checkpoint"
-    """Tokens of trained batches: as long as a checkpoint before them, or always."""
+    """Keep tokens of trained batches since the oldest checkpoint, or always."""
 
 
 class SupervisionConfig(FrozenConfig):
     """Restarts of processes, and reports of hangs."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """Times within an hour of work that each engine, the trainer and each worker of the run is started again
-    after it died or stopped answering (0 = the run ends at once)."""
+    """Restarts of each engine, trainer or worker within an hour of work (0 = the run ends at once)."""
     backoff_s: float = Field(default=1.0, ge=0)
-    """Seconds before the first restart of a process; doubled each time, 30 at most."""
+    """Delay of a process's first restart, in seconds; doubled each time, 30 at most."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds until the first answer of a process, in addition to reading its model (vLLM: three times
+    """Timeout for a process's first answer, in seconds, after reading its model (vLLM: three times
     longer)."""
     watchdog_s: float = Field(default=900.0, gt=0)
-    """Seconds without any progress after which the run says who waits for whom, and dumps its stacks into the
-    log.
-    """
+    """Seconds without progress until the run reports who waits for whom, with stacks in the log."""
     on_stuck: Literal["warn", "restart", "fail"] = "warn"
-    """Then: go on waiting, restart the engines, or end the run (which can be resumed)."""
+    """Reaction to that: keep waiting, restart the engines, or end the run (which can be resumed)."""
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -152,29 +135,27 @@ class ObserveConfig(FrozenConfig):
     """Output of the run: files, trackers, console, status port."""
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a table that updates; plain: a line every few seconds; auto = live on a terminal, else
-    plain. Lines that a full pipe does not take are omitted; the run continues.
-    """
+    """live: a table that updates; plain: a line every few seconds; auto = live on a terminal, else plain. A
+    full pipe loses lines."""
     trackers: list[str] = ["tensorboard"]
-    """Trackers: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio (each with the extra of its name),
-    or your own `module:Class` (docs/monitoring.md) ([] = none)."""
+    """Trackers: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio (each with the extra of its
+    name), or `module:Class` (docs/monitoring.md) ([] = none)."""
     tracker_args: dict[str, dict[str, Any]] = {}
-    """Keyword arguments of each tracker by its name, such as {wandb: {project: letters}} (docs/monitoring.md
-    lists them)."""
+    """Keyword arguments of each tracker by its name, such as {wandb: {project: letters}}
+    (docs/monitoring.md)."""
     status_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of /metrics, for Prometheus, and /status (none = off; 0 = any free one, which is printed and in
-    status.json). RUN_DIR/status.key has the bearer token for both."""
+    """Port of /metrics, for Prometheus, and /status (none = off; 0 = any free one, in status.json).
+    RUN_DIR/status.key has the bearer token."""
     status_host: str = "127.0.0.1"
-    """Address that it listens on (0.0.0.0 = all of this machine, without TLS)."""
+    """Address of the status port (0.0.0.0 = all of this machine, without TLS)."""
     samples_per_step: int = Field(default=3, ge=0, le=100)
-    """Rollouts of a batch that are written as text into samples.jsonl: the best, the worst, the others by
-    chance (0 = none). Of a long run the first 20 MB and the newest 20 to 40 MB are kept."""
+    """Rollouts per batch in samples.jsonl: the best, the worst, and random ones (0 = none). Long files lose
+    middle parts."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Readers of the run directory, which contains the config, the logs and every conversation."""
     heartbeat_s: float = Field(default=60.0, gt=0)
-    """Seconds without an answer until an engine, trainer or worker process counts as lost. It is then
-    restarted, up to supervision.max_restarts times. A lost eval engine is not restarted: the run continues
-    without evaluation."""
+    """Timeout without a heartbeat, in seconds, until an engine, trainer or worker is restarted. Without the
+    eval engine the run continues."""
 
     @model_validator(mode="after")
     def _trackers_are_known(self) -> Self:
@@ -192,5 +173,4 @@ class ObserveConfig(FrozenConfig):
 
     @property
     def dir_mode(self) -> int:
-        """File mode of the run directory."""
         return {"owner": 0o700, "group": 0o750, "all": 0o755}[self.readable_by]

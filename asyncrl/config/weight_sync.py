@@ -1,8 +1,7 @@
-"""Section `weight_sync`; what each transport needs of engine, placement and settings, and its words.
+"""Section `weight_sync`; what each transport needs of engine, placement and settings.
 
-A new transport is a line in TRANSPORTS, with its rules in refuse_transport. The trainer's end of
-each is a class in asyncrl/weights/transport.py; the engine's end is in the embedded loaded_weights.py, and
-for vLLM in asyncrl/engines/vllm_weights.py (load_of).
+A new transport is a line in TRANSPORTS, rules in refuse_transport, and its ends in
+asyncrl/weights/transport.py, loaded_weights.py (embedded) and asyncrl/engines/vllm_weights.py.
 """
 
 from __future__ import annotations
@@ -27,23 +26,19 @@ TO_SHM = "set weight_sync.transport=shm"
 
 @dataclass(frozen=True, slots=True)
 class TransportCapabilities:
-    """A transport. By default, the trainer writes all weights to one file in shared memory, which engines
-    read during generation.
-    """
+    """Facts about a transport. By default, all weights are one file in shared memory."""
 
     sends_adapters: bool = False
     is_transfer: bool = False
-    """Tensors go from device to device."""
     is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
     """When colocated, engines open the chunks in the trainer's device memory."""
     is_file_shared: bool = False
-    """Exports are files in weight_sync.disk_dir and use no memory of this machine."""
+    """Exports are files in weight_sync.disk_dir."""
     is_fetched: bool = False
-    """Nodes other than the trainer's fetch its file into their shared memory."""
     bound: str = ""
-    """Why engines cannot be on other nodes; '': they can."""
+    """Why engines cannot be on other nodes, or ''."""
 
 
 TRANSPORTS: dict[TransportName, TransportCapabilities] = {
@@ -62,41 +57,36 @@ class WeightSyncConfig(FrozenConfig):
     """Pushes of new weights to the engines."""
 
     transport: Literal["auto"] | TransportName = "auto"
-    """auto = on CUDA devices nccl (separate devices) or ipc (colocated); elsewhere disk if disk_dir is given,
-    else shm; on several nodes disk or stream. shm: a safetensors file in shared memory. stream: the same
-    file, downloaded once by each node. disk: the same file in disk_dir. lora: only the adapters (needs
-    trainer.lora), downloaded by other nodes. nccl: one broadcast to all engines from the trainer's device
-    (gloo on the CPU). ipc: chunks in memory of the shared CUDA devices."""
+    """auto = on CUDA devices nccl (separate devices) or ipc (colocated); elsewhere disk if disk_dir is
+    given, else shm; on several nodes disk or stream. shm: a safetensors file in shared memory. stream: the
+    file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one broadcast
+    to all engines. ipc: chunks in memory of shared devices."""
     disk_dir: str | None = None
-    """Folder for transport=disk (auto is disk with it), on a file system that trainer and engines share under
-    the same path."""
+    """Folder for transport=disk, under one path for trainer and engines."""
     interrupt: Literal["auto"] | Interrupt = "auto"
-    """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed KV
-    cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest in
-    measurements."""
+    """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed
+    KV cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest."""
     canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
-    """After each push to vLLM, the largest allowed difference between its logprobs of a fixed text and the
-    trainer's, in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
+    """Maximum difference in nats between vLLM's logprobs of a fixed text and the trainer's after each push
+    (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again,
-    an export or a handover that does ends the run."""
+    """Timeout for each phase of a push or a handover, in seconds. On expiry an engine is restarted; a late
+    export or handover ends the run."""
     chunk_bytes: int = Field(default=2**28, ge=2**16)
     """When colocated, bytes per chunk of weights. A larger tensor is one chunk."""
 
     @property
     def settled(self) -> TransportName:
-        """The transport, after launch/capacity.py has resolved auto."""
-        assert self.transport != "auto", "resolve_auto() comes before anything that moves weights"
+        assert self.transport != "auto", "resolve_auto() precedes every weight sync"
         return self.transport
 
     @property
     def facts(self) -> TransportCapabilities:
-        """Facts about this transport. An unresolved auto has the facts valid on any device."""
+        """Return this transport's facts; for auto the common ones."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 
     @property
     def file_transport(self) -> TransportName:
-        """Return the file transport that auto chooses."""
         return "shm" if self.disk_dir is None else "disk"
 
     @model_validator(mode="after")
@@ -110,7 +100,6 @@ class WeightSyncConfig(FrozenConfig):
 
 
 def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
-    """Return True if, on several nodes, files of weights are fetched by other nodes."""
     facts = config.weight_sync.facts
     return facts.is_fetched or (facts.is_collective and has_eval_engine)
 
@@ -118,8 +107,8 @@ def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
 def choose_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> tuple[TransportName, str]:
-    """Return the transport of `auto` between these devices and nodes, and the reason. Never lora: vLLM
-    computes differently with unmerged adapters.
+    """Return the transport of `auto`, and the reason. Never lora: vLLM computes differently with unmerged
+    adapters.
     """
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
@@ -138,20 +127,17 @@ def choose_transport(
         return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
     if shared := _used_twice(engines):
         return "shm", f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
-    return "nccl", "trainer and engines are on CUDA devices of their own"
+    return "nccl", "trainer and engines are on separate CUDA devices"
 
 
 def _used_twice(devices: Sequence[str]) -> list[str]:
-    """The CUDA devices that several of these processes use."""
     return sorted({device for device in devices if device != "cpu" and devices.count(device) > 1})
 
 
 def refuse_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> None:
-    """Raise ConfigError, with a way out, if this transport cannot serve these engines. `is_turns`: trainer
-    and engines share their devices. auto always chooses a transport that can.
-    """
+    """Raise ConfigError if this transport cannot serve these engines. `is_turns`: colocated."""
     facts, sync = config.weight_sync.facts, config.weight_sync
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
     _refuse_engine(config, name)
@@ -202,7 +188,6 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
 
 
 def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
-    """Return the transport during generation, and the reason."""
     sync = config.weight_sync
     if sync.facts.is_collective:
         library = "NCCL" if is_on_cuda else "gloo"

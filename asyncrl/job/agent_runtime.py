@@ -1,4 +1,4 @@
-"""Run rollouts with a harness (gateway, work queue, workers) or as single turns, and try agents."""
+"""Run rollouts with a harness or as single turns, and try agents."""
 
 from __future__ import annotations
 
@@ -46,18 +46,16 @@ from asyncrl.rollouts.rollout import (
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
 
-if TYPE_CHECKING:  # which import FastAPI
+if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
     from asyncrl.agents.endpoint.sessions import GatewaySession
     from asyncrl.agents.endpoint.work_routes import RolloutQueue
 
 NO_WORKER_S = 30.0
 GOODBYE_S = 5.0
-"""Limit on waiting for remote workers after a run. A worker with all slots busy learns of the end at its
-next heartbeat.
-"""
+"""Limit on waiting for remote workers after a run."""
 TASK_SEED_TURN = -1
-"""Turn number in the seed for a harness's own draws."""
+"""Turn in the seed of a harness's own draws."""
 
 
 def model_name(config: RunConfig) -> str:
@@ -65,13 +63,11 @@ def model_name(config: RunConfig) -> str:
 
 
 MAX_TEXT = 500
-"""Characters of a rollout that `serve gateway --rollouts` prints."""
+"""Characters of a rollout printed by `serve gateway --rollouts`."""
 
 
 def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:
-    """Return end-of-turn tokens, and special tokens outside the markup of tool calls and thoughts. Raises
-    ConfigError for an unknown tool format.
-    """
+    """Return end-of-turn tokens, and special tokens outside tool calls and thoughts."""
     tool_format = find_tool_format(
         config.gateway.tool_format, tokenizer.template, tokenizer.response_template
     )
@@ -82,7 +78,7 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
 
 
 def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
-    """Return the number of concurrent rollouts (`num_engines` None: with all engines)."""
+    """Return the concurrent rollouts (`num_engines` None: all engines)."""
     concurrency = config.generator.concurrency
     num = config.rollout.max_engines if num_engines is None else num_engines
     return config.rollout.slots * num if concurrency == "auto" else concurrency
@@ -96,10 +92,8 @@ def make_gateway(
     *,
     is_for_users: bool = False,
 ) -> tuple[Gateway, RolloutQueue]:
-    """Return the gateway, not open yet, and the work queue on its port. Raises ConfigError for an unknown
-    tool format.
-    """
-    from asyncrl.agents.endpoint.gateway import Gateway  # FastAPI takes its time
+    """Build the gateway, not open yet, and the work queue."""
+    from asyncrl.agents.endpoint.gateway import Gateway
     from asyncrl.agents.endpoint.work_routes import RolloutQueue
 
     config, seed, rollout = life.config, life.config.seed, life.config.rollout
@@ -143,9 +137,8 @@ def make_gateway(
 class AgentRuntime:
     """Gateway, work queue, and the run's own `workers` (empty with generator.remote).
 
-    Life: created with its port bound, its address and the key for remote workers in RUN_DIR/gateway.json ->
-        start -> aclose.
-    Waits: aclose() waits up to GOODBYE_S for remote workers to leave a finished run.
+    Life: created with a bound port and RUN_DIR/gateway.json -> start -> aclose.
+    Waits: aclose() waits up to GOODBYE_S for remote workers.
     """
 
     def __init__(
@@ -156,7 +149,7 @@ class AgentRuntime:
         saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() and is_remote else {}
         env_key = os.environ.get(WORKER_KEY_ENV) if is_remote else None
         # Remote workers reconnect to a resumed run with their old key. The key of local workers is in no
-        # file: a program of the model, under the same user, could read it, lease rollouts and reward them.
+        # file: a program of the model could read it, lease rollouts and reward them.
         self.worker_key = env_key or saved.get("worker_key") or secrets.token_hex(24)
         self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
         self.url = self.gateway.bind()
@@ -175,9 +168,7 @@ class AgentRuntime:
         )
 
     def _worker(self, job: Lifecycle, number: int) -> Server:
-        """Create a worker with its own secret: the run's secret opens engines and trainer and must stay
-        hidden from programs of a harness.
-        """
+        """Create a worker whose secret differs from the run's."""
         config = job.config
         num_slots = num_rollouts(config) + (config.eval_slots if config.evaluates_agent else 0)
         name = f"worker-{number}"
@@ -194,11 +185,7 @@ class AgentRuntime:
         return Server(child, Caller(name, "", secret), WorkerHealth, config.supervision.start_timeout_s)
 
     async def open(self, job: Lifecycle) -> None:
-        """Open the gateway, start the workers and wait until they answer; `job` closes both. Raises
-        ConfigError or RoomError.
-
-        Users start remote workers with the printed command.
-        """
+        """Open the gateway and start the workers."""
         from asyncrl.agents.endpoint.listener import collect_less
 
         job.log.activity("starting the gateway and its workers")
@@ -262,11 +249,9 @@ def make_generator(
 class UserKey:
     """Two keys of a user who tries an agent by hand, for calls and for outcomes.
 
-    Life: open -> calls -> a posted outcome: samples since the last outcome become a recorded rollout -> a new
-        session -> ... -> close. Samples without an outcome are recorded without a reward at close, or earlier
-        for the oldest conversations beyond a key's limit (USER_SHARE).
-    Invariant: a completion is in one rollout: calls in flight when an outcome arrives get 410 and are in
-        none.
+    Life: open -> calls -> posted outcome: samples since the last one are recorded -> new session -> close.
+        Samples without an outcome are recorded without a reward.
+    Invariant: a completion is in one rollout. Calls in flight when an outcome arrives get 410.
     """
 
     def __init__(
@@ -274,17 +259,16 @@ class UserKey:
     ) -> None:
         self.key, self.outcome_key = secrets.token_hex(24), secrets.token_hex(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
-        # random, so that a restart draws other tokens
+        # a restart draws other tokens
         self._name = f"people/{secrets.token_hex(4)}"
         self._session = self._open(0)
         queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
 
     def close(self) -> None:
-        """Refuse further calls and record the unfinished rollout. Raises RoomError if writing fails."""
         self._session.end_nowait("the gateway was ended")
         try:
             rollout = self._session.rollout(0, Outcome(), 0.0)
-        except RolloutFailure:  # nothing was sampled
+        except RolloutFailure:
             return
         self._keep(self._session, None, rollout)
 
@@ -303,7 +287,7 @@ class UserKey:
             self._life.on_broken(error)
 
     def _take(self, outcome: Outcome) -> None:
-        """Record a posted outcome. Raises RolloutFailure, without changes, if it does not fit the samples."""
+        """Record a posted outcome. Raises RolloutFailure if it does not fit the samples."""
         reward = own_reward(outcome)
         session = self._session
         is_trainable = session.has_trained or not session.num_completions
@@ -323,7 +307,6 @@ class UserKey:
     def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
         messages = tuple(session.opening or ())
         digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-        # equal opening messages are one prompt
         prompt = Prompt(f"people/{digest}", messages)
         index = self._recorder.next_sample(prompt.prompt_id)
         branches = tuple(replace(branch, sample_index=index) for branch in rollout)
@@ -339,7 +322,6 @@ def shape_text(rollout: Rollout) -> str:
 
 
 def sampled_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
-    """Return the newest branch from its first sampled token, special tokens included."""
     branch = rollout[-1]
     first = int(branch.loss_mask.argmax())
     text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
@@ -355,9 +337,7 @@ async def try_rollouts(
     recorder: RolloutRecorder,
     tokenizer: HFChatTokenizer,
 ) -> bool:
-    """Run `rollout.group_size` rollouts per prompt, `num_tried` in total; print and record each. Return True
-    if any succeeded.
-    """
+    """Run, print and record rollouts. Return True if any succeeded."""
     rollout = life.config.rollout
     slots = Slots(num_rollouts(life.config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)

@@ -1,7 +1,5 @@
-"""Check a config before any process starts: load everything except weights, with the code of the run itself.
-
-Torch and user code that the controller does not run (losses, advantages, agents) load in a short-lived
-process, `python -m asyncrl.job.check`, which ends with a fatal line or with exit code FINE.
+"""Check a config: load everything except weights. Torch and user code that the controller does not run load
+in a child process, `python -m asyncrl.job.check`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,23 +46,20 @@ from asyncrl.tasks.from_config import (
     look_at_task,
     make_prompt_source,
 )
-from asyncrl.tasks.task import PromptTask
+from asyncrl.tasks.task import PromptTask, RowTask, as_messages
 from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 
 NUM_PROMPTS = 100
-"""Prompts to tokenize."""
 NUM_SCRATCH_PROMPTS = 1000
-"""Prompts to compare with the characters of a scratch model, instead."""
+"""Prompts of a Python task to compare with a scratch model's alphabet."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 FINE = 64
-"""Exit code after loading everything; unlikely as an exit code of user code."""
+"""Exit code after loading everything."""
 
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """Human-readable `lines`, `notes` to warn of at the start of a run, and tasks that the run
-    reuses. Tasks that only a start may read are missing.
-    """
+    """Lines to print, notes to warn of, and loaded tasks."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -73,7 +68,6 @@ class Found:
 
 
 def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Iterator[str]:
-    """Yield the output of `asyncrl check`. Raises ConfigError at the first failure."""
     unchecked = list[str]()
     with may_lack_train("trackers", unchecked):
         check_trackers(config.observe)
@@ -94,7 +88,7 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
 
 
 async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
-    """Check everything in the config of a run. `is_needed`: also read tasks that only its start may read."""
+    """Validate a run's config. `is_needed`: read tasks that only a start may read."""
     life.log.activity("checking the config")
     found = await asyncio.to_thread(validate, life.config)
     for note in found.notes:
@@ -112,9 +106,7 @@ async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
 
 
 def validate(config: RunConfig, unchecked: list[str] | None = None) -> Found:
-    """Load everything except weights. Raises ConfigError at the first failure; without the extra train, adds
-    what needs it to `unchecked`, if given, instead.
-    """
+    """Load everything except weights. Parts that lack the extra train go into `unchecked`."""
     resolve(config.algorithm)
     found = Found()
     if not config.rollout.facts.has_model:
@@ -157,7 +149,7 @@ def _check_tasks(config: RunConfig, found: Found, unchecked: list[str] | None) -
 
 
 def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
-    """Return the tokenizer, or None if a part of it is only on the hub."""
+    """Return None if a part is only on the hub."""
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         text = "is fetched from the hub when the run starts; not checked: that needs the network"
@@ -172,7 +164,6 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
 
 
 def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer | None) -> None:
-    """Check characters and lengths of the first prompts. Raises ConfigError if a prompt cannot be made."""
     by_task = dict[str, list[Prompt]]()
     num_prompts = NUM_PROMPTS if config.model.scratch is None else NUM_SCRATCH_PROMPTS
     if len(found.tasks) == len(config.tasks):
@@ -184,14 +175,13 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
         except TaskError as error:
             raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
     for name, (_, held_out) in found.evals.items():
-        by_task[f"eval task {name}".rstrip()] = list(held_out[:num_prompts])
+        by_task[f"eval task {name}".rstrip()] = list(held_out)
     if config.model.scratch is not None:
-        for name, prompts in by_task.items():
-            _refuse_outside_alphabet(name, prompts, config.model.scratch.characters)
+        _refuse_outside_alphabet(by_task, found.tasks, config.model.scratch.characters)
     if tokenizer is None:
         return
     if config.generator.is_harness or config.evaluates_agent:
-        with _refusing(config, "the simplest chat"):  # an agent's messages are still unknown
+        with _refusing(config, "the simplest chat"):
             tokenizer.render([{"role": "user", "content": "Hello"}])
     for name, prompts in by_task.items():
         is_eval = name.startswith("eval")
@@ -200,7 +190,7 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
 
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
-    """Return the tokenizer, or None if a part of it is only on the hub."""
+    """Return None if a part is only on the hub."""
     model, template, settings = config.model, config.model.chat_template, config.model.chat_template_kwargs
     if template is not None:
         read_template(Path(template))
@@ -251,24 +241,29 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
     )
 
 
-def _refuse_outside_alphabet(name: str, prompts: Sequence[Prompt], characters: str) -> None:
-    used = {
-        character for prompt in prompts for message in prompt.messages for character in message["content"]
-    }
-    if unknown := "".join(sorted(used - set(characters))):
-        raise ConfigError(
-            f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
-            rule="each would become the token <unk>",
-            way_out="add them to model.scratch.characters, or change the prompts.",
-        )
+def _refuse_outside_alphabet(
+    by_task: Mapping[str, Sequence[Prompt]], tasks: Mapping[str, PromptTask], characters: str
+) -> None:
+    """Check these prompts and all rows of tasks."""
+    chats = {name: [prompt.messages for prompt in prompts] for name, prompts in by_task.items()}
+    for name, task in tasks.items():
+        if isinstance(task, RowTask):
+            rows = (as_messages(task.prompt(index).content, task.place(index)) for index in range(len(task)))
+            chats.setdefault(f"task {name}".rstrip(), []).extend(rows)
+    for name, of_task in chats.items():
+        used = {character for chat in of_task for message in chat for character in message["content"]}
+        if unknown := "".join(sorted(used - set(characters))):
+            raise ConfigError(
+                f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",
+                rule="each would become the token <unk>",
+                way_out="add them to model.scratch.characters, or change the prompts.",
+            )
 
 
 def _check_lengths(
     name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
 ) -> list[str]:
-    """Return a note on prompts that are too long. Raises ConfigError if all are, or if the chat template
-    rejects one.
-    """
+    """Return notes. Raises ConfigError if all prompts are too long."""
     limit = config.rollout.max_prompt_tokens
     with _refusing(config, f"a prompt of the {name}"):
         lengths = [len(tokenizer.encode_chat(prompt.messages)) for prompt in prompts]
@@ -286,7 +281,6 @@ def _check_lengths(
 
 
 def _check_in_child(config: RunConfig) -> None:
-    """Check user code and LoRA layers in a child process. Raises its ConfigError."""
     names = (config.algorithm.loss, config.algorithm.advantage)
     kind = kind_of(config.generator)
     is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
@@ -320,7 +314,6 @@ def _check_in_child(config: RunConfig) -> None:
 
 
 def load_in_child(config: RunConfig) -> None:
-    """Load everything that only trainer and workers load. Raises ConfigError."""
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss)
     if ":" in config.algorithm.advantage:
@@ -337,7 +330,6 @@ def load_in_child(config: RunConfig) -> None:
 
 
 def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) -> None:
-    """Check the LoRA targets in a model without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -355,7 +347,7 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
 
 
 def main() -> None:
-    """Check the config from standard input; exit without waiting for threads of user modules."""
+    """Check stdin; exit without waiting for threads of user modules."""
     code = 1
     try:
         load_in_child(RunConfig.model_validate(yaml.safe_load(sys.stdin.read())))
@@ -363,7 +355,7 @@ def main() -> None:
     except ConfigError as error:
         with contextlib.suppress(SystemExit):
             fail(error.what, rule=error.rule, way_out=error.way_out)
-    except BaseException:  # the process ends here in any case
+    except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and the recovery of a restarted trainer from them."""
+"""Checkpoints of a run, and recovery from them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,8 @@ logger = logging.getLogger("asyncrl.job.checkpointer")
 async def recover_trainer(
     client: TrainerClient, version: int, *, journal: Journal, checkpoints: Checkpoints, num_batches: int
 ) -> None:
-    """Bring a restarted trainer to `version` from the newest whole checkpoint and the journal's batches.
-
-    Raises JournalError if batches in between are gone, CheckpointError for an unreadable checkpoint,
-    TrainerError.
-    """
-    # Hold the lock until recovery ends: a checkpoint that completes during it would prune this one and its
-    # journaled batches.
+    """Bring a restarted trainer to `version` by checkpoint and journal."""
+    # A checkpoint that completes during recovery would prune this one and its journaled batches.
     async with checkpoints.in_use:
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
         start = 0 if whole is None else whole.version
@@ -50,12 +45,9 @@ async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterat
 class Checkpointer:
     """Makes checkpoints in parallel with training.
 
-    Life: after_step() -> begun (the copy is made during the next step) -> written, checked, renamed,
-        journaled -> idle.
-    Waits: the train loop sleeps in after_step until the copy has begun. A separate task sleeps until the
-        state is written, then while a restarted trainer goes back to an older one.
-    Invariant: one at a time: a checkpoint due during another write is skipped with a warning. A failed write
-        is a warning each time; older checkpoints and the run are unaffected.
+    Life: after_step() -> begun (copied during the next step) -> written, checked, renamed, journaled -> idle.
+    Waits: after_step sleeps until the copy has begun.
+    Invariant: one at a time; a checkpoint due during another write is skipped, and a failed write only warns.
     """
 
     def __init__(
@@ -89,7 +81,6 @@ class Checkpointer:
             self._writing = self._life.spawn(self._finish(*begun), name=f"checkpoint {version}")
 
     async def make_last(self, version: int) -> None:
-        """Make the final checkpoint, after the one in progress, and wait for it."""
         if self._checkpoints.config.every is None or version == 0:
             return
         if self._writing is not None:
@@ -99,7 +90,7 @@ class Checkpointer:
             await self._finish(*begun)
 
     async def _begin(self) -> tuple[Pending, int, ControllerState] | None:
-        """Return (pending folder, version, controller state); None, after a warning, if it fails."""
+        """Return None, after a warning, if it fails."""
         pending = None
         try:
             pending = await asyncio.to_thread(self._checkpoints.begin)
@@ -113,7 +104,7 @@ class Checkpointer:
         began_s = asyncio.get_running_loop().time()
         try:
             await self._trainer.wait_save_state()
-            # only now: if the trainer had died, it would need to go back first
+            # a dead trainer goes back first
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
                     folder = await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""Run trainer and engines on separate or time-shared devices, as the train loop's calls require."""
+"""Schedule trainer and engines on separate or time-shared devices."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ T = TypeVar("T")
 
 
 class Disaggregated:
-    """Trainer and engines on separate devices: the publisher runs in parallel with generation.
-
-    `are_ours`: the run started the engines, with the initial weights; external engines have unknown weights.
+    """Separate devices: the publisher runs in parallel with generation. External engines (not `are_ours`)
+    have unknown weights.
     """
 
     def __init__(self, publisher: PushLoop, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
@@ -33,7 +32,6 @@ class Disaggregated:
         self._are_ours = are_ours
 
     async def start(self, version: int) -> None:
-        """Start before the first batch: engines serve `version` on return."""
         must_push = version > 0 or not self._are_ours
         if must_push:
             self.publisher.start_before_nowait(version)
@@ -45,21 +43,21 @@ class Disaggregated:
         """Return at once."""
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
-        """Return once the copy of `version`'s weights has begun; the publisher finishes in the background."""
+        """Return once the copy of the weights has begun."""
         if version < self._num_steps:
             await self.publisher.wait_exported_or_busy(version)
 
     def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Return a block in which a new engine process starts and gets its weights."""
+        """Return a block in which a new engine may start."""
         return contextlib.nullcontext()
 
     async def bring_up(self, name: str) -> None:
-        """Send the announced weights to a new engine, inside room_for_engine."""
+        """Send the announced weights to a new engine."""
         with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
             await self.publisher.bring_up(name)
 
     async def wait_room_for_trainer(self) -> None:
-        """Return when new trainer processes may take memory."""
+        """Return at once."""
 
     def status(self) -> dict[str, Any]:
         return {}
@@ -71,16 +69,12 @@ class Disaggregated:
 class Colocated:
     """Trainer and engines time-share devices. Same methods as Disaggregated.
 
-    Life: start() -> to_trainer() and to_engines() alternate, called by the train loop. After the last step
-        the trainer keeps the devices to save its weights; evaluating engines get them afterwards. A dead
-        engine restarts during the engines' turn; then all engines sleep, and the trainer pushes the served
-        weights to all of them again. A dead trainer restarts once the engines sleep.
-    Waits: to_trainer sleeps until an evaluation on the engines has ended, and for a restarting trainer.
-        to_trainer, to_engines and room_for_engine sleep for each other; wait_room_for_trainer and
-        room_for_engine sleep until the other side's turn ends.
-    Invariant: a version is announced only after the handover to the engines that brought it. Between
-        handovers the lease holder has all it needs on the devices and the other side nothing, or only rests
-        if both stay. An engine that is down takes no part.
+    Life: start() -> to_trainer() and to_engines() alternate; the trainer keeps the devices after the last
+        step. A dead engine restarts in the engines' turn, then all get the served weights again; a dead
+        trainer restarts once the engines sleep.
+    Waits: to_trainer for evaluations and a restarting trainer; each side for the end of the other's turn.
+    Invariant: a version is announced after the handover that brought it. Between handovers only the lease
+        holder uses the devices, unless both are resident. A dead engine takes no part.
     """
 
     def __init__(
@@ -97,9 +91,8 @@ class Colocated:
         wait_released: Callable[[], Awaitable[None]] = at_once,
         export_for_evaluation: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """Initialize. `on_lost` receives a lost engine, and the handover skips it; None: the handover fails.
-        `resident`: both sides stay in memory, and only the turn changes. `wait_released` returns once no
-        evaluation needs the engines. `export_for_evaluation` is called while the trainer has a new version.
+        """Initialize. `on_lost`: skip a lost engine (None: fail). `resident`: both sides stay in memory.
+        `wait_released` waits for evaluations.
         """
         self._wait_released = wait_released
         self._export_for_evaluation = export_for_evaluation
@@ -115,34 +108,29 @@ class Colocated:
         self._changed = asyncio.Event()
         self._num_phases = 0
         self.last: dict[Side, TransferStats] = {}
-        """Last handover to the trainer, and the later one to the engines, if any."""
 
     def status(self) -> dict[str, Any]:
         lease = self.lease
         return {"state": lease.state, "phase": lease.phase, "num_handovers": lease.num_handovers}
 
     def gauges(self) -> dict[str, float]:
-        """Return metrics of the handovers around a step; 0 before a handover."""
         seconds = {side: report.seconds for side, report in self.last.items()}
         return {
             "turns/phases": self._num_phases,
             "perf/handover_s": sum(seconds.values()),
             "perf/to_trainer_s": seconds.get("trainer", 0.0),
             "perf/to_engines_s": seconds.get("engines", 0.0),
-            "perf/handover_bytes": sum(report.num_bytes for report in self.last.values()),
         }
 
     async def start(self, version: int) -> None:
-        """Begin with the engines' turn, after a push if the trainer has newer weights."""
+        """Begin with the engines' turn."""
         async with self._handover:
             await self.lease.hand_to("engines" if version == 0 else "trainer")
         if version > 0:
             await self.to_engines(version)
 
     async def to_trainer(self) -> None:
-        """Hand the devices to the trainer once no evaluation needs the engines. Raises RoomError, with the
-        phase that failed.
-        """
+        """Hand the devices to the trainer. Raises RoomError with the failed phase."""
         await self._wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._handover:
@@ -150,9 +138,7 @@ class Colocated:
                     self.last = {"trainer": await self._hand_to_trainer()}
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
-        """Hand the devices to the engines and announce the weights; after the last step only for an
-        evaluation. Raises RoomError, with the phase that failed.
-        """
+        """Hand the devices to the engines and announce the weights."""
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._handover:
                 if self._export_for_evaluation is not None:
@@ -164,7 +150,7 @@ class Colocated:
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
-        """Extend the engines' turn until the block ends. Raises RoomError if the lease is broken."""
+        """Extend the engines' turn until the block ends."""
         while True:
             async with self._handover:
                 if self.lease.state == "broken":
@@ -177,7 +163,7 @@ class Colocated:
                 await self._changed.wait()
 
     async def bring_up(self, name: str) -> None:
-        """Run an empty turn: all engines sleep and get the served weights. Not cut short by cancellation."""
+        """Let all engines sleep and get the served weights again."""
         self.publisher.up_nowait(name)
 
         async def empty_turn() -> None:
@@ -189,13 +175,12 @@ class Colocated:
             raise cancelled
 
     async def wait_room_for_trainer(self) -> None:
-        """Return when the engines have no turn, or when a handover waits for the trainer."""
+        """Return when the engines have no turn, or a handover waits."""
         with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
             while self.lease.state in ("generating", "handover") and not self._num_needing:
                 await self._changed.wait()
 
     async def _hand_to_trainer(self) -> TransferStats:
-        """Hand over to the trainer, first waiting for its restart if it is down."""
         if not self._trainer.is_up:
             await asyncio.gather(*self._calls(Call("engines", "sleep", ("kv", "weights"))).values())
             await self._needing(self._trainer.wait_up())
@@ -210,7 +195,7 @@ class Colocated:
         return {"trainer": self._needing(ask(call.parts))}
 
     async def _ask(self, engine: EngineClient, call: Call) -> TransferStats:
-        """Call an engine, skipping a lost one, which holds nothing on the device."""
+        """Call an engine; a lost one is skipped."""
         if not self.publisher.is_down(engine.name):
             try:
                 if call.verb == "sleep":
@@ -223,7 +208,6 @@ class Colocated:
         return TransferStats(num_bytes=0, seconds=0.0)
 
     async def _needing(self, call: Awaitable[T]) -> T:
-        """Await a call that restarts a dead trainer."""
         self._num_needing += 1
         self._wake()
         try:

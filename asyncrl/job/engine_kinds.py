@@ -1,7 +1,5 @@
-"""Engine kinds of rollout.engine: one class each, and a line in KINDS.
-
-EngineCapabilities (asyncrl/config/generation.py) has their settings, devices and memory; clients are in
-asyncrl/engines, servers in asyncrl_servers.KIND.
+"""Engine kinds of rollout.engine. EngineCapabilities (config/generation.py) has their settings, devices and
+memory; asyncrl_servers.KIND their servers.
 """
 
 from __future__ import annotations
@@ -31,20 +29,17 @@ from asyncrl.trainer.model_folder import load_limit_s
 
 Body: TypeAlias = dict[str, Any]
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
-"""weight_sync.canary_limit=auto, in nats. Measured for vLLM with correct weights: 6e-6 in float32, 0.09 in
-bfloat16.
-"""
+"""weight_sync.canary_limit=auto, in nats. vLLM with correct weights: 6e-6 in float32, 0.09 in bfloat16."""
 CANARY_TOKENS = 160
-"""Longer than vLLM's block on the CPU, so that its prefix cache takes part."""
+"""Longer than vLLM's CPU block, so that its prefix cache takes part."""
 VLLM_STARTS = 3
-"""Multiple of supervision.start_timeout_s: vLLM compiles kernels at its first start."""
+"""Multiple of supervision.start_timeout_s: vLLM first compiles kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Devices of one engine process. It sees only its own, so `device` needs no number. `is_resident`: it
-    keeps its memory when colocated. `memory_fraction`: of its device. `cores`: of its node (None: this
-    machine).
+    """Devices of an engine process, which sees only its own. `memory_fraction` is of its device, `cores` of
+    its node (None: this machine).
     """
 
     device: str = "auto"
@@ -58,11 +53,9 @@ class Embedded:
     """Embedded engine, base of the other kinds."""
 
     python: Callable[[], Path] | None = None
-    """Finds the server's Python on its node; None: this Python."""
     package: Callable[[], dict[str, str]] | None = None
-    """Finds the required package and version on its node."""
     canary_tokens = 0
-    """Length of the text whose logprobs each push compares; 0: none."""
+    """Tokens whose logprobs each push compares; 0: none."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -72,7 +65,6 @@ class Embedded:
         return self.config.eval_slots if name == EVAL_ENGINE else self.rollout.slots
 
     def spec(self, model_path: Path, name: str, place: EnginePlace) -> Body:
-        """Return the start arguments of the server."""
         is_rollout = name != EVAL_ENGINE
         sync = self.config.weight_sync
         spec: Body = {
@@ -105,11 +97,10 @@ class Embedded:
         tokenizer: HFChatTokenizer,
         broadcast_group: BroadcastGroup | None,
     ) -> EngineClient:
-        """Return the client of a server that has not started."""
         return EngineServer(server.caller, broadcast_group=broadcast_group)
 
     def usage(self, sampling: Body, url: str, model_path: Path) -> tuple[str, Body, str]:
-        """Return (path, body) of a sampling call, and a hint, to show users."""
+        """Return (path, body) of a sampling call, and a hint."""
         body = {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
         return "/generate", body, "  its messages are described in asyncrl/messages/engine_api.py"
 
@@ -202,7 +193,6 @@ class Vllm(Embedded):
 
 
 def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
-    """Return ids of non-text tokens by name. The vocabulary may have rows without a token."""
     special = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.text_ids]
     names = {tokenizer.decode([number], skip_special_tokens=False): number for number in special}
     return {name: number for name, number in names.items() if name}

@@ -1,7 +1,5 @@
-"""`asyncrl export`: write weights of a run to a separate folder, without changing the run directory.
-
-The export is built next to OUT. It replaces only an older export: a folder with exactly the files in its
-asyncrl.json.
+"""`asyncrl export`: write weights of a run to a new folder. Only an export with exactly the files in its
+asyncrl.json is replaced.
 """
 
 from __future__ import annotations
@@ -27,19 +25,16 @@ from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model, hub_source
 
 MARK = "asyncrl.json"
-"""Record of an export's policy_version and files."""
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REPO_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
-"""Files of an earlier push that the hub removes if this export lacks them, such as extra shards."""
+"""Files of an earlier push that may have to go."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """Initial model of a run. `name` is a hub id or a local path; `shown`, the name in the card, is never a
-    path; `commit` is the hub's.
-    """
+    """Initial model. `name`: hub id or local path; `shown`: never a path; `commit`: on the hub."""
 
     name: str
     shown: str
@@ -52,7 +47,7 @@ class BaseModel:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Weights to write. `folder` is a checkpoint or, with `is_final`, final/ of the run."""
+    """Weights to write from `folder`."""
 
     run_dir: Path
     config: RunConfig
@@ -77,11 +72,7 @@ def export_run(
     public: bool = False,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Export weights to `out`, and with `push` to that hub repository.
-
-    Raises ConfigError for a request that does not fit the run, CheckpointError for a damaged checkpoint,
-    HubError.
-    """
+    """Export weights to `out`, and with `push` to the hub. Raises CheckpointError or HubError."""
     config = read_config(run_dir)
     _refuse_wrong(config, adapter=adapter, dtype=dtype, push=push, public=public)
     out = _free(run_dir, out, overwrite=overwrite)
@@ -127,7 +118,7 @@ def _refuse_wrong(
 
 
 def _free(run_dir: Path, out: Path, *, overwrite: bool) -> Path:
-    """Return the resolved path. Raises ConfigError if it would replace anything except an export."""
+    """Resolve the path. Raises ConfigError if it would replace anything except an export."""
     out = out.expanduser().resolve()
     if run_dir.resolve() in (out, *out.parents):
         rule = "an export changes nothing in a run directory"
@@ -149,7 +140,6 @@ def _free(run_dir: Path, out: Path, *, overwrite: bool) -> Path:
 
 
 def _base_model(config: RunConfig, commit: str | None, run_dir: Path, base: str | None) -> BaseModel:
-    """Return the initial model. `commit`: the fetched commit, if any. `base`: the user's name for it."""
     path = config.model.path
     if base is not None:
         return BaseModel(base, base if HUB_ID.fullmatch(base) else Path(base).name)
@@ -171,11 +161,7 @@ def find_weights(
     is_as_trained: bool = True,
     tell: Callable[[str], None] = print,
 ) -> tuple[int, Path, bool]:
-    """Return (version, folder, is_final) of the weights that `step` names, with a checkpoint verified.
-
-    final/ exists only in the dtype of the run. Raises ConfigError with the available steps, or
-    CheckpointDamaged.
-    """
+    """Return (version, folder, is_final) of the weights that `step` names; checksums are verified."""
     versions = Checkpoints(run_dir, config.checkpoint).versions()
     final = _final_version(run_dir) if is_as_trained else None
     wanted = sorted({*versions, *([] if final is None else [final])})
@@ -220,7 +206,6 @@ def _final_version(run_dir: Path) -> int | None:
 
 
 def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:
-    """Write the weights of a checkpoint."""
     from asyncrl.trainer.saved_model import save_model, save_peft
     from asyncrl.trainer.state import read_state
 
@@ -247,7 +232,7 @@ def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:
 
 
 def _copy(export: Export, path: Path, tell: Callable[[str], None]) -> None:
-    """Copy final/, or adapter/ with the tokenizer of final/ and the name of its base."""
+    """Copy final/, or adapter/ with the tokenizer."""
     source = export.folder.with_name("adapter") if export.is_adapter else export.folder
     tell(f"copying {source}")
     shutil.copytree(source, path)
@@ -261,7 +246,7 @@ def _copy(export: Export, path: Path, tell: Callable[[str], None]) -> None:
 
 
 def _write_card(export: Export, folder: Path, name: str) -> None:
-    """Write README.md, without local paths and task settings, and the reward curve up to these weights."""
+    """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
 
     config = export.config
@@ -329,9 +314,7 @@ def _failures_named(export: Export, out: Path) -> Iterator[None]:
 
 
 def open_repo(name: str, *, is_public: bool) -> str:
-    """Create the repository if missing, private unless `is_public`; return its id. Raises HubError, and
-    ConfigError for an invalid name, a missing token, or a public repository without `is_public`.
-    """
+    """Create the repository if missing. Raises HubError or ConfigError."""
     from huggingface_hub import HfApi, get_token
 
     if not REPO_NAME.fullmatch(name):
@@ -352,7 +335,7 @@ def open_repo(name: str, *, is_public: bool) -> str:
 
 
 def push_folder(repo: str, folder: Path, version: int) -> str:
-    """Upload the folder, tag it step-VERSION and return its address. Raises HubError."""
+    """Upload and tag the folder. Raises HubError."""
     from huggingface_hub import HfApi
 
     api: Any = HfApi()
@@ -364,7 +347,7 @@ def push_folder(repo: str, folder: Path, version: int) -> str:
             commit_message=f"policy_version {version}, exported by asyncrl",
             delete_patterns=REPLACED,
         )
-        with contextlib.suppress(OSError):  # a new tag has nothing to delete
+        with contextlib.suppress(OSError):  # no such tag
             api.delete_tag(repo, tag=tag)
         api.create_tag(repo, tag=tag, revision=commit.oid)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The processes of a run with their clients and supervisors."""
+"""Processes of a run."""
 
 from __future__ import annotations
 
@@ -31,15 +31,11 @@ from asyncrl.sync.node_files import NodeFiles
 from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 TEACHER_TIMEOUT_S = 120.0
-"""Seconds without an answer after which the teacher counts as lost."""
 
 
 class Fleet:
-    """Trainer ranks, engines, eval engine and teacher, with their clients.
-
-    `on_lost` reports a lost engine to its supervisor in `supervisors`; None: the failed call ends the run.
-    The eval engine has no supervisor: the run survives its loss. Restarted trainer ranks first await
-    `wait_for_devices`.
+    """Trainer ranks, engines, eval engine and teacher, with their clients. Only the loss of the eval engine
+    never ends the run.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class Fleet:
             self.teacher = Teacher(
                 server.caller,
                 temperature=config.rollout.temperature,
-                places=2 * TEACHER_SLOTS,  # the next requests arrive while it reads these
+                places=2 * TEACHER_SLOTS,  # the next requests arrive early
                 timeout_s=TEACHER_TIMEOUT_S,
                 on_lost=self._lost if supervision.max_restarts else None,
             )
@@ -117,7 +113,6 @@ class Fleet:
         self._forget_rendezvous()
 
     def _forget_rendezvous(self) -> None:
-        """Remove the rendezvous file of trainer processes that have ended."""
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
         if self._group is not None:
             self._group.sender_gone_nowait()
@@ -128,13 +123,11 @@ class Fleet:
 
     @property
     def side_servers(self) -> list[Server]:
-        """Return the eval engine and the teacher, if any. Nothing sampled there is trained on."""
         return [server for server in (self.eval_server, self.teacher_server) if server is not None]
 
     async def start(self, num_engines: int, hash_model: Awaitable[object], *, is_new: bool) -> None:
-        """Start the processes, with the first `num_engines` engines, and wait until they answer. A process
-        that a signal kills restarts all of them. `hash_model` runs in parallel; a resumed run (not `is_new`)
-        first awaits it, since it refuses another model.
+        """Start the processes; a kill by a signal restarts all. A resumed run first awaits `hash_model`,
+        which may refuse.
         """
         warn = self.life.log.warn
         for server in (*self.servers, *self.side_servers):
@@ -163,11 +156,8 @@ class Fleet:
             await cancel_all([hashing])
 
     async def _start_in_order(self, engines: Sequence[Server]) -> None:
-        """Start all processes and wait until they answer. Raises the first RoomError.
-
-        On shared devices the engines start first and sleep, then the trainer, which may have to catch up
-        before their turn. So no device holds more than one side, and the engines' first turn begins with a
-        push. Resident engines also start first, because vLLM measures free memory at its start.
+        """Start all processes. On shared devices the engines start first and sleep, so no device holds both
+        sides; resident engines too, because vLLM measures free memory at its start.
         """
         if not self.placement.moves and self.placement.memory_fraction is None:
             await start_all([*self.ranks, *engines, *self.side_servers])
@@ -195,7 +185,7 @@ class Fleet:
 
 
 def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:
-    """Return None if all nodes read the weights where the trainer writes them."""
+    """Return None if all nodes read files in place."""
     has_eval = placement.evaluation is not None
     if placement.num_nodes == 1 or not fetches_files(life.config, has_eval_engine=has_eval):
         return None
@@ -212,7 +202,7 @@ def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFile
 
 
 async def _close(server: Server, warn: Callable[[str], None]) -> None:
-    """End a server, and warn of survivors: they hold memory, perhaps a GPU."""
+    """Warn of survivors: they may hold a GPU."""
     await server.aclose()
     if server.child.left:
         warn(server.child.left)

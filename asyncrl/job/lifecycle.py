@@ -1,4 +1,4 @@
-"""Lifecycle of a command that starts processes: run directory, log, signals, tasks and shutdown."""
+"""Lifecycle of a command: run directory, log, signals, tasks and shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
-from asyncrl.base.files import write_whole
+from asyncrl.base.files import RunLock, write_whole
 from asyncrl.base.staging import clear_own_staging
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
@@ -37,18 +37,16 @@ logger = logging.getLogger("asyncrl.job.lifecycle")
 CLOSE_TIMEOUT_S = 15.0
 MAX_WARNINGS = 100
 FEW_FILES = 256
-"""Open files of a run without rollouts: logs, sockets, libraries."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Signals for a run outside the main thread, where the process receives them.
-
-    Life: keeps signals until receive_by() names a receiver. Any thread may call send().
+    """Signals for a run outside the main thread. Any thread may call send(); signals are kept until
+    receive_by().
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may interrupt another one
+        self._lock = threading.RLock()  # a signal handler may interrupt another
         self._kept: list[int] = []
         self._receive: Callable[[int], None] | None = None
 
@@ -60,7 +58,6 @@ class Interrupts:
                 self._receive(number)
 
     def receive_by(self, receive: Callable[[int], None] | None) -> None:
-        """Pass kept and future signals to `receive` (None: keep them)."""
         with self._lock:
             self._receive = receive
             while self._kept and receive is not None:
@@ -68,10 +65,7 @@ class Interrupts:
 
 
 class RunLog:
-    """Messages to the user, which also go to logs/controller.log.
-
-    `write` prints a line; a closed console is no error. `show_activity` shows the current phase.
-    """
+    """Messages to the user, also in logs/controller.log."""
 
     def __init__(
         self,
@@ -79,7 +73,7 @@ class RunLog:
         show_activity: Callable[[str], None] | None = None,
     ) -> None:
         self.print_secret = write
-        """Print a line that contains a key; do not log it."""
+        """Print a line with a key; do not log it."""
         self._show_activity = show_activity or (lambda text: self.info(f"{text} ..."))
         self.current_activity = ""
         self.warnings: list[str] = []
@@ -109,14 +103,13 @@ class RunLog:
 class Lifecycle:
     """Signals, tasks and shutdown of a command that starts processes. Owns the only TaskGroup.
 
-    Life: run(live) awaits live(), which starts everything; shutdown happens in reverse order.
+    Life: run(live) awaits live(), which starts everything; shutdown is in reverse order.
     Waits: run() waits for live(). A task that raises, or on_broken, ends it.
-    Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop` while `can_stop`, so
-        that live() ends by itself, and otherwise cancels it; the second kills all processes and exits at
-        once.
+    Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop` while `can_stop`, and
+        otherwise cancels live(); the second kills all processes and exits.
 
-    `on_end` gets the final state (done, interrupted or failed), the reason, and whether a rerun may succeed.
-    `on_exit` is awaited last; a signal cuts it short.
+    `on_end` gets the state (done, interrupted or failed), the reason, and whether a rerun may succeed;
+    `on_exit` is awaited last.
     """
 
     def __init__(
@@ -130,30 +123,27 @@ class Lifecycle:
         on_end: Callable[[str, str, bool], None] = lambda *_: None,
         on_exit: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        # processes on other nodes have another working directory
+        # other nodes have another working directory
         self.run_dir = run_dir if config.launcher == "local" else run_dir.absolute()
         self.config = config
         self.log = log
         self.launcher = launcher
         self.servers: Sequence[Server] = ()
-        """Servers that the command needs. Their deaths replace the failed calls that they cause."""
+        """Their deaths replace the failed calls that they cause."""
         self.stack = AsyncExitStack()
         self.stop = asyncio.Event()
         self.can_stop = False
         self.signal: int | None = None
         self.interrupts: Interrupts | None = None
-        """Signals from a caller that runs this outside the main thread."""
         self._ending = ending
         self._on_end = on_end
         self._on_exit = on_exit
         self._group: asyncio.TaskGroup | None = None
-        self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # weak: the group holds running tasks
+        self._tasks = weakref.WeakSet[asyncio.Task[None]]()
         self._broken: Future[None] = Future()
 
     async def run(self, live: Callable[[], Awaitable[int]]) -> int:
-        """Return the exit code of live(), or 128 + the interrupting signal. Raises the AsyncrlError that
-        ended it.
-        """
+        """Return the exit code of live(), or 128 + signal. Raises the AsyncrlError that ended it."""
         main = asyncio.current_task()
         assert main is not None
         self._listen(main)
@@ -166,10 +156,10 @@ class Lifecycle:
             return self._finish(128 + self.signal)
         except BaseExceptionGroup as errors:
             raise self._fail(first_cause(errors)) from errors
-        except Exception as error:  # outermost frame: foreign exceptions become AsyncrlError
+        except Exception as error:  # outermost frame
             raise self._fail(error) from error
         finally:
-            self.can_stop = False  # a signal now cuts this wait and nothing else
+            self.can_stop = False  # a signal now cuts only this wait
             if self._on_exit is not None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._on_exit()
@@ -209,7 +199,7 @@ class Lifecycle:
                     code = await live()
                     self.cancel_tasks()
             except BaseExceptionGroup as errors:
-                # a broken call may mean that its process just died: give the kernel a moment to report it
+                # a broken call may mean that its process just died: give the kernel time to report it
                 timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
                 if (death := await first_death(self.servers, timeout_s)) is not None:
                     raise death from errors
@@ -217,7 +207,6 @@ class Lifecycle:
         return code
 
     def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task; if it raises, everything ends."""
         assert self._group is not None, "tasks are started while run() is under way"
         task = self._group.create_task(coro, name=name)
         self._tasks.add(task)
@@ -230,11 +219,10 @@ class Lifecycle:
                 task.cancel()
 
     def closes(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
-        """Register `close` for the end, before earlier registrations."""
+        """Register `close` for the end, before earlier ones."""
         self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
 
     def on_broken(self, error: RoomError) -> None:
-        """Report a broken part that answers clients, for wait_broken to raise."""
         if not self._broken.done():
             self._broken.set_exception(error)
 
@@ -249,7 +237,7 @@ class Lifecycle:
             what = f"internal error {type(error).__name__}: {error}"
             error = RoomError("controller", what, way_out=f"report it with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
-        with contextlib.suppress(RoomError, CallbackError):  # keep the first error
+        with contextlib.suppress(RoomError, CallbackError):
             self._on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
 
@@ -258,7 +246,7 @@ class Lifecycle:
             main.cancel()
             return
         if self.signal is not None:
-            for server in self.servers:  # all other processes end with our pipe
+            for server in self.servers:  # other processes end with our pipe
                 server.child.kill_nowait()
             clear_own_staging()
             os._exit(128 + number)
@@ -271,10 +259,7 @@ class Lifecycle:
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
-    """Close a resource within a time limit, shielded from cancellation; log a timeout or failure.
-
-    A cancellation during the close (the first Ctrl-C after a finished run) passes on afterwards.
-    """
+    """Close a resource within a time limit; log a failure. A cancellation passes on afterwards."""
     closing = asyncio.ensure_future(close())
     _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
     if not closing.done():
@@ -291,15 +276,14 @@ def new_run_dir(name: str) -> Path:
 
 
 def make_run_dir(folder: Path, mode: int) -> None:
-    """Create or reuse the directory with these permissions. Raises ConfigError if it cannot be written.
-
-    A directory with foreign files keeps its permissions; the caller refuses it next.
+    """Create or reuse the directory. A directory with foreign files keeps its permissions; the caller refuses
+    it.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if (folder / "run.lock").exists() or not any(folder.iterdir()):
-            with contextlib.suppress(PermissionError):  # such as a mounted volume of another user
+            with contextlib.suppress(PermissionError):  # a mounted volume of another user
                 folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | mode)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
@@ -308,11 +292,16 @@ def make_run_dir(folder: Path, mode: int) -> None:
 
 
 @contextlib.contextmanager
-def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove a new directory if the block raises ConfigError before a group is admitted."""
+def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
+    """Make and lock the directory. A new one is removed by a ConfigError before the first group."""
     is_new = not folder.exists()
     try:
-        yield
+        make_run_dir(folder, mode)
+        lock = RunLock(folder / "run.lock").acquire()
+        try:
+            yield
+        finally:
+            lock.release()
     except ConfigError:
         if is_new and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -320,9 +309,7 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return True if a group was admitted or a checkpoint made; otherwise corrected settings may restart
-    the run.
-    """
+    """Return whether a group was admitted or a checkpoint made."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
     journal = run_dir / "journal.sqlite"
@@ -333,7 +320,7 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the run's id, created if missing. Moving or copying the directory keeps it."""
+    """Return the run's id, created if missing; copies keep it."""
     path = run_dir / "run.id"
     if not path.exists():
         write_whole(path, secrets.token_hex(8) + "\n")
@@ -346,13 +333,13 @@ def run_again(folder: Path, *more: str) -> str:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Make the cycle collector skip existing objects and rarely check new ones: it blocks the event loop for
-    a microsecond per object, with about 50 per rollout, and finished rollouts contain no cycles.
+    """Run the cycle collector rarely: it blocks the event loop for a microsecond per object, and finished
+    rollouts contain no cycles.
     """
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1_000, 20_000, 10)  # older objects after about 20 million net allocations
+    gc.set_threshold(1_000, 20_000, 10)  # older objects: about every 20 million net allocations
     try:
         yield
     finally:
@@ -362,9 +349,8 @@ def rare_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
-    """Log to logs/controller.log only."""
     handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
-    # a log that cannot be written (a full disk) must not hide the error being reported
+    # a full disk must not hide the error being reported
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("asyncrl")
@@ -375,7 +361,7 @@ def logging_to(folder: Path) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        with contextlib.suppress(OSError):  # a full disk was already reported
+        with contextlib.suppress(OSError):
             handler.close()
 
 
@@ -385,9 +371,7 @@ def system_error(error: OSError, run_dir: Path) -> RoomError:
 
 
 def refuse_few_files(config: RunConfig) -> None:
-    """Raise the limit of open files, which children inherit, to its maximum. Raises ConfigError if it is
-    below what the connections of this run need.
-    """
+    """Raise the limit of open files to its maximum. Raises ConfigError if the rollouts need more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rollout = config.rollout

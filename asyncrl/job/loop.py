@@ -1,8 +1,5 @@
-"""Control loop of a run: start its components, train batch after batch, end everything.
-
-A broken component raises RoomError, which closes everything and leaves `run_job`. A lost process first
-restarts, up to supervision.max_restarts times. Only the end of the run waits for the evaluation, and the loss
-of its engine is only a warning.
+"""Control loop of a run: start the components, train batch after batch, end everything. A broken component
+raises RoomError; a lost process first restarts.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from pathlib import Path
 from asyncrl.agents.command import passed_env
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
-from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.spans import span
 from asyncrl.base.user_code import cancel_remaining
@@ -29,12 +26,11 @@ from asyncrl.job.lifecycle import (
     Interrupts,
     Lifecycle,
     RunLog,
+    locked_run_dir,
     logging_to,
-    make_run_dir,
     new_run_dir,
     rare_collections,
     refuse_few_files,
-    removed_if_refused,
     run_again,
     run_id,
 )
@@ -57,9 +53,9 @@ from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
-"""Name prefixes of tasks that run until the weights are saved."""
+"""Tasks that run until the weights are saved, by prefix."""
 EVALUATING = ("publisher", "evaluation")
-"""Name prefixes of tasks that the last evaluation also needs."""
+"""Tasks that the last evaluation needs."""
 
 logger = logging.getLogger("asyncrl.job.loop")
 
@@ -74,20 +70,17 @@ def run_job(
     trackers: Sequence[Tracker] = (),
     interrupts: Interrupts | None = None,
 ) -> int:
-    """Train by `config`, from the start or from a killed run's state. Return 0, or 130 or 143 after SIGINT or
-    SIGTERM (resumable). `trackers` are added to the config's. `interrupts` delivers signals outside the main
-    thread.
-
-    Raises AsyncrlError if a part failed, leaving no child process and no shared memory.
+    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. `trackers` are added to the
+    config's. Raises AsyncrlError, leaving no child process and no shared memory.
     """
     if config.generator.is_harness:
-        hide_memory()  # protect keys, answers and rewards of all rollouts
-    resolve(config.algorithm)  # refuse an unknown loss before creating anything
-    passed_env(config.generator.pass_env)  # likewise an unset variable
+        hide_memory()  # protect keys and answers
+    resolve(config.algorithm)  # refuse before creating anything
+    passed_env(config.generator.pass_env)
     check_trackers(config.observe)
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
-        num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may change it at any time
+        num_first = first_wanted(config, run_dir)  # once: `asyncrl scale` may change it
         config, resolved = resolve_auto(config, launcher.nodes, begun=resumed_dtype(run_dir))
         fetch_architectures(config)
         plan, messages = plan_run(config, launcher.nodes)
@@ -114,35 +107,27 @@ def run_job(
 def _opened_run_dir(
     config: RunConfig, folder: Path, resume: ResumeMode, allow_change: Sequence[str]
 ) -> Iterator[tuple[Path, ResumePoint | None]]:
-    """Lock the directory and log to it; yield it with the point to resume from. Raises ConfigError."""
+    """Yield the locked directory and the point to resume from."""
     if resume == "must" and not folder.exists():
         find_resume(folder, config, resume)  # raises ConfigError
-    with removed_if_refused(folder):
-        make_run_dir(folder, config.observe.dir_mode)
-        lock = RunLock(folder / "run.lock").acquire()
-        try:
-            # before any refusal: the weights of a finished run are its last ones
-            is_ours = settle_saved(folder)
-            point = find_resume(folder, config, resume, allow_change)
-            if is_ours and point is None:  # of a failed start
-                shutil.rmtree(folder / "model", ignore_errors=True)
-                for name in (MODEL_PIN, DATA_PIN):
-                    (folder / name).unlink(missing_ok=True)
-            run_id(folder)  # before the config: a directory with a config but no id is not a run's
-            if point is None:
-                write_whole(folder / "config.yaml", run_config_yaml(config))
-            with logging_to(folder):
-                yield folder, point
-        finally:
-            lock.release()
+    with locked_run_dir(folder, config.observe.dir_mode):
+        is_ours = settle_saved(folder)  # before any refusal
+        point = find_resume(folder, config, resume, allow_change)
+        if is_ours and point is None:  # a failed start
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            for name in (MODEL_PIN, DATA_PIN):
+                (folder / name).unlink(missing_ok=True)
+        run_id(folder)  # before the config: only a run's directory has an id
+        if point is None:
+            write_whole(folder / "config.yaml", run_config_yaml(config))
+        with logging_to(folder):
+            yield folder, point
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A run: start its components -> catch up, if resumed -> train loop -> save -> close.
-
-    The first SIGINT or SIGTERM finishes the step, makes a checkpoint and closes; the second ends at once,
-    without losing journaled work.
+    """A run: start -> catch up, if resumed -> train loop -> save -> close. The first SIGINT or SIGTERM
+    finishes the step and makes a checkpoint; the second ends at once.
     """
 
     life: Lifecycle
@@ -150,7 +135,6 @@ class Job:
     placement: Placement
     point: ResumePoint | None
     num_first: int
-    """Number of engines at the start."""
 
     @property
     def config(self) -> RunConfig:
@@ -161,7 +145,6 @@ class Job:
         return self.life.log
 
     async def live(self) -> int:
-        """Train to the end or to a signal; return the exit code."""
         if (main := asyncio.current_task()) is not None:
             main.set_name("train loop")
         life = self.life
@@ -193,7 +176,6 @@ class Job:
         return 0 if life.signal is None else 128 + life.signal
 
     def _start_guards(self, run: Components) -> None:
-        """Start supervision, from before the first batch until the weights are saved."""
         watchdog = self._make_watchdog(run)
         self.life.spawn(watchdog.run(), name="watchdog")
         self.life.spawn(self._report_status(run, watchdog), name="status")
@@ -236,7 +218,7 @@ class Job:
         )
 
     async def _catch_up(self, run: Components) -> Sequence[UnfinishedGroup]:
-        """Restore a killed run; the returned groups continue once the engines have the weights."""
+        """Return the groups that continue."""
         point = self.point
         if point is None:
             run.write_pins()
@@ -245,7 +227,7 @@ class Job:
         state = await run.journal.read_resume(point.version)
         self.log.activity(f"training again on {state.next_version - point.version} journaled batches")
         unfinished = await restore(run, self.reporter, point, state)
-        # only now: a refused resume must change nothing
+        # a refused resume changes nothing
         write_whole(self.life.run_dir / "config.yaml", run_config_yaml(self.config))
         run.write_pins()
         for text in await asyncio.to_thread(set_aside, point.damaged):
@@ -266,12 +248,12 @@ class Job:
         await run.scheduler.start(version)
         if run.evaluation is not None and run.fleet.eval_server is None:
             self.life.spawn(self._stop_evaluation(run.evaluation), name="evaluation stop")
-            if version == 0:  # otherwise publishing reported it
+            if version == 0:
                 run.evaluation.served_nowait(version)
         self.log.activity("training")
         for group in unfinished:
             run.producers.resume_nowait(group)
-            await asyncio.sleep(0)  # there may be thousands
+            await asyncio.sleep(0)
         self.life.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
             self.life.spawn(run.scale.follow(), name="scale")
@@ -281,14 +263,13 @@ class Job:
         evaluation.stop_nowait()
 
     async def _train_loop(self, run: Components) -> None:
-        """Repeat: take a batch within the staleness bound, train, publish."""
         self.life.can_stop = True
         while run.trainer.policy_version < self.config.trainer.num_steps:
             batch = await self._next_batch(run)
             if batch is None:
                 return
             with span("trainer", "journal", batch.version):
-                await run.journal.batch_taken(batch)  # durable before it is used
+                await run.journal.batch_taken(batch)
             with span("trainer", "to trainer", batch.version):
                 await run.scheduler.to_trainer()
             with span("trainer", "train", batch.version):
@@ -304,7 +285,6 @@ class Job:
                 await run.checkpointer.after_step(report.policy_version)
 
     async def _next_batch(self, run: Components) -> Batch | None:
-        """Return None once the run stops."""
         if self.life.stop.is_set():
             return None
         waiting = asyncio.ensure_future(run.buffer.wait_batch())
@@ -317,15 +297,14 @@ class Job:
             stopping.cancel()
 
     async def _end(self, run: Components) -> None:
-        """Save after the last step or a stop, still under supervision."""
         if self.life.signal is not None:
             self.life.cancel_tasks(all_but=GUARDS)
             self.log.activity("writing a checkpoint")
             await run.checkpointer.make_last(run.trainer.policy_version)
             return
-        self.life.can_stop = False  # no step to wait for: from here a signal cancels
+        self.life.can_stop = False  # from here a signal cancels
         self.life.cancel_tasks(all_but=GUARDS if run.evaluation is None else GUARDS + EVALUATING)
-        # colocated: the trainer's state is on the host now, which may lack memory for a second copy
+        # colocated: the host may lack memory for a second copy of the trainer's state
         self.log.activity("writing a checkpoint")
         await run.checkpointer.make_last(run.trainer.policy_version)
         await run.scheduler.to_trainer()

@@ -1,4 +1,4 @@
-"""Turn numbers of the parts into step metrics, status and the summary; observe/ shows and writes them."""
+"""Turn component numbers into step metrics, status and the summary."""
 
 from __future__ import annotations
 
@@ -43,20 +43,18 @@ from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step_report import GAP_WARNING
 
-if TYPE_CHECKING:  # which import FastAPI
+if TYPE_CHECKING:
     from asyncrl.observe.openmetrics import StatusServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
 TRACKER_CLOSE_S = 30.0
-"""Seconds at the end of a run for trackers to send their remaining data."""
-EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
+EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
 class Reporter:
-    """Reports of a run. Life: start() -> step() and status() -> finish() and close_console(), in any order.
-
-    A resumed run (`goes_on`) keeps the killed run's files until resumes(): its start may be refused.
+    """Reports of a run. Life: start() -> step() and status() -> finish(). A resumed run (`goes_on`) keeps the
+    killed run's files until resumes().
     """
 
     def __init__(
@@ -90,13 +88,11 @@ class Reporter:
         self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, dict[str, float]] = {}
-        """Metrics of each evaluation since the last step, by name."""
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
-        """Totals by step, for reported steps about to be repeated."""
+        """Totals by step, for steps about to be repeated."""
         self._journaled: dict[str, float] = {}
         self._slots_at: tuple[float, float] | None = None
-        """End of the last step, and busy seconds of engine slots until then."""
         self._has_skipped_step = False
         self._is_to_resume = goes_on
 
@@ -113,13 +109,11 @@ class Reporter:
         self._console.start()
 
     def status_server(self) -> StatusServer | None:
-        """Return the server of observe.status_port, if set, with its port bound. Raises ConfigError if the
-        port is unavailable.
-        """
+        """Raises ConfigError if the port is unavailable."""
         observe = self.config.observe
         if observe.status_port is None:
             return None
-        from asyncrl.observe.openmetrics import StatusServer  # FastAPI takes its time
+        from asyncrl.observe.openmetrics import StatusServer
 
         server = StatusServer(self.run_dir, observe, self._numbers)
         self._status_url = server.bind()
@@ -134,9 +128,7 @@ class Reporter:
         self._trackers.tell("weights", version, digest)
 
     def resumes(self, version: int, counted: Mapping[str, float]) -> None:
-        """Continue from `version`: earlier steps stay, later ones will be reported again. `counted`: the
-        journal's totals.
-        """
+        """Keep steps up to `version`; later ones are reported again. `counted`: the journal's totals."""
         self._is_to_resume = False
         self._timeline.open()
         steps = Steps()
@@ -155,10 +147,9 @@ class Reporter:
             self._totals.starts_from(totals_in(before))
         self._journaled = dict(counted)
         self._count_on()
-        self._console.say(f"goes on from policy_version {version}")
+        self._console.say(f"resuming from policy_version {version}")
 
     def training_starts(self) -> None:
-        """Start counting time_s, without setup."""
         self._count_on()
         version = int(self._last.get("step", 0))
         note_span("restarts", "start", self._opened_s, time.monotonic(), version)
@@ -168,15 +159,14 @@ class Reporter:
         self.log.activity("training")
 
     def counted_before_publish(self, run: Components, batch: Batch) -> dict[str, float]:
-        """Return the sampled-token total before engines sample for the next batch: reproducible at
-        max_staleness 0.
+        """Return the sampled tokens before engines sample for the next batch: reproducible at max_staleness
+        0.
         """
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         name = "tokens/generated"
         return {name: self._counted({name: run.engines.gauges()[name]})[name]}
 
     def step(self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
-        """Report an optimizer step. `found`: batch_metrics of the batch."""
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         metrics = self._metrics(run, batch, report, found)
         for of_evaluation in self._new_evaluations.values():
@@ -191,11 +181,10 @@ class Reporter:
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        """The first ones after each step are written as samples."""
         self._show_samples(partial(self._samples.failed, group_id, prompt, failed, tokenizer))
 
     def _show_samples(self, write: Callable[[], list[ShownRollout]]) -> None:
-        """Write samples and show them. They are for people: a failure ends no run."""
+        """Write and show samples. A failure ends no run."""
         try:
             samples = write()
         except Exception as error:
@@ -228,7 +217,6 @@ class Reporter:
             self.log.warn(f"{what}, the last failure: {result.last_failure}")
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
-        """Warn once per run and kind; the log has each skipped step."""
         gap, logs = metrics.get("policy/logprob_gap_mean", 0.0), self.run_dir / "logs" / "trainer-0.log"
         if gap > GAP_WARNING:
             text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
@@ -243,15 +231,12 @@ class Reporter:
             saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
             text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}"
             text += f": loss or gradient was NaN or infinite; {logs} has the values, {saved} the batch"
-            if self._has_skipped_step:  # warn_once logs the first
+            if self._has_skipped_step:
                 logger.warning("%s", text)
             self._has_skipped_step = True
             self.log.warn_once("skipped", text)
 
     def status(self, run: Components, waits: Sequence[Wait]) -> None:
-        """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
-        now.
-        """
         self._note_slots(run)
         now = self._now = self._counted(gauges(run))
         missing = run.harnessing.missing_workers() if run.harnessing is not None else None
@@ -271,26 +256,23 @@ class Reporter:
         )
 
     def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
-        """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises RoomError if
-        writing fails.
-        """
+        """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises RoomError."""
         try:
             self._finish(state, why)
             if state != "done" and can_go_on:
-                self._console.say(f"go on with: {run_again(self.run_dir)}")
+                self._console.say(f"resume with: {run_again(self.run_dir)}")
         except OSError as error:
             raise system_error(error, self.run_dir) from error
         finally:
             self._trackers.tell("close", state)
 
     async def aclose(self) -> None:
-        """Give the trackers TRACKER_CLOSE_S to send the rest."""
         await self._trackers.wait_closed(TRACKER_CLOSE_S, self._console.say)
 
     def _finish(self, state: str, why: str) -> None:
         self.close_console()
         status = {"state": state, "num_steps": self.config.trainer.num_steps, "why": why}
-        if self._is_to_resume:  # keep the files of the killed run
+        if self._is_to_resume:
             self._recorder.write_status(status)
             return
         self._timeline.close()
@@ -320,7 +302,6 @@ class Reporter:
         self._console.close()
 
     def _count_on(self) -> None:
-        """Continue time_s from the last step: it never decreases in a resumed run."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _metrics(
@@ -344,11 +325,10 @@ class Reporter:
             metrics["engine/busy_slots"] = (busy_s - self._slots_at[1]) / (now_s - self._slots_at[0])
         self._slots_at = now_s, busy_s
         for name, value in self._counted(gauges(run)).items():
-            if (gauge := gauge_of(name)) is not None and gauge.kind not in ("eval", "run"):
+            if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
         return metrics
 
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace process totals by totals of the whole run."""
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}

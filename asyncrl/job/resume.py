@@ -1,10 +1,6 @@
-"""Decide if and from where a run directory can resume with this config, and restore the components. Generates
-nothing.
-
-The checkpoint holds the weights, the journal everything since: its batches are trained again unchanged, ready
-groups are ready again, running groups continue from their partial turns, and requeued prompts come first (if
-their group failed at the resumed version, after it, as in the old run). Groups too old for settings changed
-by --allow-change are requeued.
+"""Decide if and from where a run resumes, and restore its components. The checkpoint holds the weights, the
+journal everything since: its batches are trained again unchanged, ready groups are ready again, running
+groups continue from their partial turns, and requeued prompts come first.
 """
 
 from __future__ import annotations
@@ -50,30 +46,25 @@ FREE_KEYS = {
     weight_sync.timeout_s weight_sync.chunk_bytes weight_sync.disk_dir
     weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
     generator.workers generator.concurrency
-    gateway.host gateway.port gateway.public_url gateway.max_calls gateway.max_concurrent_calls
-    gateway.max_body_bytes gateway.read_timeout_s gateway.max_connections gateway.lease_timeout_s
+    gateway.host gateway.port gateway.public_url gateway.max_calls
+    gateway.lease_timeout_s
     """.split(),
     *(f"rollout.{name}" for engine in ENGINES.values() for name in engine.free_settings),
 }
-"""Sections and keys that change limits, places, memory and storage, but no computed value. With a constant
-schedule, trainer.num_steps only sets the end.
+"""Sections and keys that change no computed value. With a constant schedule, trainer.num_steps only sets the
+end.
 """
 MODEL_KEYS = ("model.path", "model.revision")
-"""May change if a ModelPin recorded the old files; the new files must match."""
+"""May change if a ModelPin recorded the old files, which must match."""
 TRANSPORT = "weight_sync.transport"
-"""auto depends on the machine. All transports give engines the same bits except lora: vLLM then computes with
-unmerged adapters.
-"""
+"""Only lora changes the engines' bits: vLLM then computes with unmerged adapters."""
 SAVED = ("final", "adapter")
-"""Weight folders of a finished run. Older ones stay until the new ones are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Resume from `checkpoint`, the newest complete one (None: the initial weights).
-
-    `notes`: skipped checkpoints and accepted changes, as text. `damaged`: skipped checkpoints, set aside once
-    the run continues. `may_change_model`, `may_change_data`: the files may differ.
+    """Resume from `checkpoint` (None: the initial weights). `notes`: warnings; `damaged`: skipped checkpoints
+    to set aside; `may_change_*`: the files may differ.
     """
 
     checkpoint: Whole | None
@@ -88,14 +79,12 @@ class ResumePoint:
 
 
 def as_resume_mode(text: str) -> ResumeMode:
-    """Raises ConfigError for an unknown mode."""
     if text not in get_args(ResumeMode):
         raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
     return cast(ResumeMode, text)
 
 
 def resumed_dtype(run_dir: Path | None) -> str | None:
-    """Return model.dtype of a run that has begun. find_resume reports a broken run."""
     with contextlib.suppress(AsyncrlError):
         if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):
             return load_config(run_dir / "config.yaml").model.dtype
@@ -103,9 +92,7 @@ def resumed_dtype(run_dir: Path | None) -> str | None:
 
 
 def settle_saved(folder: Path) -> bool:
-    """Restore or remove folders that a killed run was saving. Return True if the directory is a run's; any
-    other stays untouched.
-    """
+    """Restore or remove unfinished weight folders. Return True if the directory is a run's."""
     is_ours = (folder / "run.id").exists()
     for saved in (*SAVED, "model") if is_ours else ():
         settle_folder(folder / saved)
@@ -115,11 +102,8 @@ def settle_saved(folder: Path) -> bool:
 def find_resume(
     run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
-    """Return the point to resume from, if any. Blocks while it reads checkpoints.
-
-    Raises ConfigError if the directory holds a run (mode never) or no run (must), if the run is done, or if
-    keys that affect results changed outside `allow_change`. Raises CheckpointError for an unreadable
-    checkpoint.
+    """Return the point to resume from, if any. Blocks. Raises ConfigError if mode or changed keys forbid it,
+    CheckpointError for an unreadable checkpoint.
     """
     saved = run_dir / "config.yaml"
     if not has_begun(run_dir):
@@ -152,9 +136,7 @@ def _refused(
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return section.key -> (old, new) for keys whose YAML differs: 1, 1.0 and '1' do, .nan and .nan do
-    not.
-    """
+    """Return section.key -> (old, new); values compare as YAML."""
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
     changed = [key for key in keys if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))]
@@ -175,7 +157,6 @@ def _keys(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
-    """Return the allowed changes as text."""
     changes = changed_keys(before, now)
     found = {
         key: values
@@ -197,9 +178,9 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
 def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
     if key in MODEL_KEYS:
         return (run_dir / MODEL_PIN).exists()
-    if key == "trainer.num_steps":  # a schedule that falls to 0 uses it in every learning rate
+    if key == "trainer.num_steps":  # another schedule uses it in every learning rate
         return config.trainer.schedule == "constant"
-    section = key.partition(".")[0]  # of seed, task.KEY or task.NAME.KEY
+    section = key.partition(".")[0]  # seed, task.KEY or task.NAME.KEY
     return section in FREE_KEYS or f"{section}.{key.rpartition('.')[2]}" in FREE_KEYS
 
 
@@ -208,9 +189,7 @@ def _is_named(key: str, allowed: Collection[str]) -> bool:
 
 
 def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
-    """Raise ConfigError if the run has trained all steps, or more. `num_saved`: steps of its newest
-    checkpoint.
-    """
+    """Raise ConfigError if all steps were trained."""
     num_trained = num_saved
     if (journal := run_dir / "journal.sqlite").exists():
         with reading(journal) as connection:
@@ -236,10 +215,8 @@ def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
 async def restore(
     run: Components, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
-    """Restore everything except the engines; the returned groups continue once the engines have the weights.
-
-    Steps that may refuse come first: data, buffer, trainer state. Then only a broken part can end the resume.
-    Raises the errors of the run.
+    """Restore everything except the engines; return the groups that continue. Data, buffer and trainer state
+    come first: they may refuse.
     """
     feed, journal = run.feed, run.journal
     if state.order is not None:
@@ -270,7 +247,7 @@ async def restore(
     restored()
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)
-    for group_id, (prompt, why) in ended.items():  # the group did not fail: keep the same seeds
+    for group_id, (prompt, why) in ended.items():  # keep the same seeds
         journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
     return unfinished
 
@@ -311,10 +288,10 @@ def _from_checkpoint_alone(checkpoint: Whole, run: Components) -> None:
     try:
         state = ControllerState.model_validate(checkpoint.controller)
         run.feed.load_state(state.feed)
-        for prompt_id, num_requeued in state.out.items():  # in flight: generated again
+        for prompt_id, num_requeued in state.out.items():
             run.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
         run.buffer.restore_nowait(checkpoint.version, state.next_group_id, [], [])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # `feed` is checked by its reader
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{checkpoint.folder} has no valid controller state: {type(error).__name__} {error}",
             rule="without its journal a run resumes from the controller state of the checkpoint",

@@ -1,6 +1,4 @@
-"""Change the number of engines of a running job. `asyncrl scale` writes RUN_DIR/wanted.json; the run reads
-it every second, and again when it resumes.
-"""
+"""Change the number of engines of a running job, by RUN_DIR/wanted.json."""
 
 from __future__ import annotations
 
@@ -34,12 +32,10 @@ KEY = "engines"
 
 
 class EngineScale:
-    """Which engines of a run work: the first `wanted`. The others are parked, without a process.
+    """Which engines work: the first `wanted`. The others are parked, without a process.
 
-    Life of an engine: parked -> starting -> working -> leaving -> parked. The highest numbers leave first.
-    Invariant: an engine that is up leaves only while `wanted` others are up, so at least `min` engines stay.
-
-    `on_change` gets the number of working engines, including those that are down, after each change.
+    Life of an engine: parked -> starting -> working -> leaving -> parked, the highest number first.
+    Invariant: an engine that is up leaves only while `wanted` others are up.
     """
 
     def __init__(
@@ -63,23 +59,21 @@ class EngineScale:
         self._changed = asyncio.Event()
         self._working = {name for name in self._number if self.wants(name)}
         self.parked = self._number.keys() - self._working
-        """Engines without a process."""
 
     def wants(self, name: str) -> bool:
         return self._number[name] < self.wanted
 
     def gauges(self) -> dict[str, float]:
         num_up = len(self._number) - len(self.pool.down)
-        return {} if self.is_fixed else {"engine/wanted": self.wanted, "engine/up": num_up}
+        return {} if self.is_fixed else {"engine/up": num_up}
 
     def state_of(self, name: str) -> str:
-        """Return the state of an engine for `asyncrl status`; empty if it should work and does."""
+        """Return an engine's state; empty if it should work and does."""
         if self.wants(name):
             return "" if name in self._working else "starting"
         return "parked" if name in self.parked else "leaving"
 
     async def follow(self) -> None:
-        """Read the wanted number every second until cancelled."""
         while True:
             await asyncio.sleep(LOOK_PERIOD_S)
             try:
@@ -97,7 +91,7 @@ class EngineScale:
         self.changed_nowait()
 
     def give_up_nowait(self, name: str, error: AsyncrlError) -> None:
-        """Want only the engines before `name`, which does not start."""
+        """Want only the engines before `name`."""
         num = self._number[name]
         if num < self.wanted:
             self._log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
@@ -110,7 +104,7 @@ class EngineScale:
         self.parked.discard(name)
 
     async def wait_leave(self, name: str) -> None:
-        """Wait until this engine may leave, and give it no new work."""
+        """Wait until this engine may leave."""
         while self.wants(name) or not self._may_leave(name):
             await self._changed.wait()
         self.pool.down_nowait(name)
@@ -121,7 +115,6 @@ class EngineScale:
         return name not in up or (name == up[-1] and len(up) > self.wanted)
 
     def works_nowait(self, name: str, is_working: bool) -> None:
-        """Record that an engine has come up or leaves."""
         working = self._working | {name} if is_working else self._working - {name}
         if working != self._working:
             self._working = working
@@ -129,7 +122,7 @@ class EngineScale:
         self.changed_nowait()
 
     def changed_nowait(self) -> None:
-        """Wake all waiters; also called when an engine is lost."""
+        """Wake all waiters; also after a loss."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -137,11 +130,10 @@ class EngineScale:
 class ScaledEngine(EngineSupervisor):
     """Supervise one engine while it is wanted.
 
-    Life: parked -> wanted: started as after a loss -> supervised like any engine -> not wanted: it gets no
-        new requests, its running ones move to other engines with their tokens, the current push ends, then
-        its process ends -> parked. A start that is no longer wanted is cancelled.
-    Waits: for its requests and for a push, which have their own limits.
-    Invariant: parking counts as no restart, and an engine that never comes up after parking ends no run.
+    Life: parked -> wanted: started as after a loss -> supervised -> not wanted: its requests move to other
+        engines with their tokens, the current push ends, then its process -> parked.
+    Waits: for its requests and for a push.
+    Invariant: parking is no restart; an engine that never comes up after parking ends no run.
     """
 
     def __init__(
@@ -159,7 +151,6 @@ class ScaledEngine(EngineSupervisor):
             self._leave_nowait()
 
     async def run(self) -> None:
-        """Watch, park and start until cancelled. Raises the RoomError that ends the run."""
         while True:
             await self._scale.wait_wanted(self.name)
             try:
@@ -200,7 +191,6 @@ class ScaledEngine(EngineSupervisor):
 
 
 async def _until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
-    """Run `work` until it or `left` ends. Raises what `work` raises."""
     working = asyncio.create_task(work, name=f"watch {name}")
     leaving = asyncio.create_task(left, name=f"watch {name}")
     try:
@@ -212,16 +202,16 @@ async def _until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any,
 
 
 def first_wanted(config: RunConfig, run_dir: Path | None) -> int:
-    """Return the number of engines at the start: as asked before, else from the config."""
+    """Return the engines at the start: as asked before, else from the config."""
     asked = None
     if config.rollout.is_scaled and run_dir is not None:
-        with contextlib.suppress(ConfigError):  # follow() warns of an invalid wanted.json
+        with contextlib.suppress(ConfigError):  # follow() warns
             asked = read_wanted(run_dir, config.rollout.engine_range)
     return asked or config.rollout.engine_range.min
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
-    """Return the number in RUN_DIR/wanted.json, None without the file. Raises ConfigError."""
+    """Return the number in RUN_DIR/wanted.json, if any. Raises ConfigError."""
     path = run_dir / WANTED_FILE
     try:
         return _in_range(json.loads(path.read_text(encoding="utf-8"))[KEY], limits)
@@ -242,14 +232,11 @@ def _in_range(asked: object, limits: EngineRange) -> int:
 
 
 def write_wanted(run_dir: Path, num: int) -> None:
-    """Ask for `num` engines. Raises OSError."""
     write_whole(run_dir / WANTED_FILE, json.dumps({KEY: num}) + "\n")
 
 
 def scale_run(run_dir: Path, asked: str) -> str:
-    """Ask the run in this directory for another number of engines (`asked`: engines=4); return an answer for
-    the user. Raises ConfigError if no run is active there, or the number is out of range.
-    """
+    """Ask a run for `engines=N`; return an answer for the user. Raises ConfigError."""
     name, _, text = asked.partition("=")
     if name != KEY or not text.isdecimal():
         raise ConfigError(f"{asked!r} is not a number of engines", way_out=f"write {KEY}=4.")

@@ -1,8 +1,5 @@
-"""`asyncrl serve`: run engine servers, and the gateway, until Ctrl-C or for a number of rollouts. Trains and
-journals nothing.
-
-A lost engine server ends the command; workers restart. Ctrl-C (or SIGTERM) ends a running service with exit
-code 0; during startup and rollouts the code is 130 or 143.
+"""`asyncrl serve`: run engines, and the gateway, until Ctrl-C (exit code 0) or for a number of rollouts. A
+lost engine ends the command; workers restart.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.command import passed_env
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
@@ -38,11 +35,10 @@ from asyncrl.job.check import check_everything
 from asyncrl.job.lifecycle import (
     Lifecycle,
     RunLog,
+    locked_run_dir,
     logging_to,
-    make_run_dir,
     new_run_dir,
     refuse_few_files,
-    removed_if_refused,
 )
 from asyncrl.job.servers import Servers
 from asyncrl.launch.capacity import resolve_auto
@@ -59,7 +55,7 @@ from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import make_model_folder
 
-if TYPE_CHECKING:  # which import FastAPI
+if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
 
 
@@ -71,10 +67,8 @@ def serve_gateway(
     record: Path | None = None,
     num_rollouts: int | None = None,
 ) -> int:
-    """Serve until Ctrl-C, or run `num_rollouts` rollouts; return the exit code. Raises AsyncrlError. No
-    process remains.
-    """
-    hide_memory()  # protect keys of all rollouts: a tried agent runs as the same user
+    """Serve until Ctrl-C, or run `num_rollouts` rollouts; return the exit code."""
+    hide_memory()  # a tried agent runs as the same user
     passed_env(config.generator.pass_env)
     with _opened_lifecycle(config, run_dir, name) as life:
         live = partial(_live_gateway, life, record, num_rollouts)
@@ -82,19 +76,15 @@ def serve_gateway(
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
-    """Serve one engine until Ctrl-C; return the exit code. Raises AsyncrlError."""
     with _opened_lifecycle(config, run_dir, name) as life:
         return asyncio.run(cancel_remaining(life.run(partial(_live_engine, life))))
 
 
 @contextmanager
 def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Iterator[Lifecycle]:
-    """Lock the directory and yield a lifecycle with the config settled for this machine. Raises ConfigError
-    if the directory contains something else.
-    """
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
-        num_engines = config.rollout.engine_range.min  # serve never scales
+        num_engines = config.rollout.engine_range.min
         rollout = config.rollout.model_copy(update={"num_engines": num_engines})
         config, settled = resolve_auto(config.model_copy(update={"rollout": rollout}), launcher.nodes)
         log = RunLog()
@@ -108,16 +98,11 @@ def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Ite
                 rule="the model and logs are written there",
                 way_out="choose another --run-dir, or omit it.",
             )
-        with removed_if_refused(folder):
-            make_run_dir(folder, config.observe.dir_mode)
-            lock = RunLock(folder / "run.lock").acquire()
-            try:
-                shutil.rmtree(folder / "model", ignore_errors=True)  # perhaps of another config
-                write_whole(own, run_config_yaml(config))
-                with logging_to(folder):
-                    yield Lifecycle(config, folder, log, launcher)
-            finally:
-                lock.release()
+        with locked_run_dir(folder, config.observe.dir_mode):
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            write_whole(own, run_config_yaml(config))
+            with logging_to(folder):
+                yield Lifecycle(config, folder, log, launcher)
 
 
 async def _make_servers(life: Lifecycle) -> tuple[Servers, HFChatTokenizer]:
@@ -132,7 +117,6 @@ async def _make_servers(life: Lifecycle) -> tuple[Servers, HFChatTokenizer]:
 
 
 async def _start(life: Lifecycle, servers: Sequence[Server]) -> None:
-    """Start processes and wait until they answer; from then on watch them."""
     life.log.activity(f"loading the model in {', '.join(server.name for server in servers)}")
     life.servers = servers
     for server in servers:
@@ -160,13 +144,12 @@ async def _live_engine(life: Lifecycle) -> int:
         hint,
     ):
         life.log.print_secret(line)
-    life.can_stop = True  # Ctrl-C is a normal end from here
+    life.can_stop = True  # Ctrl-C is a normal end
     await life.stop.wait()
     return 0
 
 
 async def _live_gateway(life: Lifecycle, path: Path | None, num_rollouts: int | None) -> int:
-    """Serve a gateway for users, or run `num_rollouts` rollouts; record them in `path`."""
     tasks = (await check_everything(life, is_needed=num_rollouts is not None)).tasks
     servers, tokenizer = await _make_servers(life)
     engines = servers.engines()
@@ -209,7 +192,7 @@ async def _serve_users(
     header = "Authorization: Bearer"
     logs = life.run_dir / "logs"
     life.log.info(f"gateway ready: model {name}, temperature {config.rollout.temperature}; logs in {logs}")
-    # the outcome key is not exported, so that an agent started there does not inherit it
+    # not exported: an agent started there must not inherit the outcome key
     for line in (
         f"export OPENAI_BASE_URL={url}/v1",
         f"export OPENAI_API_KEY={user.key}",
@@ -220,7 +203,7 @@ async def _serve_users(
         life.log.print_secret(f"  {line}")
     life.log.info("each posted outcome ends a rollout and starts the next; press Ctrl-C to stop the gateway")
     try:
-        life.can_stop = True  # Ctrl-C is a normal end from here
+        life.can_stop = True  # Ctrl-C is a normal end
         await life.stop.wait()
     finally:
         user.close()

@@ -30,12 +30,12 @@ from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 MEET_FRACTION = 0.8
-"""Fraction of supervision.start_timeout_s that the trainer's ranks wait for each other."""
+"""Fraction of supervision.start_timeout_s that ranks wait for each other."""
 TEACHER_KEY = "teacher.path"
 
 
 class Servers:
-    """Creates servers on the nodes of a placement; starts none. They share the secret of the run."""
+    """Servers on the nodes of a placement, not started. They share the run's secret."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Servers:
         self.secret = secrets.token_hex(32)
         self.kind = engine_kind(config)
         self.rank_store = ""
-        """Address where ranks meet if they do not share the staging folder."""
+        """Where ranks meet, unless in the staging folder."""
         self.weights_store = ""
-        """Address where trainer and engines meet for a broadcast, if not the staging folder."""
+        """Where trainer and engines meet for a broadcast."""
 
     def trainers(self, staging_dir: Path) -> list[Server]:
-        """Return the ranks of the trainer; the first takes requests."""
+        """Return the trainer's ranks; the first takes requests."""
         servers = list[Server]()
         for rank in range(self.config.trainer.world_size):
             name = f"trainer-{rank}"
@@ -75,7 +75,6 @@ class Servers:
         return [other for other, device in enumerate(ranks) if device.node == ranks[rank].node]
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
-        """Return a rank's spec. It sees the devices of all ranks on its node only."""
         config = self.config
         placement = self.placement
         node = placement.trainer[rank].node
@@ -113,7 +112,7 @@ class Servers:
         )
 
     def engines(self) -> list[Server]:
-        """Return the run's own engines, or those in rollout.urls."""
+        """Return the run's engines, or those in rollout.urls."""
         rollout = self.config.rollout
         if rollout.urls is not None:
             key = os.environ.get(KEY_ENV, "")
@@ -127,7 +126,7 @@ class Servers:
                 devices[0].name,
                 is_colocated=placement.mode == "colocated",
                 is_resident=placement.resident,
-                # vLLM counts CUDA's own memory itself
+                # vLLM counts CUDA's memory itself
                 memory_fraction=share if rollout.facts.package else self._without_cuda(share),
                 cores=self._cores(devices[0]),
             )
@@ -163,7 +162,7 @@ class Servers:
     def client(
         self, server: Server, tokenizer: HFChatTokenizer, group: BroadcastGroup | None = None
     ) -> EngineClient:
-        """Create the client of an engine server, which also asks its health, before the server's start."""
+        """Create an engine's client, which also asks its health."""
         client = self.kind.client(server, self.placement, self.model_path, tokenizer, group)
         server.client_health = lambda timeout_s: client.health(timeout_s=timeout_s)
         return client
@@ -196,7 +195,7 @@ class Servers:
         return self.placement.nodes[device.node].machine.cores
 
     def _without_cuda(self, share: float | None) -> float | None:
-        """Subtract CUDA's own memory from a share of the trainer's device: torch does not count it."""
+        """Subtract CUDA's own memory, which torch does not count."""
         if share is None:
             return None
         node, device = self.placement.trainer[0]
@@ -204,9 +203,7 @@ class Servers:
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     async def hold(self, staging_dir: Path | None = None) -> None:
-        """Reserve the servers' resources on nodes that can read their files, and find addresses to meet.
-        `staging_dir`: None with engines only. Raises ConfigError or RoomError.
-        """
+        """Reserve resources on the nodes. Raises ConfigError or RoomError."""
         placement = self.placement
         has_engines = self.config.rollout.urls is None
         parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
@@ -226,7 +223,6 @@ class Servers:
             self.weights_store = f"{address}:{await self.launcher.free_port(first)}"
 
     def _needs(self, node: int, staging_dir: Path | None) -> NodeRequirements:
-        """Return files (one of the model's) and packages that the node's processes need. Blocks."""
         config = self.config
         placement = self.placement
         is_training = staging_dir is not None

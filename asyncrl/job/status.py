@@ -1,4 +1,4 @@
-"""Read processes, numbers and watchdog state of a run from its components."""
+"""Read processes, numbers and watchdog state of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from asyncrl.observe.watchdog import Reported
 
 
 def processes(run: Components) -> tuple[Server, ...]:
-    """Return all child processes. Parked engines and missing nodes have none."""
     workers = () if run.harnessing is None else run.harnessing.workers
     servers = (*run.fleet.servers, *run.fleet.side_servers)
     return (*(server for server in servers if server.name not in run.scale.parked), *workers)
 
 
 def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
-    """Return all numbers by name, and by source if a new process restarts them from 0."""
+    """Return all numbers by name, and by source if a new process restarts them."""
     harnessing = run.harnessing
     sources: list[Any] = [run.buffer, run.producers, run.engines, run.publisher, run.scorer]
     sources += [run.trainer, run.scheduler, run.checkpointer, run.scale, run.evaluation, run.fleet.teacher]
@@ -51,7 +50,6 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
 
 
 def reported(run: Components) -> Reported:
-    """Return what the watchdog compares: progress marks, the oldest rollouts, and whether a start runs."""
     marks = {
         name: value
         for name, value in gauges(run).items()
@@ -62,7 +60,7 @@ def reported(run: Components) -> Reported:
 
 
 def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the components' section of status.json; `now`: current gauges."""
+    """Return the components' section of status.json."""
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
     engines = {
@@ -84,5 +82,4 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the run totals in a line of metrics.jsonl or eval.jsonl."""
     return {name: num for name, num in line.items() if is_total(name) and isinstance(num, int | float)}

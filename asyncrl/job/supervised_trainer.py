@@ -1,4 +1,4 @@
-"""Trainer that restarts, recovers and repeats lost calls, and its checkpoints."""
+"""Trainer that restarts, recovers and repeats lost calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ logger = logging.getLogger("asyncrl.job.supervised_trainer")
 
 
 class SupervisedTrainer(Supervisor, TrainerClient):
-    """Trainer with one process per rank that survives their loss: lost calls are repeated.
+    """Trainer with one process per rank; calls lost with a process are repeated.
 
     Life: as Supervisor; new ranks load the newest checkpoint, train again on later batches, and repeat
         offloads.
-    Waits: calls sleep while the trainer is down, at most as long as restarts take; once run has given up,
-        they raise its error.
-    Invariant: a batch is trained once on the way to each version: `recover` repeats training lost with its
-        process, and a call continues from the last answered version.
+    Waits: calls sleep while the trainer is down, as long as restarts take.
+    Invariant: a batch is trained once on the way to each version.
     """
 
     kind = "trainer"
@@ -59,7 +57,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         }
 
     async def wait_up(self) -> None:
-        """Return once the processes are restored. Raises RoomError if they never will be."""
+        """Raises RoomError if the processes never come back."""
         with waiting("the trainer to be back", on="watch trainer"):
             while not self.is_up:
                 if self._over is not None:
@@ -77,12 +75,10 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         return moved
 
     async def run(self) -> None:
-        """Watch and restart until cancelled. Raises the RoomError that ends the run."""
         try:
             await super().run()
         except RoomError as error:
             self._over = error
-            # after this task has ended: a waiting call is already cancelled and does not repeat the error
             asyncio.get_running_loop().call_soon(self._wake)
             raise
 
@@ -93,17 +89,16 @@ class SupervisedTrainer(Supervisor, TrainerClient):
             try:
                 return await call()
             except TrainerError as error:
-                # A rank other than the first may have died; its death, the better error, arrives a moment
-                # later.
+                # the death of another rank, the better error, arrives a moment
                 died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
                 if not (died or isinstance(error, TrainerLost)) or not self.config.max_restarts:
                     raise
-                if self.num_restarts == number:  # else it is a late answer of processes that have ended
+                if self.num_restarts == number:  # else a late answer of ended processes
                     lost = TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
                     self._lost_by(lost)
 
     def _check_up(self) -> None:
-        """Raise TrainerLost during a restart: new processes must not pass for the old ones."""
+        """Raise TrainerLost during a restart."""
         if not self.is_up:
             raise TrainerLost("trainer", "is restarting", rule="a checkpoint is of a finished step")
 
@@ -111,7 +106,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         await self._may_start()
 
     async def _bring_back(self) -> None:
-        """Recover the newest answered version and repeat offloads."""
         client = TrainerClient(self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s)
         await self._catches_up(client, self.policy_version)
         self._reached(client.policy_version)

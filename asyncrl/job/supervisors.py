@@ -25,10 +25,8 @@ from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 
 class EngineSupervisor(Supervisor):
-    """Keeps one engine server running: while it is down, its calls are aborted, and neither pool nor pushes
-    wait for it.
-
-    Invariant: the pool sends it work only while it serves the announced version, or a newer one.
+    """Keeps one engine server running. Invariant: the pool sends it work only while it serves the announced
+    version, or a newer one.
     """
 
     kind = "engine"
@@ -73,10 +71,8 @@ class EngineSupervisor(Supervisor):
 
 
 class WorkerSupervisor(Supervisor):
-    """Keeps one agent worker running. Its lost rollouts fail as data and are retried; its replacement leases
-    by itself. `on_down` gets its name and the reason.
-
-    A worker whose event loop blocks for `lease_timeout_s` is also lost: its rollouts have already failed.
+    """Keeps one agent worker running. Its lost rollouts are retried. A worker whose event loop blocks for
+    `lease_timeout_s` is also lost. `on_down` gets name and reason.
     """
 
     kind = "worker"
@@ -98,8 +94,8 @@ class WorkerSupervisor(Supervisor):
         self._on_down(self.name, summary_of(lost))
 
     async def _wait_unfit(self) -> None:
-        """Raise RoomError after two answers with a blocked loop: /health comes from another thread, and after
-        a pause of the whole machine the first answer may precede the loop's recovery.
+        """Raise RoomError after two answers with a blocked loop: after a pause of the whole machine one may
+        precede recovery.
         """
         health = None
         was_stuck = False
@@ -120,7 +116,7 @@ class WorkerSupervisor(Supervisor):
 
 
 class TeacherSupervisor(Supervisor):
-    """Keeps the teacher running; while it is down, rollouts wait for scores."""
+    """Keeps the teacher running; rollouts wait for it."""
 
     kind = "teacher"
 
@@ -140,7 +136,7 @@ class TeacherSupervisor(Supervisor):
 
 
 def check_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> list[str]:
-    """Describe the teacher before anything starts. Raises ConfigError for other tokens than the model's."""
+    """Describe the teacher. Raises ConfigError for other tokens."""
     if config.teacher is None:
         return []
     path = config.teacher.path
@@ -152,7 +148,7 @@ def check_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> list[
 
 
 def find_teacher(config: RunConfig, tokenizer: HFChatTokenizer) -> Path | None:
-    """Return the folder of the teacher's model, fetched if needed. Raises ConfigError. Blocks."""
+    """Return the folder of the teacher's model. Raises ConfigError. Blocks."""
     if config.teacher is None:
         return None
     folder = find_model(config.teacher.path, config.teacher.revision, TEACHER_KEY)
@@ -161,7 +157,6 @@ def find_teacher(config: RunConfig, tokenizer: HFChatTokenizer) -> Path | None:
 
 
 def _refuse_other_tokens(path: str, folder: Path, tokenizer: HFChatTokenizer) -> None:
-    """Raise ConfigError unless each token id means the same to teacher and model."""
     theirs = read_vocabulary(folder)
     ours = tokenizer.vocabulary
     if theirs == ours:

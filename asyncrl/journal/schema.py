@@ -1,7 +1,4 @@
-"""Tables of journal.sqlite; creating, opening and checking the file.
-
-Times are seconds since 1970, only for display. Events are ordered by ids and rows, so clocks may jump.
-"""
+"""Tables and file of journal.sqlite."""
 
 from __future__ import annotations
 
@@ -17,9 +14,8 @@ from asyncrl.base.files import sync
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 5
 BUSY_S = 10.0
-"""Seconds a write waits for a lock of another program."""
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
-"""Errors of reading and writing; UnicodeDecodeError if a flipped byte corrupts SQLite's message."""
+"""UnicodeDecodeError occurs if a flipped byte corrupts SQLite's message."""
 MOVE_ASIDE = (
     "restore journal.sqlite and its -wal file from a copy; or move journal.sqlite* out of the run directory "
     "and resume from the newest whole checkpoint."
@@ -99,11 +95,8 @@ def cannot_use(path: Path, error: Exception) -> JournalError:
 
 
 def create(path: Path, run_id: str) -> None:
-    """Create an empty journal: written to a temporary file, synced, renamed, so that the name always means a
-    whole journal.
-
-    Raises JournalError if the disk refuses, or if another journal's log exists, which SQLite would replay
-    onto this one.
+    """Create an empty journal atomically. Raises JournalError if the disk refuses, or for another journal's
+    log, which SQLite would replay.
     """
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
@@ -131,12 +124,11 @@ def create(path: Path, run_id: str) -> None:
 
 
 def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
-    """Open an existing journal, for one thread at a time. Raises DISK_ERRORS, and JournalError if the file is
-    empty or has another format.
+    """Open an existing journal, for one thread at a time. Raises DISK_ERRORS; JournalError for another
+    format.
 
-    Only SQLite may open the file: a process that closes any descriptor of it loses all its locks, SQLite's
-    too (https://www.sqlite.org/howtocorrupt.html section 2.2), and another program that then opens a running
-    journal removes its log.
+    Only SQLite may open the file: closing any descriptor of it loses all locks of the process
+    (https://www.sqlite.org/howtocorrupt.html section 2.2).
     """
     if path.stat().st_size == 0:
         raise damaged(path, "it is empty")  # SQLite would treat it as new and delete its log
@@ -167,9 +159,7 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
 
 
 def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
-    """Open this run's journal for writing, verified or new. Raises JournalError and leaves the file and its
-    log unchanged.
-    """
+    """Open this run's journal, verified or new. Raises JournalError and leaves the files unchanged."""
     if not path.exists():
         create(path, run_id)
     log = path.with_name(f"{path.name}-wal")
@@ -202,8 +192,8 @@ def _foreign(path: Path, why: str) -> JournalError:
     )
 
 
-# ---- write-ahead log: SQLite silently drops the rest of a damaged one (layout:
-# https://www.sqlite.org/fileformat2.html#the_write_ahead_log)
+# write-ahead log: SQLite silently drops the rest of a damaged one
+# (https://www.sqlite.org/fileformat2.html#the_write_ahead_log)
 
 _HEADER = struct.Struct(">8I")
 """Magic, format, page size, checkpoint number, two salts, two checksums."""

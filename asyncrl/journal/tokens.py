@@ -1,9 +1,8 @@
 """Exact conversion of token records to bytes, for the journal and recordings.
 
-A blob is zlib over: head length (uint32), head (JSON), token ids (int32), logprobs (float32), loss mask (one
-bit per token), optional teacher logprobs (float32) and experts per token (uint16). Numbers are little endian
-in byte planes (all lowest bytes first), which compresses better. zlib's checksum and the place in the head
-detect changed bytes.
+A blob is zlib over: head length (uint32), head (JSON), token ids (int32), logprobs (float32), loss mask
+(one bit per token), optional teacher logprobs (float32) and experts per token (uint16), little endian in
+byte planes, which compress better.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from asyncrl.messages.records import Completion, Credit, GrammarSpan, Rollout, T
 FORMAT = 2
 _LEVEL = 1  # higher levels save 1 to 3 % at twice the time
 _SHORT = 1024
-"""Blobs up to this many bytes are stored uncompressed; zlib's setup is half of the encoding."""
+"""Blobs up to this size in bytes are stored uncompressed, since zlib's setup dominates."""
 _json = json.JSONEncoder(separators=(",", ":")).encode
 _LENGTH = struct.Struct("<I")
 
@@ -99,7 +98,6 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
 
 
 def encode_partial(group_id: int, sample_index: int, partial: Completion) -> bytes:
-    """Encode an unfinished completion as a trajectory without prompt and reward."""
     trajectory = Trajectory(
         sample_index,
         np.array(partial.token_ids, np.int32),
@@ -134,9 +132,6 @@ def _from_planes(body: bytes, start: int, count: int, dtype: str) -> npt.NDArray
     return planes.T.copy().view(dtype).reshape(count)
 
 
-# ---- contents of a group, by sample_index; a damaged row raises ValueError
-
-
 def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:
     found: dict[int, Rollout] = {}
     query = (
@@ -151,13 +146,11 @@ def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Roll
 
 
 def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
-    """Return (attempts, why) of failed rollouts."""
     query = "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index"
     return {index: (attempts, why) for index, attempts, why in connection.execute(query, (group_id,))}
 
 
 def partials_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, int, Completion]]:
-    """Return (attempt, turn, completion so far) of unfinished rollouts."""
     query = "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
     return {
         index: (attempt, turn, decode_partial(blob, group_id, index))

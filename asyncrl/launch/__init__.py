@@ -1,3 +1,1 @@
-"""Which process runs where, and whose turn it is on a shared device; starts, watches and ends the child
-processes.
-"""
+"""Placement of processes, turns on shared devices, and supervision of children."""

@@ -1,4 +1,4 @@
-"""Fit a run to its machines: resolve each `auto`, plan the memory, and refuse a run that cannot fit."""
+"""Resolve each `auto` and plan the memory of a run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ WAY_OUT = (
     "trainer.lora={rank: 16}, change placement, or take a smaller model."
 )
 RESIDENT_FACTOR = 1.1
-"""Safety factor on planned memory before both sides stay resident by `placement.share: auto`."""
+"""Safety factor for resident sides of `placement.share: auto`."""
 TRAINER_FACTOR = 1.25
-"""Safety factor on the trainer's memory if engines with a paged KV cache take the rest of its device."""
+"""Safety factor alongside a paged KV cache."""
 
 
 def resolve_auto(
     config: RunConfig, nodes: Sequence[Node], *, begun: str | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the config with values for `auto` of model.dtype and weight_sync.transport, and messages. Raises
-    ConfigError for an impossible placement. `begun`: the dtype of a resumed run.
-    """
+    """Resolve `auto` of model.dtype and weight_sync.transport. Return with messages. Raises ConfigError."""
     placement = place(config, nodes)
     messages = list[str]()
     if config.model.dtype == "auto":
@@ -53,7 +51,6 @@ def resolve_auto(
 
 
 def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str, ...]]:
-    """Plan a run whose autos are resolved; return messages on placement.share and rollout.deterministic."""
     plan, share = _with_resident_sides(make_plan(config, nodes), config)
     messages = [share] if share else []
     device = plan.placement.engines[0][0].name
@@ -64,9 +61,7 @@ def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str,
 
 
 def _with_resident_sides(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
-    """Keep both colocated sides in memory if `placement.share: auto` finds that they fit, on CUDA with the
-    engines' fraction.
-    """
+    """Keep both colocated sides in memory if `placement.share: auto` finds that they fit."""
     placement = plan.placement
     share = config.placement.share
     if placement.mode == "apart" or placement.resident:
@@ -86,9 +81,7 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
 
 
 def _fractions(plan: Plan) -> tuple[float, float] | None:
-    """Return the largest fractions of the trainer's devices that all other memory and the engines' needs.
-    None: not known.
-    """
+    """Return the largest device fractions of (other memory, engines); None: unknown."""
     trainer_part = engine_part = 0.0
     for device in map(plan.placement.label, plan.placement.trainer):
         free, total = plan.memory[device]
@@ -103,9 +96,7 @@ def _fractions(plan: Plan) -> tuple[float, float] | None:
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
-    """Raise ConfigError if a device has less free memory than the plan needs, a side does not fit its part of
-    a shared device, or the engines' package is missing. Unknown memory refuses nothing.
-    """
+    """Raise ConfigError if known memory is too small or the engines' package is missing."""
     placement = plan.placement
     started = [*(placement.engine_devices if config.rollout.urls is None else ()), placement.evaluation]
     starts_here = any(device is not None and device.node == 0 for device in started)

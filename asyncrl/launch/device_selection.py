@@ -1,14 +1,13 @@
-"""Select the devices of trainer and engines from the forms of `placement`. Imports no torch.
+"""Select devices from the forms of `placement`. Imports no torch.
 
-Forms, with the controller's machine as the first node:
+numbers, lists, ranges, cpu: devices of the controller's machine.
+all: every CUDA device.
+{nodes: N, gpus: G}: G CUDA devices on each of N nodes; gpus: 0 is the CPU.
+auto: one CUDA device per process; without CUDA the CPU.
+trainer (rollout only): the trainer's devices.
 
-numbers, lists, ranges, cpu   devices of the controller's machine all                           every CUDA
-device of every node {nodes: N, gpus: G}           G CUDA devices on each of N nodes; gpus: 0 is the CPU of a
-node auto                          one CUDA device per process, or the CPU if there is no CUDA device trainer
-(rollout) the trainer's devices
-
-The side whose form leaves least open selects first. `{nodes, gpus}` and `auto` take devices that the other
-side leaves, on nodes that it leaves if possible. If it leaves too few, they take the other side's devices.
+The side whose form leaves least open selects first. `{nodes, gpus}` and `auto` prefer free devices, then
+share the other side's.
 """
 
 from __future__ import annotations
@@ -22,27 +21,24 @@ from asyncrl.config.operation import Devices, NodesConfig, device_numbers
 from asyncrl.launch.nodes import Node
 
 NO_DEVICE = "none"
-"""Device of a simulated engine, and of one that the run did not start."""
+"""Device of simulated and external engines."""
 
 
 class NodeDevice(NamedTuple):
-    """The number of a node in the run, and the name of a device there (cpu, cuda:1, ...)."""
+    """Node index and device name (cpu, cuda:1, ...)."""
 
     node: int
     name: str
 
 
 Side = tuple[NodeDevice, ...]
-"""Devices of one side of the run."""
 
 
 def takes_no_device(config: RunConfig) -> bool:
-    """Return whether engines use no device of the run: simulated engines, and the servers of rollout.urls."""
     return not config.rollout.facts.has_model or config.rollout.urls is not None
 
 
 def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
-    """Return the CUDA devices of each node."""
     return [
         tuple(NodeDevice(number, f"cuda:{index}") for index in range(len(node.machine.cuda)))
         for number, node in enumerate(nodes)
@@ -50,7 +46,7 @@ def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
 
 
 def select(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]:
-    """Select the devices of trainer and engines, node by node. Raises ConfigError."""
+    """Raises ConfigError."""
     rollout = config.rollout
     num_ranks = config.trainer.world_size if any(cuda_devices(nodes)) else 1
     trainer = _Form("placement.trainer", config.placement.trainer, num_ranks, 1)
@@ -66,7 +62,7 @@ def select(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]:
 
 
 class _Form(NamedTuple):
-    """What `key` says about the devices of a side whose processes use `num_wanted` devices, `split` each."""
+    """Setting of `key`, for `num_wanted` devices, `split` per process."""
 
     key: str
     form: Devices
@@ -75,11 +71,10 @@ class _Form(NamedTuple):
 
     @property
     def openness(self) -> int:
-        """Return how much the form leaves open: nothing, the nodes, the number of devices, everything."""
+        """Return 0 if nothing is open, up to 3 for everything."""
         return 1 if isinstance(self.form, NodesConfig) else {"auto": 2, "trainer": 3}.get(str(self.form), 0)
 
     def select(self, nodes: Sequence[Node], taken: Side) -> Side:
-        """Return the devices. `taken`: the other side's, if it selected first."""
         cuda = cuda_devices(nodes)
         if self.form == "trainer":
             return taken
@@ -99,8 +94,8 @@ class _Form(NamedTuple):
         return named_devices(self.key, self.form, nodes)
 
     def _free(self, cuda: Sequence[Side], taken: Side) -> Side:
-        """Take free devices, whole processes on each node: from the smallest node that has enough, else from
-        the largest nodes, and first from nodes without the other side.
+        """Take free devices, whole processes per node, from the smallest sufficient node, first without the
+        other side.
         """
         left = [[device for device in devices if device not in taken] for devices in cuda]
         whole = [devices[: len(devices) // self.split * self.split] for devices in left]
@@ -118,7 +113,7 @@ class _Form(NamedTuple):
         return tuple(sorted(found, key=lambda device: device.node))
 
     def _of_nodes(self, nodes: Sequence[Node], form: NodesConfig, taken: Side) -> Side:
-        """Take devices per node: what the other side leaves, else exactly its devices. Raises ConfigError."""
+        """Take free devices per node, else exactly the other side's. Raises ConfigError."""
         cuda = cuda_devices(nodes)
         gpus = form.gpus if form.gpus != "auto" or any(cuda) else 0
         if gpus != 0:
@@ -140,29 +135,28 @@ class _Form(NamedTuple):
             f"{self.key}={form}, and the devices that the other side leaves are: "
             + ", ".join(f"{node.name} {num_free} of {len(devices)}" for node, num_free, devices in each),
             rule="the two sides have different devices, or exactly the same",
-            way_out=f"write fewer nodes or devices, set {self.key}=auto for the free devices, or add nodes.",
+            way_out=f"ask for less, set {self.key}=auto, or add nodes.",
         )
 
 
 def named_devices(key: str, form: Devices, nodes: Sequence[Node]) -> Side:
-    """Return the devices of the controller's machine with these numbers. Raises ConfigError."""
+    """Raises ConfigError."""
     refuse_no_cuda(key, form, nodes)
     numbers = device_numbers(form) or []
     num_cuda = len(nodes[0].machine.cuda)
     if not numbers or max(numbers) >= num_cuda:
         raise ConfigError(
             f"{key}={form} is not on {nodes[0].name}, which has {num_cuda} CUDA devices",
-            rule="numbers count from 0 among CUDA_VISIBLE_DEVICES of the controller's machine",
+            rule="numbers count from 0 within CUDA_VISIBLE_DEVICES",
             way_out=f"name a device that exists, or set {key}=auto.",
         )
     return tuple(NodeDevice(0, f"cuda:{number}") for number in numbers)
 
 
 def refuse_no_cuda(key: str, form: Devices, nodes: Sequence[Node]) -> None:
-    """Raise ConfigError if no node has a CUDA device."""
     if not any(cuda_devices(nodes)):
         raise ConfigError(
             f"{key}={form}, and torch finds no CUDA device",
-            rule="it needs the NVIDIA driver, a torch built with CUDA, and CUDA_VISIBLE_DEVICES to show it",
+            rule="it needs the NVIDIA driver, torch with CUDA, and CUDA_VISIBLE_DEVICES",
             way_out=f"set {key}=auto, or cpu.",
         )

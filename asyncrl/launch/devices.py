@@ -1,9 +1,7 @@
-"""Assign a device to each trainer rank, engine, eval engine and teacher, and refuse placements that cannot
-work. Imports no torch.
+"""Assign devices to ranks, engines, eval engine and teacher. Imports no torch.
 
-Both sides on the same CUDA devices time-share them (colocated, buffer.max_staleness=0), or work at once where
-placement.share is a number. Each rank has its own CUDA device; engines are dealt over theirs, so two may
-share one, and no engine spans two nodes. Both sides on the CPU work at once, unless rollout is `trainer`.
+Sides on the same CUDA devices time-share them, or work concurrently if placement.share is a number. Each rank
+has its own CUDA device; engines may share one, and none spans two nodes.
 """
 
 from __future__ import annotations
@@ -32,56 +30,47 @@ from asyncrl.launch.machine import CudaDevice
 from asyncrl.launch.nodes import Node
 
 SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
-"""Options of vLLM that set its part of a device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The device of each trainer rank, the devices of each engine, and one device each for the eval engine
-    and the teacher (None: there is none). Without an eval engine the rollout engines evaluate.
-    """
+    """Devices of all processes; None: not in the run."""
 
     nodes: tuple[Node, ...]
-    """The controller's machine first."""
+    """The controller's is first."""
     trainer: Side
     engines: tuple[Side, ...]
     mode: Literal["apart", "colocated"]
     evaluation: NodeDevice | None = None
     teacher: NodeDevice | None = None
     memory_fraction: float | None = None
-    """Fraction of each shared device for the engines; None: no limit."""
+    """Engines' fraction of shared devices; None: no limit."""
     resident: bool = False
-    """Colocated: both sides stay in memory during the other's turn."""
 
     @property
     def moves(self) -> bool:
-        """Return whether each side frees its memory for the other."""
+        """Return True if each side frees its memory for the other."""
         return self.mode == "colocated" and not self.resident
 
     @property
     def is_on_cuda(self) -> bool:
-        """Return whether the trainer is on CUDA devices."""
         return self.trainer[0].name != "cpu"
 
     @property
     def engine_devices(self) -> Side:
-        """The devices of all engines, each once."""
         return tuple(dict.fromkeys(device for devices in self.engines for device in devices))
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that receive weights, with the controller's own."""
         receivers = [*self.engine_devices, *([self.evaluation] if self.evaluation else [])]
         return len({0, *(one.node for one in (*self.trainer, *receivers) if one.name != NO_DEVICE)})
 
     def label(self, device: NodeDevice) -> str:
-        """Return the name of a device, with its node if there are several."""
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
         return device.name if is_plain else f"{self.nodes[device.node].name}/{device.name}"
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """Names of the devices of ranks and engines, for transports."""
         sides = (self.trainer, [device for devices in self.engines for device in devices])
         ranks, engines = (
             [one.name if one.name == "cpu" else self.label(one) for one in side] for side in sides
@@ -89,13 +78,12 @@ class Placement:
         return ranks, engines
 
     def memory_fraction_of(self, engine: int) -> float | None:
-        """Return this engine's part of `memory_fraction`, which the engines on its first device divide."""
         num = sum(self.engines[engine][0] in devices for devices in self.engines)
         return None if self.memory_fraction is None else self.memory_fraction / num
 
     def parts(self, *, has_engines: bool, serves_only: bool = False) -> dict[int, list[str]]:
-        """Return the devices of each node, one entry per process and all of a split engine. `has_engines`:
-        the run starts engines; `serves_only`: it starts nothing else.
+        """Return devices by node, one entry per process. `has_engines`: the run starts engines;
+        `serves_only`: only engines.
         """
         parts = defaultdict[int, list[str]](list, {0: []})
         used = [device for devices in self.engines for device in devices] if has_engines else []
@@ -107,7 +95,7 @@ class Placement:
 
 
 def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
-    """Place a run on these nodes, the controller's first. Raises ConfigError."""
+    """Place a run; the controller's node is first. Raises ConfigError."""
     trainer, rollout = select(config, nodes)
     is_shared = bool({*_cuda(trainer)} & {*rollout})
     share = config.placement.share
@@ -145,7 +133,6 @@ def _cuda(devices: Sequence[NodeDevice]) -> Side:
 
 
 def _validate_sides(config: RunConfig, nodes: Sequence[Node], trainer: Side, rollout: Side) -> None:
-    """Raise ConfigError for sides that overlap in part, and for several nodes without a launcher."""
     if len(nodes) > 1 and config.launcher == "local":
         raise ConfigError(
             f"launcher=local starts processes on this machine, and there are {len(nodes)} nodes",
@@ -165,7 +152,6 @@ def _written(config: RunConfig) -> str:
 
 
 def _validate_colocation(config: RunConfig, device: str) -> None:
-    """Raise ConfigError for sides that cannot time-share."""
     rollout = config.rollout
     if config.buffer.max_staleness > 0:
         raise ConfigError(
@@ -188,7 +174,6 @@ def _validate_colocation(config: RunConfig, device: str) -> None:
 
 
 def _validate_share(config: RunConfig, *, is_shared: bool) -> None:
-    """Raise ConfigError if placement.share divides nothing, or if vLLM contradicts it."""
     share = config.placement.share
     if not is_shared or takes_no_device(config):
         raise ConfigError(
@@ -203,12 +188,10 @@ def _validate_share(config: RunConfig, *, is_shared: bool) -> None:
 
 
 def vllm_sizes(config: RunConfig) -> list[str]:
-    """Return the options in rollout.vllm that set vLLM's part of a device's memory."""
     return [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]
 
 
 def _validate_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
-    """Raise ConfigError if the processes of a side do not fill its devices."""
     size = config.trainer.world_size
     if size != len(trainer) if _cuda(trainer) else size % len(trainer):
         raise ConfigError(
@@ -225,18 +208,17 @@ def _validate_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
         raise ConfigError(
             f"placement.rollout={config.placement.rollout} is {' + '.join(map(str, counts))} devices for "
             f"rollout.num_engines={num} with rollout.tensor_parallel={split}",
-            rule="an engine has tensor_parallel CUDA devices of one node or a CPU, and no device is idle",
+            rule="an engine has tensor_parallel CUDA devices of one node or a CPU, none idle",
             way_out=f"set rollout.num_engines={max(1, len(rollout) // split)} or rollout.tensor_parallel="
             f"{math.gcd(*counts)}, or change placement.rollout.",
         )
 
 
 def _validate_engines(config: RunConfig, kind: str) -> None:
-    """Raise ConfigError for settings that engines on this kind of device cannot follow."""
     rollout = config.rollout
     if rollout.urls is not None and config.placement.rollout == "trainer":
         raise ConfigError(
-            "placement.rollout=trainer makes engines sleep, and the servers of rollout.urls cannot",
+            "servers of rollout.urls cannot sleep for placement.rollout=trainer",
             way_out="remove rollout.urls, or set placement.rollout=auto.",
         )
     if rollout.deterministic is True and (rollout.urls is not None or kind != rollout.facts.exact_on):
@@ -263,9 +245,8 @@ def _with_evaluation_and_teacher(config: RunConfig, placement: Placement) -> Pla
 def _device_of(
     name: str, form: Devices, placement: Placement, *, is_optional: bool = False
 ) -> NodeDevice | None:
-    """Return the device of the eval engine or the teacher: the named one, else a free CUDA device, first on
-    nodes with engines, else the engines' least used one; if `is_optional` only a free one. Both work during
-    training: never on the trainer's CUDA device.
+    """Return the device of the eval engine or teacher, which work during training: never the trainer's CUDA
+    device. `is_optional`: None instead of an engine's.
     """
     engines = [one for devices in placement.engines for one in devices if one.name != NO_DEVICE]
     cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
@@ -291,12 +272,11 @@ def _device_of(
 
 
 def chunk_devices(config: RunConfig, placement: Placement) -> Side:
-    """Return the devices whose memory holds the chunks that both sides open; none: chunks are files."""
+    """Return the devices of chunks opened by both sides; empty: chunks are files."""
     if placement.num_nodes > 1 and not placement.is_on_cuda:
         return ()
     opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
     devices = tuple(dict.fromkeys(placement.trainer))
-    # an engine sees only its own devices
     has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
     return devices if opens_memory and has_all else ()
 
@@ -304,7 +284,7 @@ def chunk_devices(config: RunConfig, placement: Placement) -> Side:
 def child_environ(
     devices: Sequence[str], cuda: Sequence[CudaDevice] | Mapping[int, CudaDevice]
 ) -> dict[str, str]:
-    """Return the variables that show a child process only these devices (`cuda:1`, ...), in this order."""
+    """Return the environment that shows a child only these devices."""
     if not devices[0].startswith("cuda:"):
         return {}
     names = [cuda[int(device.removeprefix("cuda:"))].name for device in devices]

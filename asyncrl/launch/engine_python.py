@@ -1,4 +1,4 @@
-"""Find the Python of engine servers that run in a separate environment (vLLM)."""
+"""Find the Python of separately installed engines (vLLM)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ ASK_TIMEOUT_S = 30.0
 
 
 def find_python(rollout: RolloutConfig) -> Path:
-    """Return the Python that has the engine's package: rollout.vllm_python, else this one, else the Python of
-    `make setup-vllm` in .venv-vllm or $VENV_VLLM. Raises ConfigError if all lack the package.
-    """
+    """Return rollout.vllm_python, ours, or the Python in .venv-vllm or $VENV_VLLM. Raises ConfigError."""
     package = rollout.facts.package or ""
     given = getattr(rollout, f"{package}_python")
     named = Path(shutil.which(Path(given).expanduser()) or given)
@@ -29,7 +27,7 @@ def find_python(rollout: RolloutConfig) -> Path:
     pythons = [Path(sys.executable), folder / "bin" / "python"] if given == "auto" else [named]
     for python in pythons:
         if version_in(python.absolute(), package) is not None:
-            return python.absolute()  # not resolved: a venv's python is a link
+            return python.absolute()  # do not resolve: a venv's python is a link
     raise ConfigError(
         f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
         way_out=f"{install_extra(package)} (CUDA), or `make setup-{package}` (CPU); or name one.",
@@ -37,14 +35,14 @@ def find_python(rollout: RolloutConfig) -> Path:
 
 
 def find_version(rollout: RolloutConfig) -> dict[str, str]:
-    """Return the engine's package with its version in the engine's Python. Raises ConfigError."""
+    """Raises ConfigError."""
     package = rollout.facts.package or ""
     return {package: version_in(find_python(rollout), package) or ""}
 
 
 @functools.cache
 def version_in(python: Path, package: str) -> str | None:
-    """Return the version of a package in a Python, without importing it; None: it lacks the package."""
+    """Return a package's version without importing it; None: missing."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
         asking = [str(python), "-c", ASK, package]

@@ -1,9 +1,7 @@
-"""Start the servers of a run as forks of one process that has imported torch and transformers.
+"""Fork server, with torch and transformers preloaded.
 
-The fork server is the standard library's. It imports while the controller imports its own modules, and each
-forked child saves about 4 CPU seconds. The preloaded modules start no thread, open no device and run no torch
-operator, so a child behaves like `python -m MODULE`. Secrets go through the child's standard input, not its
-environment.
+A forked child saves about 4 CPU seconds. Preloaded modules start no thread, open no device and run no torch
+operator. Secrets go through standard input, not the environment.
 """
 
 from __future__ import annotations
@@ -31,13 +29,10 @@ from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
 from asyncrl.base.waits import uncut
 
 KEY_ENV = "ASYNCRL_VLLM_KEY"
-"""Environment variable with the key of vLLM servers that the run did not start."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Default for children: otherwise each thread that hashes or copies weights starts an OpenMP team per core,
-which spins while it waits.
-"""
+"""Otherwise each hashing or copying thread starts a spinning OpenMP team."""
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
-"""Keys of the run. Every process of this user can read an environment in /proc."""
+"""Secrets: /proc shows environments to all processes of the user."""
 PRELOADED = (
     "asyncrl.trainer.model.random_init",
     "asyncrl.trainer.rank_process",
@@ -47,22 +42,20 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
 )
 WITHOUT_GC = "asyncrl.launch.without_gc"
-"""Preloaded first: garbage collection takes a fifth of the import time."""
+"""Preloaded first: garbage collection takes 20 % of the import time."""
 TIMEOUT_S = 120.0
-"""Limit for a fork. The first one waits for the imports."""
+"""The first fork awaits imports."""
 IMPORT_ENV = {
     **ONE_THREAD,
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, imported by scikit-learn
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not open the driver
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, through scikit-learn
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or is_available() opens the driver
 }
-"""Keeps libraries from starting threads when they are imported."""
+"""Keeps imports from starting threads."""
 
 
 class ForkedProcess:
-    """A forked child, with the part of asyncio.subprocess.Process that we use."""
-
     def __init__(self, pid: int, status: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
@@ -82,7 +75,7 @@ class ForkedProcess:
         asyncio.get_running_loop().remove_reader(self._status)
         try:
             self.returncode = forkserver.read_signed(self._status)
-        except EOFError:  # the fork server died, and only it can see this child's exit code
+        except EOFError:  # only the fork server knows the exit code
             self.kill()
             self.returncode = -signal.SIGKILL
         os.close(self._status)
@@ -90,9 +83,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The controller's end of the fork server, which ends with the controller. If it dies, its children are
-    killed, and the next fork starts another server.
-    """
+    """Client of the fork server. Its death kills its children; the next fork restarts it."""
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self.modules = frozenset(modules)
@@ -116,15 +107,14 @@ class ForkServer:
             os.environ.update(before)
 
     def has(self, module: str) -> bool:
-        """Return True if `python -m module` can be forked."""
         return bool({module, f"{module}.__main__"} & self.modules)
 
     async def fork(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
     ) -> ForkedProcess:
-        """Start main() of `module` in a new process. Raises RoomError after TIMEOUT_S.
+        """Run `module`.main() in a new process. Raises RoomError after TIMEOUT_S.
 
-        The first three of `files` become the child's standard streams; the others keep their numbers.
+        The first three `files` become standard streams; the others keep their numbers.
         """
         self._ensure_running()
         started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
@@ -137,11 +127,11 @@ class ForkServer:
     def start(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
     ) -> tuple[int, int]:
-        """Start a child; return its pid and the descriptor that carries its exit code. Blocks."""
+        """Return (pid, exit code descriptor). Blocks."""
         child = Child(module, arguments, env, (0, 1, 2, *files[3:]))
         status, data = self._server.connect_to_new_process(list(files))
         with os.fdopen(data, "wb") as pipe:
-            pickle.dump({}, pipe)  # no preparation: the user's own script is never imported again
+            pickle.dump({}, pipe)  # no preparation: do not import the user's script again
             pickle.dump(child, pipe)
         if not select.select([status], [], [], TIMEOUT_S)[0]:
             os.close(status)
@@ -149,19 +139,18 @@ class ForkServer:
         return forkserver.read_signed(status), status
 
     def close(self) -> None:
-        """End the server. Idempotent."""
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)
             self._server._stop()
 
 
 current: ForkServer | None = None
-"""The fork server of this process, inside serving()."""
+"""Set inside serving()."""
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """Fork the children of this process while inside. Raises ConfigError if torch is not installed."""
+    """Fork children within the block. Raises ConfigError without torch."""
     global current
     if importlib.util.find_spec("torch") is None:
         raise without_train("torch")
@@ -174,14 +163,9 @@ def serving() -> Iterator[None]:
 
 
 class Child(ForkServerProcess):
-    """Runs main() of a module in a fork, as `python -m` would. The base class turns its end into an exit
-    code.
-    """
-
     def __init__(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], numbers: Sequence[int]
     ) -> None:
-        """Initialize. `numbers`: descriptors of the inherited files in the child."""
         super().__init__()
         self._values = (module, arguments, env, numbers)
 
@@ -196,7 +180,7 @@ class Child(ForkServerProcess):
     def run(self) -> None:
         module, arguments, env, numbers = self._values
         os.setsid()
-        gc.freeze()  # collections do not touch the memory that the children share
+        gc.freeze()  # keep shared pages unwritten
         gc.enable()
         _take_files(numbers)
         os.environ.clear()
@@ -206,7 +190,7 @@ class Child(ForkServerProcess):
         sys.argv = [module, *arguments]
         _set_title([sys.executable, "-m", *sys.argv])
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # random reseeds itself; torch always starts at one seed
+            sys.modules["numpy"].random.seed()  # torch always starts at one seed
         main = importlib.import_module(module)
         if hasattr(main, "__path__"):
             main = importlib.import_module(f"{module}.__main__")
@@ -214,7 +198,6 @@ class Child(ForkServerProcess):
 
 
 def _take_files(numbers: Sequence[int]) -> None:
-    """Give the inherited files these numbers, and close all others."""
     server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
     for fd in (server._forkserver_alive_fd, tracker._fd, sys.stdin.fileno()):
@@ -233,7 +216,6 @@ def _take_files(numbers: Sequence[int]) -> None:
 
 
 def _set_title(command: Sequence[str]) -> None:
-    """Write `command` over the arguments that this process was started with, for `ps`."""
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     start = int(stat[45])
     size = int(stat[46]) - start

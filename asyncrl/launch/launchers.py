@@ -1,4 +1,4 @@
-"""Open the launcher of the config; start processes on this machine."""
+"""Local launcher, and the choice of a launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.launch.processes import LOOPBACK, ChildProcess, ProcessSpec, free_p
 
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[Launcher]:
-    """Yield the launcher of this name. Raises ConfigError."""
+    """Raises ConfigError."""
     launcher = LocalLauncher() if name == "local" else _ray_launcher(name)
     try:
         launcher.open()
@@ -37,13 +37,10 @@ def _ray_launcher(name: str) -> Launcher:
 
 
 class LocalLauncher(Launcher):
-    """Starts all processes on this machine, listening on loopback."""
-
     def open(self) -> None:
         self.nodes = (Node(platform.node(), LOOPBACK, this_machine()),)
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
-        """Check the requirements. Placement has checked the devices."""
         for requirements in needs.values():
             report = await asyncio.to_thread(inspect_node, requirements)
             if error := unmet(self.nodes[0].name, report, {}):

@@ -1,25 +1,21 @@
 """Lease of the devices that colocated trainer and engines time-share.
 
-A turn goes  generating -> handover -> training -> handover -> generating. The calls of a handover, and their
-undo calls, are data:
+Calls of a handover, with their undo calls:
 
-    to the trainer    1 engines sleep               (undo: the steps to the engines below, with the version
-                                                     that they served)
-                      2 trainer onloads             (undo: offload the optimizer)
-    to the engines    1 trainer offloads the rest   gradients and optimizer (undo: onload the optimizer)
-                      2 engines wake weights        (undo: sleep weights)
-                      3 push weights                chunk by chunk, digest checked (undone with 2)
-                      4 trainer offloads weights    (undo: onload them)
-                      5 engines wake kv             (undo: sleep both; push the weights again)
+to the trainer:
+1 engines sleep (undo: the steps to the engines below, with their version)
+2 trainer onloads (undo: offload the optimizer)
 
-The first turn is the engines', also with pushed weights: they lost those loaded at their start when they
-released their memory.
+to the engines:
+1 trainer offloads gradients and optimizer (undo: onload the optimizer)
+2 engines wake weights (undo: sleep weights)
+3 push weights chunk by chunk, digest checked (undone with 2)
+4 trainer offloads weights (undo: onload them)
+5 engines wake kv (undo: sleep both; push the weights again)
 
-A device holds the engines' weights and KV cache, or the trainer's state, or the weights twice: the largest of
-the three, not the sum.
-
-If both sides stay in memory, the trainer gets no calls: sleeping engines serve nothing and keep their memory,
-and a handover is a pause or a push.
+The first turn is the engines', with a push: they lost their weights in their first sleep. A device holds at
+most the engines' memory, the trainer's state, or the weights twice. If both sides are resident, a handover is
+a pause or a push.
 """
 
 from __future__ import annotations
@@ -38,14 +34,12 @@ Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
 RESTING: dict[Side, State] = {"engines": "generating", "trainer": "training"}
 ROUTINE = frozenset({"handover", "handover phase", "handed over"})
-"""Events of every step; all others report a failure."""
+"""Events of every step; others are failures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """POST /sleep or /wake of every engine, /offload or /onload of the trainer, or a push of the trainer's
-    weights into engines whose weights are awake and empty. Repeatable.
-    """
+    """A repeatable call to engines or trainer, or a push into awake, empty weights."""
 
     of: Literal["engines", "trainer", "publisher"]
     verb: Literal["sleep", "wake", "offload", "onload", "push"]
@@ -63,9 +57,7 @@ WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake"), Call("engines", "wake", ("kv",)
 ONLOAD_WEIGHTS, OFFLOAD_WEIGHTS = Call("trainer", "onload"), Call("trainer", "offload")
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
 BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
-"""Sleeping engines lose their weights; the trainer still has that version: all engines sleep, then it
-pushes the version again.
-"""
+"""Sleeping engines lose their weights."""
 
 TURNS: dict[Side, tuple[Phase, ...]] = {
     "trainer": (
@@ -84,11 +76,10 @@ FIRST: dict[Side, tuple[Phase, ...]] = {
     "engines": tuple((call, ()) for call in (OFFLOAD_REST, *BACK_TO_ENGINES)),
     "trainer": tuple((call, ()) for call, _ in TURNS["trainer"]),
 }
-"""Start of a run: nothing to return to, and repeatable."""
 
 
 def resident_turns(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
-    """Drop the trainer's calls, for sides that stay in memory."""
+    """Drop the trainer's calls."""
     return {
         side: tuple(
             (call, tuple(undo for undo in undoing if undo.of != "trainer"))
@@ -102,13 +93,10 @@ def resident_turns(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Ph
 class Lease:
     """Turns of trainer and engines on shared devices.
 
-    Life: idle -> handover -> generating or training -> handover -> the other -> ... A failed handover is
-        undone; if an undo also fails, the lease is broken for good.
-    Waits: hand_to waits for the calls of a phase, timeout_s at most each, with all engines at once. An undo
-        has the same limit and is not cut short by cancellation, which passes on afterwards.
-    Invariant: at most one owner, and exactly one from the first turn on, unless broken. After hand_to, the
-        owner has all it needs and the other side has released it; or the lease is broken, and the error and
-        the event describe the remaining state.
+    Life: idle -> handover -> generating or training -> handover -> the other -> ...; a failed undo breaks the
+        lease for good.
+    Waits: hand_to and undo wait timeout_s at most per call; cancellation does not interrupt an undo.
+    Invariant: exactly one owner after the first turn, unless broken; the other side has released its memory.
     """
 
     def __init__(
@@ -119,9 +107,7 @@ class Lease:
         on_event: Callable[[str, Mapping[str, Any]], None],
         resident: bool = False,
     ) -> None:
-        """Initialize. `calls` begins a call and returns pending answers by process name. `resident`: both
-        sides stay in memory.
-        """
+        """`calls` begins a call and returns pending answers by process name."""
         self._first = resident_turns(FIRST) if resident else FIRST
         self._turns = resident_turns(TURNS) if resident else TURNS
         self._calls, self._timeout_s, self._on_event = calls, timeout_s, on_event
@@ -130,16 +116,14 @@ class Lease:
         self.phase = ""
         """Empty outside a handover."""
         self.broken = ""
-        """The failed phase and the failed undo; empty unless broken."""
+        """Failed phase and undo."""
         self.num_handovers = 0
 
     def __repr__(self) -> str:
         return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
 
     async def hand_to(self, to: Side) -> TransferStats:
-        """Hand the devices over; return the bytes freed, taken or moved. Raises RoomError, leaving the
-        devices with their owner.
-        """
+        """Return bytes freed, taken or moved. Raises RoomError; the owner then keeps the devices."""
         if self.state in ("handover", "broken") or self.owner == to:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             raise RoomError("placement", f"a handover to the {to} cannot begin ({why})")
@@ -168,11 +152,11 @@ class Lease:
         return moved
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
-        """Wait for the call on all processes; return the total bytes and the first error."""
+        """Return (total bytes, first error)."""
         works = [self._one(name, call.verb, work) for name, work in self._calls(call).items()]
         outcomes = await asyncio.gather(*works, return_exceptions=True)
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
-        if isinstance(error, asyncio.CancelledError):  # this task was not cancelled, so the call has failed
+        if isinstance(error, asyncio.CancelledError):  # this task was not cancelled, so the call failed
             error = RoomError("placement", "a call was cancelled from outside")
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
 
@@ -187,9 +171,7 @@ class Lease:
                 return (await work).num_bytes
 
     async def _undo(self, begun: Sequence[Phase], why: str, error: BaseException) -> BaseException:
-        """Undo everything begun; return the error to raise. A cancellation neither cuts it short nor gets
-        lost.
-        """
+        """Undo all calls despite cancellation; return the error to raise."""
         phase = self.phase
         self._on_event("handover failed", {"phase": phase, "why": why})
         _, cancelled = await uncut(self._undo_calls(begun, why))
@@ -211,9 +193,7 @@ class Lease:
         return failed
 
     async def _undo_calls(self, begun: Sequence[Phase], why: str) -> None:
-        """Make the undo calls in sequence. The first failure breaks the lease and skips the rest: the
-        memory for them may not be free.
-        """
+        """A failure breaks the lease and skips the rest: memory may be missing."""
         for undone, calls in reversed(begun):
             for call in calls:
                 _, error = await self._make(call)

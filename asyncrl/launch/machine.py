@@ -1,6 +1,6 @@
-"""Find the CUDA devices, cores and memory of a machine, without torch and without loading anything.
+"""CUDA devices, cores and memory of a machine, without torch.
 
-CUDA devices are numbered among the ones in CUDA_VISIBLE_DEVICES, in bus order, as in nvidia-smi.
+CUDA devices are numbered within CUDA_VISIBLE_DEVICES in bus order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Flags in /proc/cpuinfo of a CPU that multiplies in bfloat16; the last one is ARM's."""
+"""/proc/cpuinfo flags of bfloat16 multiplication (the last: ARM)."""
 CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """A device. `name`: its name in CUDA_VISIBLE_DEVICES of a child process. `free_bytes` and `total_bytes`:
-    None if nvidia-smi does not report them.
-    """
+    """`name` as in CUDA_VISIBLE_DEVICES; bytes None if unknown."""
 
     name: str
     free_bytes: int | None = None
@@ -36,10 +34,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine. `cores` and `memory` (bytes): available on the host, or within its container.
-    `has_bfloat16`: the CPU has instructions for it. `is_here`: this machine; nothing else is known of a
-    described machine.
-    """
+    """`memory` in bytes; `is_here`: False for a described machine."""
 
     cuda: tuple[CudaDevice, ...]
     cores: int
@@ -49,12 +44,10 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return this machine's state now."""
     return Machine(find_cuda_devices(), num_cores(), available_memory(), cpu_has_bfloat16())
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
     if not CPUINFO.is_file():
         return False
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -63,7 +56,6 @@ def cpu_has_bfloat16() -> bool:
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:
-    """Return the devices that torch can use on this machine: none if torch was built without CUDA."""
     if not torch_has_cuda():
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
@@ -81,14 +73,13 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
     for name in shown:
         is_uuid = num_devices > 0 and name.startswith(("GPU-", "MIG-"))
         if not is_uuid and not (name.isdigit() and int(name) < num_devices):
-            break  # as CUDA reads it: the first that is no device hides all after it
+            break  # as CUDA: an invalid name hides all later ones
         names.append(name)
     return tuple(CudaDevice(name, *sizes.get(name, ())) for name in names)
 
 
 @functools.cache
 def ask_nvidia_smi() -> str:
-    """Return the output of nvidia-smi, '' if it is missing or fails. Asked once per process."""
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -98,9 +89,7 @@ def ask_nvidia_smi() -> str:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """Return whether torch was built with CUDA, from its version file, without importing it. True if torch is
-    not installed: the plan is then for the build that pip installs.
-    """
+    """Read torch's CUDA support from its version file. Without torch, True: pip installs a CUDA build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return spec is None

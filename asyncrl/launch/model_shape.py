@@ -1,6 +1,4 @@
-"""Read the size of a model from config.json and file headers, or from the table of known models. Imports no
-torch.
-"""
+"""Model sizes from config.json and file headers, or a table. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from asyncrl.config import ModelConfig
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of the number of experts."""
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
 SIZES += ["num_key_value_heads", "head_dim", "tie_word_embeddings"]
 KNOWN_MODELS = {
@@ -37,32 +34,30 @@ KNOWN_MODELS = {
     "meta-llama/Llama-3.2-3B": (128_256, 3072, 8192, 28, 24, 8, 128, True),
     "meta-llama/Llama-3.1-8B": (128_256, 4096, 14_336, 32, 32, 8, 128, False),
 }
-"""SIZES by hub id, for plans without the network. `-Instruct` and `-Base` models have the same sizes."""
+"""SIZES by hub id, for offline plans; also of `-Instruct` and `-Base` variants."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder with gated MLPs. All are 0 if config.json is not on disk and the table lacks the
-    model.
-    """
+    """Sizes of a decoder with gated MLPs; all 0 if unknown."""
 
     num_parameters: int = 0
     hidden: int = 0
     layers: int = 0
     vocab: int = 0
     attention: int = 0
-    """Entries of a token's queries, keys, values and output in one layer."""
+    """Queries, keys, values and output per token and layer."""
     cached: int = 0
-    """Entries of a token's keys and values in one layer; of latent attention, its latent."""
+    """Keys and values, or the latent, per token and layer."""
     active: int = 0
-    """Width of the MLP for one token: of all its experts together."""
+    """MLP width of a token's experts together."""
     embeddings: int = 0
-    """Parameters of the embedding and the head."""
+    """Parameters of embedding and head."""
     has_experts: bool = False
 
     def activation_bytes(self, num_tokens: int, item: int, kind: str, *, is_checkpointed: bool) -> int:
-        """Return what a forward-backward over these tokens keeps: every layer, or with checkpointing each
-        layer's input and one whole layer, and one slice of logits with its gradient, in float32.
+        """Return the bytes kept by a forward-backward: all layers (checkpointed: their inputs and one layer),
+        and a float32 slice of logits with gradient.
         """
         layer = num_tokens * item * (4 * self.hidden + self.attention + 3 * self.active)
         logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
@@ -71,9 +66,7 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Return the shape of a model: parameters from file headers in its folder or the hub's cache, else
-    estimated from config.json, else from the table of known models.
-    """
+    """Read parameters from file headers, else config.json, else the table."""
     if model.scratch is not None:
         return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture})
     folder = _folder(model.path or "", model.revision)
@@ -88,10 +81,9 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def _folder(path: str, revision: str | None) -> Path:
-    """Return the folder of a model, given or in the hub's cache."""
     cached = None
     if not Path(path).is_dir():
-        with contextlib.suppress(ValueError, ModuleNotFoundError):  # no hub id either; no extra train
+        with contextlib.suppress(ValueError, ModuleNotFoundError):  # not a hub id, or no train extra
             from huggingface_hub import try_to_load_from_cache
 
             cached = try_to_load_from_cache(path, "config.json", revision=revision)
@@ -99,7 +91,6 @@ def _folder(path: str, revision: str | None) -> Path:
 
 
 def _stored(folder: Path) -> Iterator[int]:
-    """Yield the size of each stored tensor; none if a file is missing."""
     index = folder / "model.safetensors.index.json"
     shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
     is_whole = all((folder / name).is_file() for name in shards.values())
@@ -126,7 +117,7 @@ def _shape(architecture: Mapping[str, Any], num_stored: int = 0) -> ModelShape:
         active = size("num_experts_per_tok", size("moe_k", 1)) * expert + shared
     embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
     return ModelShape(
-        # norms and routers are too small to count, and every layer is counted with its experts
+        # ignores norms and routers; assumes experts in all layers
         num_parameters=num_stored or embeddings + layers * hidden * (attention + 3 * width),
         hidden=hidden,
         layers=layers,

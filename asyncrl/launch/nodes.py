@@ -1,8 +1,4 @@
-"""Machines of a run, and the interface of launchers that start processes on them.
-
-The controller's own Node is always first. A Launcher lists the nodes, reserves the devices of a Placement and
-creates processes: on this machine (LocalLauncher), or with Ray on a cluster.
-"""
+"""Machines of a run, and the interface of launchers."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from asyncrl.messages.engine_api import FileRequest
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the run. Other nodes reach its servers at `address`; a single machine uses loopback."""
+    """A machine of the run. `address`: of its servers, for other nodes."""
 
     name: str
     address: str
@@ -31,13 +27,13 @@ class Node:
 
 
 def single_node(machine: Machine | None = None) -> tuple[Node, ...]:
-    """Return a machine as the only node; None: this machine."""
+    """None: this machine."""
     return (Node("this machine", LOOPBACK, machine or this_machine()),)
 
 
 def described_nodes(devices: str | None, cores: int | None, memory: str | None) -> tuple[Node, ...] | None:
-    """Return the nodes of `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`; None without
-    options. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
+    """Parse `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`. GB is 10^9 bytes. Raises
+    ConfigError.
     """
     if devices is None and cores is None and memory is None:
         return None
@@ -59,7 +55,6 @@ def described_nodes(devices: str | None, cores: int | None, memory: str | None) 
 
 
 def _bytes_of(text: str) -> int:
-    """Return the bytes of 80GB, 79.6GiB or 2TB; 0 if the text is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(i?)B", text)
     if match is None:
         return 0
@@ -69,8 +64,8 @@ def _bytes_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodeRequirements:
-    """`files`: required contents by absolute path ("": anything). `package`, called on the node, returns the
-    engines' package and version, equal on all nodes with engines, or raises ConfigError.
+    """`files`: required contents by absolute path ("": any). `package` runs on the node and returns engine
+    versions, equal on all nodes, or raises ConfigError.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
@@ -79,16 +74,15 @@ class NodeRequirements:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """State of NodeRequirements on a node. `refusal` is set if the package is missing."""
+    """State of NodeRequirements; `refusal`: the package is missing."""
 
     unseen: Sequence[str]
-    """Files that are missing or differ."""
     versions: Mapping[str, str]
     refusal: ConfigError | None = None
 
 
 def inspect_node(requirements: NodeRequirements) -> NodeReport:
-    """Check this machine. Blocks."""
+    """Blocks."""
     unseen = [path for path, text in requirements.files.items() if not _holds(Path(path), text)]
     versions = {"asyncrl": asyncrl.__version__, "python": platform.python_version(), "torch": "not installed"}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -108,9 +102,7 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def unmet(name: str, report: NodeReport, versions: dict[str, str]) -> ConfigError | None:
-    """Return the reason that the node does not fit, if any. `versions` collects the first version of each
-    package.
-    """
+    """`versions` collects the first version of each package."""
     if report.unseen:
         return ConfigError(
             f"the node {name} does not see {', '.join(report.unseen)}, or sees another file there",
@@ -132,42 +124,31 @@ def unmet(name: str, report: NodeReport, versions: dict[str, str]) -> ConfigErro
 
 
 class Launcher:
-    """Starts the processes of a run; nothing else depends on the kind of launcher.
+    """Starts the processes of a run.
 
-    Life: open() -> nodes known -> hold() -> devices reserved -> process(), any number, each ended by its
-        requester -> aclose(): all released -> close(). open() and close() run outside the event loop, because
-        placement precedes it.
+    Life: open() -> hold() reserves devices -> process(), repeatedly -> aclose() releases them -> close().
+        open() and close() run outside the event loop.
     """
 
     nodes: tuple[Node, ...] = ()
-    """The controller's own is first."""
+    """The controller's is first."""
 
     def open(self) -> None:
-        """Query the nodes. Blocks; raises ConfigError."""
+        """Blocks; raises ConfigError."""
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
-        """Reserve these devices on each node (by its index in `nodes`), one entry per process: `cpu` or
-        `cuda:K`.
-
-        Raises ConfigError for more devices than exist or for unmet requirements, RoomError if the devices do
-        not become free in time.
-        """
+        """Reserve devices by node index, per process: `cpu` or `cuda:K`. Raises ConfigError or RoomError."""
 
     def process(self, node: int, spec: ProcessSpec) -> Process:
-        """Return a process, not started yet."""
         raise NotImplementedError
 
     async def free_port(self, node: int) -> int:
         raise NotImplementedError
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        """Fetch a file of weights to this node; return its path there. Raises RoomError. Only several nodes
-        need it.
-        """
+        """Return the local path of downloaded weights. Raises RoomError."""
         raise NotImplementedError
 
-    async def aclose(self) -> None:
-        """Release all devices."""
+    async def aclose(self) -> None: ...
 
-    def close(self) -> None:
-        """Leave the cluster."""
+    def close(self) -> None: ...

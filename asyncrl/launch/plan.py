@@ -1,8 +1,7 @@
-"""Plan a run before anything starts: its processes with their devices, threads and memory, as a table.
+"""Plan processes, devices, threads and memory of a run as a table.
 
-Bytes are estimates of the large parts from the config and the model's shape: parameters, optimizer (with
-gradients), KV cache, one micro-batch, and copies of weights. Reads config.json and file headers; imports no
-torch.
+Bytes are estimates: parameters, optimizer with gradients, KV cache, one micro-batch, and weight copies.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ from asyncrl.launch.model_shape import ModelShape, model_shape
 from asyncrl.launch.nodes import Node
 
 EVAL_ENGINE = "engine-eval"
-"""Name of the engine server that evaluates."""
 TEACHER = "teacher"
-"""Name of the server that scores sampled tokens."""
 OWN_BYTES = 2**29
-"""Memory of a process that the plan does not count: CUDA's on a device, Python's on the host."""
+"""Uncounted memory of a process: CUDA's on a device, Python's on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a process. `optimizer`: gradients, AdamW's moments and float32 masters; `copies`: a second set
-    of weights (the next version, a reference, merged adapters), or state that moved off a CUDA device.
+    """Bytes of a process. `optimizer`: with gradients and float32 masters; `copies`: second weights, or
+    offloaded state.
     """
 
     parameters: int = 0
@@ -44,19 +41,15 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of the parts."""
         return sum(astuple(self))
 
     def split(self, num: int) -> Memory:
-        """Return the part of each of `num` processes."""
         return Memory(*(-(-size // num) for size in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A process of the run, or its host memory. `side`: the side whose turn it works in; host and eval: any.
-    `device`: with its node's name if there are several.
-    """
+    """`side`: whose turn it works in."""
 
     name: str
     side: Literal["controller", "trainer", "engine", "eval", "host"]
@@ -67,18 +60,14 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All processes, and what each device has."""
-
     placement: Placement
     processes: tuple[ProcessPlan, ...]
     shape: ModelShape
     memory: Mapping[str, tuple[int | None, int | None]]
-    """Free and total bytes of each device by name (None: not known)."""
+    """(free, total) bytes by device; None: unknown."""
 
     def needed_bytes(self, device: str) -> int:
-        """Return what a device must have: everything on it, or the larger of two sides that move out for
-        each other, or both sides' weights during a push.
-        """
+        """Return a device's peak: everything, or with moving sides the larger side or both sides' weights."""
         here = [one for one in self.processes if one.device == device]
         everything = sum(one.memory.total for one in here)
         if not self.placement.moves:
@@ -90,8 +79,8 @@ class Plan:
 
 
 def engine_threads(config: RunConfig, cores: int | None = None) -> int:
-    """Return the CPU threads of each engine on a machine with this many cores (None: this one). They do not
-    depend on the number of engines, because results depend on them bit for bit.
+    """Return an engine's threads; independent of the number of engines, because results depend on threads bit
+    for bit.
     """
     given = config.rollout.threads
     return given if given != "auto" else max(1, (cores or num_cores()) // 4)
@@ -100,9 +89,8 @@ def engine_threads(config: RunConfig, cores: int | None = None) -> int:
 def trainer_threads(
     config: RunConfig, cores: int | None = None, num_engines: int | None = None, num_ranks: int | None = None
 ) -> int:
-    """Return the CPU threads of each rank: its part of the cores that the rollout engines leave. An eval
-    engine and time-sharing do not change them, because results depend on them bit for bit. Of a range of
-    engines the most count: threads are fixed at the start.
+    """Return a rank's threads: its part of the cores beyond the most rollout engines. Results depend on it
+    bit for bit.
     """
     if config.trainer.threads != "auto":
         return config.trainer.threads
@@ -112,7 +100,7 @@ def trainer_threads(
 
 
 def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int, int]:
-    """Return the CPU threads of each engine and of each rank on this node."""
+    """Return (engine, rank) threads on this node."""
     cores = placement.nodes[node].machine.cores
     num_engines = sum(devices[0].node == node for devices in placement.engines)
     num_ranks = sum(device.node == node for device in placement.trainer)
@@ -120,7 +108,7 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
 
 
 def make_plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
-    """Plan a run on these nodes. Raises ConfigError for an impossible placement."""
+    """Raises ConfigError."""
     shape = model_shape(config.model)
     placement = place(config, nodes)
     memory = dict[str, tuple[int | None, int | None]]()
@@ -132,7 +120,6 @@ def make_plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
 
 
 def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
-    """Return every process with its memory."""
     label = placement.label
     threads = [threads_on(config, placement, node) for node in range(len(placement.nodes))]
     plans = [ProcessPlan("controller", "controller", label(NodeDevice(0, "cpu")), 1)]
@@ -174,7 +161,7 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
 
 
 def num_trained(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of parameters that the optimizer changes; a layer has adapters on seven matrices."""
+    """Return the number of trained parameters; adapters are on seven matrices per layer."""
     lora = config.trainer.lora
     if lora is None:
         return shape.num_parameters
@@ -182,9 +169,7 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int = 0) -> Memory:
-    """Return the memory of a rank. If sharded, it gathers the embeddings and a layer, with gradients, in its
-    micro-batch. In a broadcast, the first rank holds the version that it sends.
-    """
+    """Return the memory of a rank: a sharded one gathers embeddings and one layer."""
     trainer = config.trainer
     lora = trainer.lora
     item = item_bytes(config.model.dtype, device)
@@ -222,9 +207,7 @@ def engine_memory(
     *,
     stages: bool,
 ) -> Memory:
-    """Return the memory of one engine on each of its devices. A paged KV cache counts for one sequence: more
-    sequences wait. `stages`: the next weights arrive while the engine generates.
-    """
+    """Return an engine's memory per device. `stages`: new weights arrive during generation."""
     device = devices[0].name
     if device == NO_DEVICE:
         return Memory()
@@ -244,17 +227,16 @@ def engine_memory(
 
 
 def item_bytes(dtype: str, device: str) -> int:
-    """Return the bytes of a weight on the device that computes with it."""
+    """Return bytes per weight on the computing device."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda")) else 4
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes as text."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def plan_text(plan: Plan, config: RunConfig) -> str:
-    """Return the plan as text: the model, a row per process, how weights travel, and each device's memory."""
+    """Return model, processes, weight transport and device memory as text."""
     num = plan.shape.num_parameters
     placement = plan.placement
     revision = f" --revision {config.model.revision}" if config.model.revision else ""

@@ -1,4 +1,4 @@
-"""Start, watch and end a child process and its process group."""
+"""Child processes and their process groups."""
 
 from __future__ import annotations
 
@@ -28,24 +28,22 @@ logger = logging.getLogger("asyncrl.launch.processes")
 LOOPBACK = "127.0.0.1"
 LOG_TAIL_LINES = 12
 GROUP_TIMEOUT_S = 12.0
-"""Longer than the guard of a vLLM server gives its group to end."""
+"""Longer than a vLLM server's guard takes to end its group."""
 KILL_TIMEOUT_S = 5.0
-"""SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
+"""SIGKILL limit, for processes held by a driver or network file system."""
 STACKS = signal.SIGUSR1
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Makes torch use huge pages for large CPU tensors: allocation takes a third of the time, and weight copies
-reach memory bandwidth.
-"""
+"""Huge pages for large CPU tensors: allocation takes a third of the time."""
 PACKAGES = ("asyncrl", "asyncrl_servers")
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to start, independent of the machine.
+    """A process to start on any node.
 
-    `module` runs as `python -m module` with `spec` (JSON) in a file and a listening socket. It sees only
-    `devices` (cpu, cuda:1, ...) of its node. `secret` opens its server; `secrets` are
-    others by name. `python`, called on its node, returns its Python (None: ours) or raises ConfigError.
+    `module` runs as `python -m module` with `spec` (JSON file) and a listening socket. It sees only `devices`
+    (cpu, cuda:1, ...). `secret` opens its server. `python` runs on its node and returns its Python (None:
+    ours) or raises ConfigError.
     """
 
     name: str
@@ -64,10 +62,10 @@ class ProcessSpec:
 
 
 class Process:
-    """A server of the run in its own process, here or on another node.
+    """A server process, here or on another node.
 
-    Life: created -> start() -> running -> ended, by aclose() or by itself (then watch() raises); renewed()
-        makes its successor, which continues the log.
+    Life: start() -> running -> ended, by aclose() or by itself (watch() raises). renewed() makes its
+        successor, with the same log.
     """
 
     def __init__(self, name: str, log_path: Path | str, url: str = "") -> None:
@@ -81,7 +79,7 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Process id if it runs on this machine."""
+        """Process id on this machine."""
         return None
 
     @property
@@ -89,11 +87,11 @@ class Process:
         return None
 
     def seen(self) -> str:
-        """Describe its state without a request to its server."""
+        """Describe the state without a request."""
         return "no process of this run"
 
     async def start(self) -> None:
-        """Start it, without waiting for readiness."""
+        """Start without awaiting readiness."""
 
     def renewed(self) -> Any:
         return self
@@ -102,7 +100,7 @@ class Process:
         await asyncio.Event().wait()
 
     async def watch(self) -> None:
-        """Sleep until the process ends; then raise RoomError with the reason."""
+        """Wait for the end; raise RoomError with its reason."""
         await self.wait()
         raise self.death()
 
@@ -128,7 +126,7 @@ class Process:
         return "\n".join(f"    {line}" for line in lines) or f"    (empty: {self.log_path})"
 
     def _log(self) -> str:
-        """Return the output of this process; predecessors may have written the start of the log."""
+        """Return this process's part of a shared log."""
         try:
             with Path(self.log_path).open("rb") as file:
                 file.seek(self._log_start)
@@ -137,7 +135,7 @@ class Process:
             return ""
 
     async def aclose(self) -> None:
-        """End the process and its group. Idempotent."""
+        """End the process group. Idempotent."""
 
     def kill_nowait(self) -> None:
         """Send SIGKILL without waiting."""
@@ -147,7 +145,7 @@ class Process:
 
 
 class ForeignProcess(Process):
-    """A server that the run did not start. Only its heartbeat is observable."""
+    """A server not started by the run; only its heartbeat is observable."""
 
     def __init__(self, name: str, url: str) -> None:
         super().__init__(name, f"the log of {url.rstrip('/')}", url.rstrip("/"))
@@ -156,10 +154,8 @@ class ForeignProcess(Process):
 class ChildProcess(Process):
     """A child of this process.
 
-    Its standard input is a pipe that only we hold: the first line has the secrets, and if we die in any way,
-    the child reads EOF and exits. It leads a process group that ends with it; members that clean up (the
-    guard of a vLLM server) get GROUP_TIMEOUT_S. `environ` selects its devices; `host` is the address to
-    listen on.
+    Standard input carries secrets; its EOF, at our death, ends the child. The child's process group ends with
+    it, after GROUP_TIMEOUT_S for cleanup. `host`: address to listen on.
     """
 
     def __init__(
@@ -189,7 +185,7 @@ class ChildProcess(Process):
             return f"process {self.pid} ended with {self.returncode}"
 
     async def start(self) -> None:
-        """Bind the socket and start the process. Raises ConfigError if its Python is missing."""
+        """Raises ConfigError if its Python is missing."""
         spec = self.spec
         specs = spec.run_dir / "specs"
         env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **HUGE_PAGES, **self._environ}
@@ -224,9 +220,7 @@ class ChildProcess(Process):
         await self._process.wait()
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End the process and its group: SIGTERM, after `timeout_s` SIGKILL to it, then to the others;
-        describe survivors in `left`. Idempotent.
-        """
+        """End the group: SIGTERM, after `timeout_s` SIGKILL; describe survivors in `left`. Idempotent."""
         process = self._process
         if process is not None:
             if process.returncode is None:
@@ -239,7 +233,7 @@ class ChildProcess(Process):
             if not await self._ends_within(KILL_TIMEOUT_S):
                 self.left = (
                     f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after "
-                    "SIGKILL, in a driver or network file system; it still holds its devices and memory"
+                    "SIGKILL, and holds its devices and memory"
                 )
                 logger.warning("%s", self.left)
         if self._stdin is not None:
@@ -253,7 +247,7 @@ class ChildProcess(Process):
         return self.returncode is not None
 
     def kill_nowait(self) -> None:
-        """Send SIGKILL without waiting; its group, frozen or not, sees the end."""
+        """Send SIGKILL without waiting; its group sees the end."""
         if self._process is not None:
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -266,16 +260,14 @@ class ChildProcess(Process):
 
 
 def import_folder(folder: Path) -> Path:
-    """Fill a folder with links to our two packages, for PYTHONPATH of a Python that must not see our
-    site-packages.
-    """
+    """Link our two packages for a Python that must not see our site-packages."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
         link = folder / name
         target = Path(str(files_of(name))).resolve()
         if not link.is_symlink() or link.readlink() != target:
-            link.unlink(missing_ok=True)  # of an installation that has moved
+            link.unlink(missing_ok=True)  # of a moved installation
             link.symlink_to(target)
     return folder
 
@@ -299,10 +291,9 @@ async def start_process(
     env: Mapping[str, str] | None = None,
     python: Path | None = None,
 ) -> asyncio.subprocess.Process | fork_server.ForkedProcess:
-    """Run `python -m module` in its own session, forked from the fork server if possible.
+    """Run `python -m module` in its own session, forked if possible.
 
-    The first three `files` become its standard streams; it inherits the others. `env` is added to our
-    environment.
+    The first three `files` become standard streams; `env` is added to ours.
     """
     environ = {**({} if python else fork_server.ONE_THREAD), **os.environ, **(env or {})}
     environ = {name: value for name, value in environ.items() if name not in fork_server.NEVER_INHERITED}
@@ -324,7 +315,7 @@ async def start_process(
 
 
 async def run_module(module: str, arguments: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
-    """Run `python -m module`, forked if possible; return its exit code (None: too slow) and output."""
+    """Run a module; return (exit code, output), code None: too slow."""
     with tempfile.TemporaryFile() as output:
         process = await start_process(module, arguments, files=[output.fileno()] * 3)
         try:
@@ -340,7 +331,7 @@ async def run_module(module: str, arguments: Sequence[str], timeout_s: float) ->
 
 
 def group_members(leader: int) -> list[psutil.Process]:
-    """Return running processes of the group, except its leader."""
+    """Return running group members except the leader."""
     found = []
     for member in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""Count and limit the restarts of a component."""
+"""Restart limits of a component."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.config import SupervisionConfig
 
 NODE_WAIT_S = 600.0
-"""Seconds to wait for a lost node without which the run cannot continue."""
+"""Seconds to wait for an indispensable lost node."""
 RESTART_WINDOW_S = 3600.0
 """Seconds of work after which a restart no longer counts."""
 
@@ -17,11 +17,8 @@ RESTART_WINDOW_S = 3600.0
 class Restarts:
     """Restart counter of one component.
 
-    Life: works_nowait() when it works -> again_nowait() when it is lost, and for each failed start.
-    Invariant: a restart counts until the component has worked for RESTART_WINDOW_S afterwards, so one that
-        dies once a day never uses up max_restarts, and one that dies after each long recovery does. A missing
-        node does not count while the run can do without it, nor within the first NODE_WAIT_S; nor does the
-        restart that discovers it.
+    Invariant: a restart counts until RESTART_WINDOW_S of later work. A missing node does not count while
+        dispensable, nor within NODE_WAIT_S, nor does the restart that discovers it.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
@@ -39,7 +36,7 @@ class Restarts:
 
     @property
     def is_node_gone(self) -> bool:
-        """Return True if its node is missing and the component has not worked since."""
+        """Return True if its node is missing, with no work since."""
         return self._gone_since_s is not None
 
     def works_nowait(self) -> None:
@@ -47,14 +44,14 @@ class Restarts:
         self._gone_since_s = None
 
     def rests_nowait(self) -> None:
-        """Reset the count of a component that is not needed for now."""
+        """Reset the count of an unneeded component."""
         self._works_since_s = None
         self._gone_since_s = None
         self._counting.clear()
 
     def again_nowait(self, lost: RoomError, *, is_dispensable: bool = False) -> str:
-        """Count a restart; return the remaining allowance as text. Raises the RoomError that ends the run.
-        `is_dispensable`: the run can do without the component for now.
+        """Count a restart; return the remaining allowance as text. Raises the final RoomError.
+        `is_dispensable`: the run continues without it.
         """
         now_s = asyncio.get_running_loop().time()
         if self._works_since_s is not None:

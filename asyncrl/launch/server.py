@@ -1,4 +1,4 @@
-"""Servers of a run: a process, its HTTP caller, and its health."""
+"""Process, caller and health of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.messages.work import WorkerHealth
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
 STATE_TIMEOUT_S = 5.0
 REAP_S = 2.0
-"""Wait after a broken connection for the kernel to report the process's death."""
+"""Seconds for the kernel to report a death after a broken connection."""
 UNANSWERED = (CallLost, CallRefused, EngineError)
 
 
@@ -25,8 +25,8 @@ UNANSWERED = (CallLost, CallRefused, EngineError)
 class Server:
     """A child process and its HTTP caller.
 
-    `answers`: type of /health. `start_s`: limit for the first answer. `client_health`: asks the health in
-    place of /health, with a limit in seconds; `ready`: the extra readiness check of an engine kind.
+    `answers`: type of /health. `start_s`: limit for the first answer. `client_health` replaces /health, with
+    a limit in seconds; `ready`: extra readiness check.
     """
 
     child: Process
@@ -48,7 +48,7 @@ class Server:
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
 
     async def check_alive(self, timeout_s: float) -> None:
-        """Query the health. Raises RoomError without an answer within `timeout_s`."""
+        """Query the health. Raises RoomError after `timeout_s`."""
         try:
             self.health = await self.ask(timeout_s)
         except UNANSWERED as error:
@@ -61,7 +61,7 @@ class Server:
             ) from error
 
     async def state(self) -> tuple[str, bool]:
-        """Return the answer to a health query as text, and whether there was one."""
+        """Return (health as text, was it answered)."""
         if self.child.returncode is not None:
             return "not queried", False
         try:
@@ -71,12 +71,12 @@ class Server:
         return "answers: " + ", ".join(f"{key} {value}" for key, value in health.model_dump().items()), True
 
     async def watch(self) -> None:
-        """Sleep until the process ends; then raise RoomError with the reason."""
+        """Wait for the end; raise RoomError with its reason."""
         await self.child.watch()
 
     async def come_up(self) -> None:
-        """Start the process and wait until it serves. Raises RoomError if it dies or takes too long,
-        ConfigError if it can never serve.
+        """Start and wait until it serves. Raises RoomError if it dies or is late, ConfigError if it can never
+        serve.
         """
         await self.child.start()
         self.caller.url = self.child.url
@@ -100,9 +100,7 @@ class Server:
             await cancel_all([asking, watching])
 
     async def end(self) -> str:
-        """Kill the process and close its connections; describe any survivor. A replacement can start
-        afterwards.
-        """
+        """Kill the process, close its connections and describe any survivor."""
         self.child.kill_nowait()
         await self.aclose()
         left = self.child.left
@@ -126,9 +124,7 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 async def start_all(servers: Sequence[Server]) -> None:
-    """Start all servers and wait until they answer. Raises the first RoomError at once: the ranks of a
-    trainer wait for each other.
-    """
+    """Start all servers. Raises the first RoomError immediately: trainer ranks wait for each other."""
     starts = [asyncio.ensure_future(server.come_up()) for server in servers]
     try:
         await asyncio.gather(*starts)
@@ -137,7 +133,7 @@ async def start_all(servers: Sequence[Server]) -> None:
 
 
 async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
-    """Return the first death, waiting up to `timeout_s`."""
+    """Return the first death within `timeout_s`."""
     children = [server.child for server in servers if server.child.url]
     if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Watch servers and restart them. Too many restarts end the run."""
+"""Supervision and restart of servers."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ logger = logging.getLogger("asyncrl.launch.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0
-"""Wait after a broken call for the kernel to report the process's death, the better error."""
+"""Seconds for the kernel to report a death, which explains a broken call."""
 MAX_BACKOFF_S = 30.0
 NODE_PERIOD_S = 5.0
-"""Interval of searches for a missing node."""
+"""Search interval for a missing node."""
 NO_LOSS = (PublishError, JournalError, TrainerError)
-"""Errors that a new process would not fix. TrainerLost, a subclass of TrainerError, is excepted."""
+"""Errors that a new process would not fix; TrainerLost is excepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """Settings of all supervisors. `on_event` journals an event with its details."""
+    """Settings of all supervisors. `on_event` journals events."""
 
     config: SupervisionConfig
     heartbeat_s: float
@@ -51,13 +51,11 @@ class Supervision:
 class Supervisor:
     """Watches processes that live and die together; if one is lost, all restart. Subclasses override hooks.
 
-    Life: up -> lost: a process died, gave no answer for heartbeat_s, or broke a call (reported) -> down: all
-        are killed -> backoff -> free memory on shared devices -> new ones answer -> they get the old ones'
-        state -> up. A loss on the way counts like the first.
-    Waits: run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for free
-        devices, for the start, and for bring_back, during which it still watches.
-    Invariant: more than max_restarts (see Restarts) end the run with the last failure; with 0, the first one
-        does. If the run can do without a missing node, it retries every NODE_PERIOD_S.
+    Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> new ones start and
+        restore state -> up. A loss on the way counts like the first.
+    Waits: for a loss, then backoff_s (doubled up to 30 s), free devices, the start, and bring_back.
+    Invariant: more than max_restarts (see Restarts) end the run; a missing dispensable node is retried every
+        NODE_PERIOD_S.
     """
 
     kind = ""
@@ -71,9 +69,7 @@ class Supervisor:
         self._restarts = Restarts(supervision.config)
         self.is_up = True
         self.is_starting = False
-        """Processes end or start, within their start limits. False while they wait for devices or weights, or
-        train again: that progress is visible.
-        """
+        """Processes end or start, within start limits; False while waiting for devices or weights."""
         self._report: RoomError | None = None
         self._reported = asyncio.Event()
 
@@ -86,7 +82,7 @@ class Supervisor:
         return self._restarts.num
 
     def lost_nowait(self, error: EngineLost) -> None:
-        """Report a call without an answer. The component is down on return; run restarts it."""
+        """Report a broken call; the component is down on return, and run restarts it."""
         if not error.is_told:
             self._lost_by(error)
 
@@ -106,7 +102,7 @@ class Supervisor:
         try:
             allowance = self._restarts.again_nowait(lost, is_dispensable=self._is_dispensable())
         except RoomError:
-            if self.config.max_restarts:  # report this error instead of the plain death of the process
+            if self.config.max_restarts:  # report this error instead of the death
                 for process in self._processes:
                     await process.end()
             raise
@@ -116,7 +112,7 @@ class Supervisor:
         about = {"name": self.name, "restart": self.num_restarts}
         try:
             await self._end()
-            if not (is_node_gone and was_node_gone):  # once, and not every few seconds
+            if not (is_node_gone and was_node_gone):  # once, not at each retry
                 logger.warning("%s is lost: %s", self.name, lost)
                 self._warn(f"{summary_of(lost)}; restarting {self.name}, {allowance}")
                 self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
@@ -175,11 +171,10 @@ class Supervisor:
     # hooks
 
     def _is_dispensable(self) -> bool:
-        """Return True if the run can do without the component for now."""
         return False
 
     def _down(self, lost: RoomError) -> None:
-        """Stop sending requests. Idempotent."""
+        """Stop requests. Idempotent."""
         self.is_up = False
 
     def _room(self) -> AbstractAsyncContextManager[None]:
@@ -193,7 +188,7 @@ class Supervisor:
         """Restore the old processes' state."""
 
     async def _works_again(self) -> None:
-        """Resume normal use."""
+        pass
 
     async def _wait_unfit(self) -> None:
         """Raise RoomError if processes answer but are unusable."""
@@ -203,8 +198,8 @@ class Supervisor:
 async def until_lost(
     processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
 ) -> RoomError | None:
-    """Watch processes until `work` ends (None) or a process is lost (the reason). A death takes precedence
-    over a broken call, and that over a missed heartbeat. Raises other errors of `work`.
+    """Watch processes until `work` ends (None) or one is lost (reason). A death takes precedence over a
+    broken call, then a missed heartbeat. Raises other errors of `work`.
     """
     watching = [asyncio.ensure_future(process.watch()) for process in processes]
     working = [asyncio.ensure_future(coro) for coro in work]
@@ -227,7 +222,7 @@ async def until_lost(
 
 
 async def heartbeat(process: Server, limit_s: float) -> None:
-    """Poll a process's health forever. Raises RoomError without an answer within `limit_s`."""
+    """Poll health forever. Raises RoomError after `limit_s`."""
     while True:
         await process.check_alive(limit_s)
         await asyncio.sleep(HEARTBEAT_PERIOD_S)

@@ -1,4 +1,4 @@
-"""Turns garbage collection off in the process that imports this module."""
+"""Disables garbage collection on import."""
 
 import gc
 

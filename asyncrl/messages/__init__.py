@@ -1,1 +1,1 @@
-"""The records that parts and processes exchange, each defined once. Imports no torch."""
+"""Records exchanged between parts and processes. Imports no torch."""

@@ -1,9 +1,7 @@
-"""Frames on the link between a controller and our engine servers: many requests, segments and results at
-once, their tokens and logprobs as arrays.
+"""Frames on the link between a controller and our engine servers, each with many requests or segments.
 
-A frame is its kind and the number of items of each of its arrays, as uint64, then these arrays, in the order
-and with the dtypes of LAYOUTS, little-endian, without gaps. `text` is JSON of everything else. The client
-numbers its requests, uniquely on its link.
+A frame is its kind and the number of items of each of its arrays, as uint64, then these arrays in the order
+of LAYOUTS, little-endian, without gaps. `text` is JSON of everything else. The client numbers its requests.
 
     client to server   submit, resume, abort
     server to client   sampled, refused
@@ -44,17 +42,15 @@ LAYOUTS = {
     },
     "refused": {"numbers": "<i8", "text": "u1"},
 }
-"""Arrays of each kind, the widest first."""
 _DTYPES = {kind: {name: np.dtype(code) for name, code in layout.items()} for kind, layout in LAYOUTS.items()}
 _HEADS = {kind: struct.Struct(f"<{1 + len(layout)}Q") for kind, layout in LAYOUTS.items()}
 _KINDS = list(LAYOUTS)
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
-"""Event after sampled tokens: more tokens (a stream), the end, an interruption by a weight update (the
-request keeps its slot until resume or abort), or an abort."""
+"""Event after sampled tokens. interrupted: by a weight update; resume or abort follows."""
 
 
 class Asked(NamedTuple):
-    """A request by its number on the link; `is_streamed`: send tokens during sampling."""
+    """`is_streamed`: send tokens during sampling."""
 
     number: int
     request: GenerateRequest
@@ -64,9 +60,8 @@ class Asked(NamedTuple):
 class Sampled(NamedTuple):
     """New tokens of one request.
 
-    ids int32 [N], logprobs float32 [N] in nats, version spans (start, end, policy_version) over them; `then`
-    is one of SAMPLED. `top`: an entry per token if top_logprobs were requested. `routing`: as in
-    GenerateResponse, in the last frame of an engine with router replay.
+    ids int32 [N], logprobs float32 [N] in nats, version spans (start, end, policy_version). `routing`: in the
+    last frame of an engine with router replay.
     """
 
     number: int
@@ -80,7 +75,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A received frame: its kind, its arrays of shape [items] over the received bytes, and the JSON part."""
+    """Arrays of shape [items]."""
 
     kind: str
     arrays: Mapping[str, npt.NDArray[Any]]
@@ -88,13 +83,11 @@ class Frame:
 
     @property
     def numbers(self) -> list[int]:
-        """Return the request numbers, in order."""
         numbers: list[int] = self.arrays["numbers"].tolist()
         return numbers
 
 
 def write_frame(kind: str, arrays: Mapping[str, Any], text: Any = None) -> bytes:
-    """Encode arrays, or sequences that become arrays, each [items], and the JSON part."""
     encoded = b"" if text is None else json.dumps(text).encode()
     given = {**arrays, "text": np.frombuffer(encoded, np.uint8)}
     parts = [np.asarray(given[name], dtype) for name, dtype in _DTYPES[kind].items()]
@@ -123,7 +116,6 @@ def read_frame(data: bytes) -> Frame:
 
 
 def numbers_frame(kind: str, numbers: Sequence[int]) -> bytes:
-    """Encode a resume or an abort of requests."""
     return write_frame(kind, {"numbers": numbers})
 
 
@@ -132,13 +124,12 @@ def refused_frame(number: int, status: int, body: ErrorBody) -> bytes:
 
 
 def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
-    """Return the status and the reason."""
     status, body = frame.text
     return int(status), ErrorBody.model_validate(body)
 
 
 def submit_frame(asked: Sequence[Asked]) -> bytes:
-    """Encode requests. A prompt object that requests share is encoded once, and so is a grammar."""
+    """Encode requests, shared prompt objects and grammars once."""
     prompts = {id(one.request.prompt_ids): one.request.prompt_ids for one in asked}
     place = {key: index for index, key in enumerate(prompts)}
     grammars = [*dict.fromkeys(one.request.grammar for one in asked)]
@@ -167,7 +158,7 @@ def submit_frame(asked: Sequence[Asked]) -> bytes:
 
 
 def read_submit(frame: Frame) -> list[Asked]:
-    """Decode the requests of a submit frame; equal prompts share one array."""
+    """Decode requests; equal prompts share one array."""
     rows, grammars = frame.text
     prompts = _parts(frame.arrays["prompts"], frame.arrays["prompt_sizes"].tolist())
     asked = []
@@ -190,7 +181,6 @@ def read_submit(frame: Frame) -> list[Asked]:
 
 
 def sampled_frame(rows: Sequence[Sampled]) -> bytes:
-    """Encode tokens of many requests."""
     numbers, token_ids, logprobs, spans, thens, tops, routings = zip(*rows, strict=True)
     arrays = {
         "numbers": numbers,
@@ -207,7 +197,7 @@ def sampled_frame(rows: Sequence[Sampled]) -> bytes:
 
 
 def read_sampled(frame: Frame) -> Iterable[Sampled]:
-    """Yield the rows of a sampled frame. Raises ValueError or LookupError."""
+    """Raises ValueError or LookupError."""
     arrays = frame.arrays
     sizes = arrays["sizes"].tolist()
     tops: Iterable[Sequence[TopLogprobs]] = repeat((), len(sizes))
@@ -227,7 +217,7 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
 
 
 def response(request_id: str, *rows: Sampled) -> GenerateResponse:
-    """Return a request's rows as one answer; adjacent spans of one version are joined."""
+    """Return a request's rows as one answer."""
     token_ids = list[int]()
     logprobs = list[float]()
     spans = list[VersionSpan]()
@@ -252,8 +242,8 @@ def response(request_id: str, *rows: Sampled) -> GenerateResponse:
 
 
 def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
-    """Return the version spans of a request's tokens [start, end), counted from `start`. A mark is (first
-    token, policy_version), in order; empty spans are dropped.
+    """Return the version spans of tokens [start, end), counted from `start`. A mark is (first token,
+    policy_version).
     """
     ends = [*(first for first, _ in marks[1:]), end]
     spans = [
@@ -264,7 +254,6 @@ def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tup
 
 
 def _parts(items: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split `items` into parts of these sizes. Raises ValueError."""
     ends = [*accumulate(sizes, initial=0)]
     if ends[-1] != len(items):
         raise ValueError(f"parts of {sizes[:6]}... are {ends[-1]} of {len(items)}")

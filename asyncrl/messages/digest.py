@@ -1,5 +1,5 @@
 """Digest of a set of weights, with numpy; weights/tensor_files.py computes the same with torch. It detects
-faults in names, dtypes, shapes and bytes, not attacks.
+faults, not attacks.
 
 A tensor's bytes are cut into blocks of 2048, zero-padded. Each block gives 8 exact sums of byte * key
 (signed); sha256 runs over name, dtype, shape and all sums. Two different blocks have equal sums under at most
@@ -19,7 +19,7 @@ import numpy.typing as npt
 BLOCK_BYTES, NUM_SUMS = 2048, 8
 _MAX_KEY = 63
 _ROWS = 16
-"""Blocks that numpy multiplies at once: so few that it takes no threads, which cost more than they give."""
+"""Blocks per product, too few for numpy to start threads."""
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def block_keys() -> npt.NDArray[np.int8]:
 
 
 def block_sums(data: memoryview | bytes) -> bytes:
-    """The sums of each block: int32 [blocks, 8], little-endian."""
+    """Return the sums of each block: int32 [blocks, 8], little-endian."""
     flat = np.frombuffer(data, np.int8)
     num_whole = len(flat) // BLOCK_BYTES
     blocks = flat[: num_whole * BLOCK_BYTES].reshape(num_whole, BLOCK_BYTES)
@@ -45,22 +45,20 @@ def block_sums(data: memoryview | bytes) -> bytes:
 
 
 def digest_of_sums(name: str, dtype: str, shape: Iterable[int], sums: bytes | memoryview) -> bytes:
-    """Digest of one tensor from its block_sums; dtype as torch calls it ("float32")."""
+    """Return a tensor's digest from its block_sums; dtype as torch calls it ("float32")."""
     digest = hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode())
     digest.update(sums)
     return digest.digest()
 
 
 def tensor_digest(name: str, dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> bytes:
-    """Digest of one tensor in host memory, with its name, dtype and shape."""
     return digest_of_sums(name, dtype, shape, block_sums(data))
 
 
 def joint_digest(tensor_digests: Iterable[bytes]) -> str:
-    """Return the digest of a set of weights from the digests of its tensors, in any order."""
     return hashlib.sha256(b"".join(sorted(tensor_digests))).hexdigest()[:32]
 
 
 def weights_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], memoryview | bytes]]) -> str:
-    """Digest of a set of weights given as (name, dtype, shape, raw bytes), in any order."""
+    """Return the digest of tensors (name, dtype, shape, raw bytes), in any order."""
     return joint_digest(tensor_digest(*tensor) for tensor in tensors)

@@ -17,28 +17,24 @@ if TYPE_CHECKING:
 
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
-"""Effect of a weight swap on running requests (`weight_sync.interrupt`)."""
 
 TransportName = Literal["shm", "disk", "stream", "lora", "nccl", "ipc"]
-"""The way of the weights (see `weight_sync.transport`)."""
 
 WeightKind = Literal["weights", "lora"]
-"""Content of a push: all weights, or adapters for the weights of the engines' start."""
 
 NO_EXPERT = 65535
-"""In the record of a token's routing, uint16: which expert read it is not known. Others count from 0."""
+"""Unknown expert (uint16)."""
 
 
 class LatencyModel(Message):
-    """The latency model of rollout.engine=simulated. With n running sequences a decode step takes
-    decode_step_s + n * per_row_s, and each of them gets one token, drawn at random from the model's
-    vocabulary.
+    """The latency model of rollout.engine=simulated: a decode step with n sequences takes decode_step_s + n *
+    per_row_s.
     """
 
-    model_config = ConfigDict(use_attribute_docstrings=True)  # they are what `asyncrl keys` says
+    model_config = ConfigDict(use_attribute_docstrings=True)  # `asyncrl keys` prints them
 
     decode_step_s: float = Field(default=0.002, gt=0)
-    """Seconds of a decode step, however many sequences run."""
+    """Seconds of a decode step, regardless of the number of sequences."""
     per_row_s: float = Field(default=0.0001, ge=0)
     """Seconds that each running sequence adds to a decode step."""
     mean_tokens: float = Field(default=64.0, ge=1)
@@ -51,17 +47,15 @@ EnginePart = Literal["weights", "kv"]
 
 
 class TransferStats(Message):
-    """Answer of /sleep, /wake, /offload and /onload: bytes freed, taken or moved, and the seconds it took."""
-
     num_bytes: int
     seconds: float
 
 
 class MemoryHandle(Message):
-    """Handle that opens a block of memory in another process.
+    """Handle of a memory block for another process; valid across writes.
 
-    `name`: path of a file in shared memory, or base64 of the CUipcMemHandle of a CUDA allocation. It stays
-    valid across writes. `device`: the UUID of a CUDA device, "" for a file.
+    `name`: a file in shared memory, or base64 of a CUipcMemHandle. `device`: UUID of a CUDA device, "" for a
+    file.
     """
 
     kind: Literal["file", "cuda"]
@@ -71,9 +65,7 @@ class MemoryHandle(Message):
 
 
 class PlacedTensor(Message):
-    """A contiguous tensor at bytes [start, start + its size). `dtype` as torch calls it: float32,
-    bfloat16.
-    """
+    """A contiguous tensor from byte `start`. `dtype`: float32, bfloat16."""
 
     name: str
     dtype: str
@@ -82,20 +74,18 @@ class PlacedTensor(Message):
 
 
 class ChunkMemory(Message):
-    """The tensors of a chunk, in memory that the next chunk overwrites. There is one handle per device, and
-    all handles have the same layout.
-    """
+    """The tensors of a chunk, in memory that the next chunk overwrites. One handle per device."""
 
     handles: list[MemoryHandle] = Field(min_length=1)
     tensors: list[PlacedTensor]
 
 
 class GroupMember(Message):
-    """A participant's place in the group that weights are sent through: the trainer has rank 0, an engine's
-    workers the ranks from `rank` on.
+    """A participant's place in the group that weights are sent through: rank 0 is the trainer, an engine's
+    workers have the ranks from `rank` on.
 
-    `path` names the group: a file where the members meet, or with `store` (ADDRESS:PORT of the trainer's
-    node) a name there. `is_new`: form the group first. `timeout_s` bounds forming it and sending each buffer.
+    `path`: a file where the members meet, or with `store` (the trainer's ADDRESS:PORT) a name there.
+    `is_new`: form the group first.
     """
 
     path: str
@@ -107,21 +97,17 @@ class GroupMember(Message):
 
 
 class SentChunk(Message):
-    """A buffer and its tensors."""
-
     num_bytes: int = Field(ge=1)
     tensors: list[PlacedTensor]
 
 
 class SentWeights(Message):
-    """Contents of the following broadcast, sent through the group before the first buffer."""
-
     version: int
     chunks: list[SentChunk]
 
 
 class FileRequest(Message):
-    """Fetch a file of weights from `url` to a node. `key` names its content, `purpose` who reads it."""
+    """`key` names the content, `purpose` its reader."""
 
     url: str
     secret: str
@@ -130,10 +116,7 @@ class FileRequest(Message):
 
 
 class ScoreRequest(Message):
-    """POST /score: the logprob of each of these token ids, from number `start` on, given all ids before it.
-
-    `temperature`: the sampling temperature; logprobs are of logits / temperature.
-    """
+    """Return the logprob of each token id from `start` on, of logits / `temperature`."""
 
     token_ids: list[int] = Field(min_length=2)
     start: int = Field(ge=1)
@@ -141,7 +124,7 @@ class ScoreRequest(Message):
 
 
 class ScoreResponse(Message):
-    """`logprobs`: float32 values in nats, of token_ids[start:]."""
+    """float32 in nats, of token_ids[start:]."""
 
     logprobs: list[float]
 
@@ -153,10 +136,9 @@ MAX_TOP_LOGPROBS = 20
 class GenerateRequest:
     """Sample up to `max_tokens` after `prompt_ids`, int [P].
 
-    The last `num_resumed` ids were sampled by an earlier segment of the same logical request; they count for
-    stop strings that span the joint, and for the grammar. Each draw depends only on (`seed`, absolute
-    position). `max_tokens` >= 1; `temperature` >= 0; 0 < `top_p` <= 1; 0 <= `seed` < 2**63; 0 <=
-    `top_logprobs` <= MAX_TOP_LOGPROBS.
+    The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
+    grammar. Each draw depends only on (`seed`, absolute position). `max_tokens` >= 1; `temperature` >= 0; 0 <
+    `top_p` <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS.
     """
 
     request_id: str
@@ -172,12 +154,11 @@ class GenerateRequest:
 
 
 class GenerateResponse(Message):
-    """Sampled tokens of a request: its answer, or without `finish_reason` a chunk of a streamed answer.
+    """Sampled tokens of a request: its answer, or without `finish_reason` a streamed chunk.
 
-    `finish_reason` abort: a push, a sleep or an abort ended the request early. `logprobs`: float32 in nats,
-    of the distribution that was sampled from: after temperature (0 is greedy, with the logprobs of
-    temperature 1), top_p and grammar. `version_spans` cover every token once, in order. `top_logprobs`: one
-    entry per token if requested.
+    `finish_reason` abort: a push, sleep or abort ended the request early. `logprobs`: float32 in nats, after
+    temperature (0 is greedy, with the logprobs of temperature 1), top_p and grammar. `version_spans` cover
+    every token once, in order.
     """
 
     request_id: str
@@ -187,12 +168,10 @@ class GenerateResponse(Message):
     finish_reason: Literal["stop", "length", "abort"] | None = None
     top_logprobs: list[TopLogprobs] = []
     routing: bytes = Field(default=b"", exclude=True)
-    """Input of RoutedTokens (engines/segment_check.py). Only sent over a link."""
+    """Input of RoutedTokens (engines/segment_check.py)."""
 
 
 class WeightsBody(Message):
-    """A set of tensors, pushed as `version`; `digest` is their `asyncrl.messages.digest.weights_digest`."""
-
     version: int = Field(ge=0)
     digest: str
     num_tensors: int
@@ -200,7 +179,7 @@ class WeightsBody(Message):
 
 
 class ChunkBody(WeightsBody):
-    """Chunk `index` of the weights: in the safetensors file `path`, or in `memory`, open on each device."""
+    """Chunk `index` of the weights: a safetensors file `path`, or `memory`."""
 
     index: int = Field(ge=0)
     path: str = ""
@@ -209,12 +188,10 @@ class ChunkBody(WeightsBody):
 
 
 class PrepareRequest(WeightsBody):
-    """Read the safetensors file `path` into staging during serving; with a `member`, receive the weights
-    there.
+    """Read the safetensors file `path` into staging; with a `member`, receive the weights there.
 
-    `kind` lora: adapters for the initial weights, as `<module>.lora_A.weight` [rank, in] and
-    `<module>.lora_B.weight` [out, rank] of each adapted layer, and the scalar `scale`; staged is base + scale
-    * B A, computed in float32. `digest` covers the tensors in the file.
+    `kind` lora: `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] for the initial
+    weights, and the scalar `scale`; staged is base + scale * B A, computed in float32.
     """
 
     path: str
@@ -223,14 +200,14 @@ class PrepareRequest(WeightsBody):
 
 
 class PrepareResponse(Message):
-    """`digest` of the tensors read into staging, computed by the server, not copied from the request."""
+    """`digest` is computed by the server."""
 
     version: int
     digest: str
 
 
 class CommitRequest(Message):
-    """Swap to the staged weights, whose digest must be `digest`, and serve on as `version`."""
+    """Swap to the staged weights with this `digest`."""
 
     version: int = Field(ge=0)
     digest: str
@@ -238,7 +215,7 @@ class CommitRequest(Message):
 
 
 class CommitResponse(Message):
-    """`digest` is that of the weights now serving; `pause_s` the time in which no token could be decoded."""
+    """`pause_s`: time in which no token could be decoded."""
 
     version: int
     digest: str
@@ -247,43 +224,34 @@ class CommitResponse(Message):
 
 
 class SleepRequest(Message):
-    """Free the memory of these parts. Interrupts what runs; requests that come now wait until all parts are
-    awake. Idempotent.
-    """
+    """Free the memory of these parts; running requests are interrupted, new ones wait. Idempotent."""
 
     parts: list[EnginePart] = ["kv", "weights"]
 
 
 class WakeRequest(Message):
-    """Take memory for these parts again. Weights that slept have no content until a push is committed.
-    Idempotent.
-    """
+    """Allocate these parts again. Weights have no content until a push is committed. Idempotent."""
 
     parts: list[EnginePart]
 
 
 class LoadChunkRequest(ChunkBody):
-    """Load this chunk of a push into the awake weights. `is_last`: the next request of the push is /commit,
-    with the digest of all tensors.
-    """
+    """Load a chunk into the awake weights. `is_last`: /commit follows, with the digest of all tensors."""
 
     @property
     def place(self) -> str:
-        """Return the place of the tensors for error messages."""
         memory = self.memory
         return self.path if memory is None else f"chunk {self.index} in {memory.handles[0].kind} memory"
 
 
 class LoadChunkResponse(Message):
-    """`digest` of the loaded tensors, computed by the server."""
-
     version: int
     index: int
     digest: str
 
 
 class EngineHealth(Message):
-    """Answer of GET /health of an engine server. `max_length` bounds prompt plus completion, in tokens."""
+    """`max_length` bounds prompt plus completion, in tokens."""
 
     name: str
     kind: str
@@ -295,9 +263,8 @@ class EngineHealth(Message):
     tokens_generated: int
     device: str
     decode_s: float = 0.0
-    """Seconds spent in prefill and decode so far."""
     tokens_prefilled: int = 0
-    """Prompt tokens that were computed, not copied from the KV cache, so far."""
+    """Without tokens copied from the KV cache."""
     asleep: list[EnginePart] = []
     graphs: str = ""
-    """Use of CUDA graphs for decode steps: on, or off and why; empty if the engine has none."""
+    """CUDA graphs: on, or off and why; empty if none."""

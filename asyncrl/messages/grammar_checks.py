@@ -1,9 +1,7 @@
-"""Check a grammar in a separate process, which a hostile grammar may crash.
+"""Check a grammar in a separate process, which it may crash: thousands of nested `$ref` overflow llguidance's
+stack, and its message about conflicting patterns doubles with each pattern.
 
-llguidance has limits, but not everywhere: a chain of some thousand `$ref` overflows its stack, and its
-message about conflicting patterns doubles with each pattern. In the gateway's process one such schema would
-end the run. Run as a program, this module is that process: it reads a grammar and prints the reason for a
-refusal as JSON. It takes about 0.1 s, so callers keep the verdicts.
+A check takes about 0.1 s, so callers keep the verdicts.
 """
 
 from __future__ import annotations
@@ -21,23 +19,20 @@ from functools import cache
 from typing import Any
 
 MAX_GRAMMAR_BYTES = 2**18
-"""Longest text of a grammar."""
 CHECK_CPU_S = 4
 CHECK_TIMEOUT_S = 60.0
 STACK_BYTES = 2**21
-"""Less than any thread has that compiles a grammar later: what fits here fits there."""
+"""Smaller than the stack of any thread that compiles a grammar later."""
 MEMORY_BYTES = 2**32
 _ENVIRONMENT = ("PATH", "PWD", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Environment variables passed on: no keys."""
 _LONGEST_SHOWN = 300
 
 
 class GrammarError(ValueError):
-    """A grammar that is wrong, or needs more time or memory than the limits give it."""
+    pass
 
 
 def llguidance() -> Any:
-    """Import llguidance. Raises GrammarError."""
     try:
         return importlib.import_module("llguidance")
     except ImportError as error:
@@ -47,9 +42,8 @@ def llguidance() -> Any:
 
 @cache
 def grammar_limits() -> Any:
-    """Return llguidance's limits for one grammar: about 20 ms to read its regular expressions, 20 ms per
-    mask, and 2 kB per lexer state. A grammar beyond them is refused, so that it can neither stop an engine
-    nor fill its memory.
+    """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per mask, and 2 kB per
+    lexer state.
     """
     return llguidance().LLParserLimits(
         initial_lexer_fuel=1_000_000,
@@ -69,13 +63,12 @@ def check_size(text: str) -> None:
 
 
 def raise_for(error: str) -> None:
-    """Raise GrammarError for an error message of llguidance, if there is one."""
     if error:
         raise GrammarError(" ".join(error.removesuffix("<non-verbose/>").split())[:_LONGEST_SHOWN])
 
 
 def check_grammar(text: str) -> None:
-    """Raise GrammarError if no tokenizer can follow this grammar. Blocks for at most CHECK_TIMEOUT_S."""
+    """Raise GrammarError if no tokenizer can follow this grammar."""
     check_size(text)
     known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     try:
@@ -84,7 +77,7 @@ def check_grammar(text: str) -> None:
             input=text.encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt is not for it
+            start_new_session=True,  # no interrupt from the terminal
             env=known | {"OPENBLAS_NUM_THREADS": "1"},
             timeout=CHECK_TIMEOUT_S,
         )
@@ -114,7 +107,7 @@ def main() -> None:
 def _check(text: str) -> None:
     try:
         why = llguidance().LLMatcher.validate_grammar(text, None, limits=grammar_limits())
-    except BaseException as error:  # a panic of llguidance is no Exception
+    except BaseException as error:  # llguidance's panic is no Exception
         why = f"llguidance fails with {type(error).__name__}: {error}"
     print(json.dumps(why))
 

@@ -1,7 +1,6 @@
 """Records that several parts of asyncrl share.
 
-Positions: every index into a trajectory counts from its first prompt token; every index into a completion
-counts from its first sampled token.
+Positions in a trajectory count from its first prompt token, in a completion from its first sampled token.
 """
 
 from __future__ import annotations
@@ -12,35 +11,30 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
 from pydantic import ConfigDict, Field
 
-if TYPE_CHECKING:  # a worker (`asyncrl work`) runs where numpy is not installed
+if TYPE_CHECKING:  # a worker runs without numpy
     import numpy as np
     import numpy.typing as npt
 
 LARGEST_NUMBER = 1e18
-"""Largest absolute value of rewards and metrics: means, squares and sums of many stay finite in float32."""
+"""Keeps float32 sums and squares finite."""
 MAX_METRICS = 256
-"""Most metrics of one rollout. Each name becomes a curve of the run; names that contain a number or an id
-would make thousands of curves.
-"""
+"""Each name becomes a curve of the run."""
 Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)]
 
 GroupId = NewType("GroupId", int)
-"""Number of a group in order of admission, from 0; never reused, so its order is the order of admission."""
+"""In order of admission, from 0; never reused."""
 
 TopLogprobs = Sequence[tuple[int, float]]
-"""The most likely tokens at one place: (id, logprob in nats of the distribution that was sampled from), the
-likeliest first.
-"""
+"""(id, logprob in nats) of the most likely tokens, in order."""
 
 Finished = Literal["ready", "filtered", "requeued"]
-"""Fate of a finished group: ready; replaced by buffer.filter because it has no gradient; dropped earlier; or
-all its tokens are too old and its prompt is queued again."""
+"""ready; replaced by buffer.filter; or dropped or too old, and requeued."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) were sampled under policy_version `version`, by engine server number `engine` (-1:
-    not known).
+    """Tokens [start, end) were sampled under policy_version `version`, by engine number `engine` (-1:
+    unknown).
     """
 
     start: int
@@ -50,14 +44,13 @@ class VersionSpan:
 
     @property
     def plain(self) -> list[int]:
-        """[start, end, version, engine] for files; engine is absent if unknown, as in older files."""
         span = (self.start, self.end, self.version, self.engine)
         return [int(number) for number in (span if self.engine >= 0 else span[:3])]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpan:
-    """Tokens [start, end) were sampled from what `grammar` allows, whose first token is at `start`."""
+    """Tokens [start, end) were sampled under `grammar`, which began at `start`."""
 
     start: int
     end: int
@@ -68,9 +61,7 @@ class GrammarSpan:
 class Prompt:
     """A task item of a group.
 
-    `prompt_id` is unique within a run: epoch/index, or task/epoch/index with several tasks. `messages` are
-    chat messages (role and content). Only the reward function sees `answer` and `info`; no model does.
-    `num_requeued`: times that its group failed or became too old.
+    `prompt_id` is unique within a run: [task/]epoch/index. Only the reward function sees `answer` and `info`.
     """
 
     prompt_id: str
@@ -81,36 +72,33 @@ class Prompt:
 
     @property
     def task(self) -> str:
-        """Name of its task; '' in a run of one task."""
         return task_of(self.prompt_id)
 
     @property
     def seed_id(self) -> str:
-        """The prompt's part of each seed. It changes when the group is dropped, so that the same long
-        completion is not sampled again.
+        """Part of each seed. It changes with each requeue, so that the same long completion is not sampled
+        again.
         """
         return f"{self.prompt_id} requeued {self.num_requeued}" if self.num_requeued else self.prompt_id
 
 
 def task_of(prompt_id: str) -> str:
-    """Name of the task that a prompt is of; '' in a run of one task."""
+    """Name of the prompt's task; '' in a run of one task."""
     name, *rest = prompt_id.split("/")
     return name if len(rest) == 2 else ""
 
 
 def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
-    """Return counts by task as metrics: the sum, and gauge/TASK if there are several."""
+    """Return the sum of counts, and gauge/TASK of several tasks."""
     return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """A logical request to the model: prompt token ids in, at most `max_tokens` sampled tokens out.
+    """Sample at most `max_tokens` tokens after the prompt ids.
 
-    `route_key` keeps requests with a common prompt (the samples of a group) on one engine. `after`: the last
-    span of the previous turn, whose engine has the conversation in its cache. `grammar`: a grammar of
-    messages/token_grammars.py that limits the completion. `top_logprobs`: number of most likely tokens to
-    return at each place, at most MAX_TOP_LOGPROBS.
+    `route_key` keeps requests with a common prompt on one engine. `after`: the last span of the previous
+    turn, whose engine has the conversation in its cache.
     """
 
     request_id: str
@@ -128,11 +116,10 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Tokens of one logical request, joined from its segments; so far, if it has no `finish_reason`.
+    """Tokens of one logical request, joined from its segments; partial without `finish_reason`.
 
-    `behaviour_logprobs`: float32 in nats of the sampled distribution, one per token. `version_spans` cover
-    every token once, in order. `top_logprobs`: the requested most likely tokens at each place, the likeliest
-    first; empty for tokens of an earlier process. `routing`: RoutedTokens.known of engines/segment_check.py.
+    `behaviour_logprobs`: float32 in nats. `version_spans` cover every token once, in order. `routing`:
+    RoutedTokens.known of engines/segment_check.py.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -146,8 +133,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Credit of tokens [start, end) of a trajectory: they earn `reward` as part `unit` of their rollout.
-    Units of one rollout with the same number are one sample of the advantage and have one reward.
+    """Tokens [start, end) of a trajectory earn `reward` as part `unit` of their rollout, one sample of the
+    advantage.
     """
 
     start: int
@@ -158,15 +145,13 @@ class Credit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The token record of one branch of a finished rollout; all arrays have one entry per token, prompt
-    included.
+    """The token record of one branch of a finished rollout; arrays have one entry per token, prompt included.
 
     token_ids int32 [T]; loss_mask bool [T], true only on tokens sampled in this branch; behaviour_logprobs
-    float32 [T] in nats, 0 without loss_mask; version_spans cover the tokens with loss_mask, in order. A
-    harness that edits its history makes several branches; each sampled token is in the loss_mask of one.
-    `credits` assign a reward to each token with loss_mask and replace `reward` in the advantage. `grammars`:
-    spans that were sampled under a grammar. teacher_logprobs float32 [T], like behaviour_logprobs. routing
-    uint16 [T, E]: for each router in order, the experts that read the token, NO_EXPERT if unknown.
+    float32 [T] in nats; version_spans cover the tokens with loss_mask, in order. A harness that edits its
+    history makes several branches; each sampled token has loss in one branch. `credits` replace `reward` in
+    the advantage. teacher_logprobs float32 [T]. routing uint16 [T, E]: for each router in order, the experts
+    that read the token, or NO_EXPERT.
     """
 
     sample_index: int
@@ -186,27 +171,24 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest policy_version of any sampled token."""
         return min(span.version for span in self.version_spans)
 
     @property
     def num_sampled(self) -> int:
-        """Number of sampled tokens."""
         return sum(span.end - span.start for span in self.version_spans)
 
 
 Rollout = tuple[Trajectory, ...]
-"""The branches of one finished rollout, by their number; at least one."""
+"""The branches of one finished rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Outcome of a rollout, from its harness.
 
-    `reward` None: the task's reward function scores the text of the last completion. `turn_rewards` and
-    `branch_rewards` map completion ids (chatcmpl-0, ...) to rewards: each completion, or each branch named by
-    any completion found only in it, is a separate sample of the advantage, and all must be named. Give only
-    one; `reward` None is then their mean. Validated in messages and in the results of harnesses.
+    `reward` None: the task's reward function scores the last completion. `turn_rewards` or `branch_rewards`
+    map completion ids (chatcmpl-0, ...) to rewards: each completion, or each branch named by any completion
+    found only in it, is a separate sample of the advantage, and all must be named.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
@@ -223,7 +205,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Leave to start one group. No token of it may be older than `start_version`; charged until consumed."""
+    """No token may be older than `start_version`."""
 
     group_id: GroupId
     start_version: int
@@ -231,7 +213,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The finished rollouts of one prompt, scored against each other; at least one trajectory."""
+    """The finished rollouts of one prompt, scored against each other."""
 
     group_id: GroupId
     prompt: Prompt
@@ -239,15 +221,13 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest policy_version of any sampled token in the group."""
         return min(trajectory.oldest_version for trajectory in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Groups of one optimizer step, in order of admission; the step turns policy_version v into v + 1. Tokens
-    older than `min_version` must carry no loss: `mask_older` makes the trainer mask them
-    (buffer.on_overdue=mask); otherwise the trainer refuses such a batch.
+    """Groups of one optimizer step, in order of admission, from policy_version v to v + 1. Tokens older than
+    `min_version` are masked with `mask_older`; otherwise the trainer refuses the batch.
     """
 
     version: int
@@ -258,12 +238,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """Seconds that the trainer waited for one batch, by cause; their sum is the whole wait.
+    """Seconds that the trainer waited for one batch, by cause.
 
-    generation: fewer than num_groups groups were ready, and admission was open or everything admitted was
-    running. stragglers: enough groups were ready, but taking them would have made a running group too old
-    (on_overdue=wait). publishing: too few groups in the system, because admission waited for a newer version
-    to be served.
+    generation: too few ready groups. stragglers: taking the ready groups would have made a running group too
+    old (on_overdue=wait). publishing: admission waited for a newer version to be served.
     """
 
     generation_s: float = 0.0
@@ -272,16 +250,13 @@ class WaitReport:
 
     @property
     def total_s(self) -> float:
-        """The whole wait."""
         return self.generation_s + self.stragglers_s + self.publishing_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
-    """A group that was running when its run was killed, with the state of its rollouts by sample_index.
-    `failures`: (attempts, reason) of rollouts that failed for good, attempts 0 if the prompt can never be
-    sampled; `partials`: (number of the attempt, sampled tokens) of running rollouts. Any other rollout starts
-    from its prompt.
+    """A group of a killed run, by sample_index. `failures`: (attempts, reason), attempts 0 if the prompt is
+    impossible; `partials`: (number of the attempt, sampled tokens).
     """
 
     ticket: Ticket
@@ -293,8 +268,6 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An attempt of a rollout for a harness, with its `key`."""
-
     rollout_id: str
     prompt: Prompt
     sample_index: int

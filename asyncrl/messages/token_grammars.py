@@ -1,7 +1,6 @@
 """Grammars over tokens, by llguidance (https://github.com/guidance-ai/llguidance).
 
-A grammar is its Lark text, with JSON schemas in it (`start: %json {...}`). Engines mask their logits with it,
-and a trainer computes the same masks from the text and the tokens.
+A grammar is Lark text, with JSON schemas in it (`start: %json {...}`).
 """
 
 from __future__ import annotations
@@ -20,21 +19,19 @@ _NUM_KEPT = 64
 
 
 def compile_grammar(tokens: Any, text: str) -> Any:
-    """Return an LLMatcher of llguidance over these tokens. Raises GrammarError."""
+    """Raises GrammarError."""
     check_size(text)
     compiled = llguidance().LLMatcher(tokens, text, log_level=0, limits=grammar_limits())
-    compiled.compute_bitmask()  # finds what nothing satisfies, and what branches too much
+    compiled.compute_bitmask()  # detects unsatisfiable and too costly grammars
     raise_for(compiled.get_error())
     return compiled
 
 
 class TokenGrammars:
-    """Grammars of one tokenizer, compiled once each; the ones used last are kept. Thread-safe."""
+    """Grammars of one tokenizer; the most recent are kept. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """`tokenizer`: a fast tokenizer of transformers. `vocab_size`: number of the model's logits. Raises
-        GrammarError if its tokens cannot be matched. Takes a second for a large vocabulary.
-        """
+        """`vocab_size`: number of logits. Raises GrammarError. Takes a second for a large vocabulary."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise GrammarError("the model's tokenizer is no fast one (tokenizer.json), which grammars need")
@@ -53,9 +50,7 @@ class TokenGrammars:
         self._compiled = lru_cache(_NUM_KEPT)(partial(compile_grammar, tokens))
 
     def begin(self, text: str, token_ids: Sequence[int] = ()) -> TokenMatcher:
-        """Return a matcher that has taken `token_ids`, where an answer was interrupted. Raises GrammarError
-        if the grammar cannot be followed, or not with these.
-        """
+        """Return a matcher that has consumed `token_ids`. Raises GrammarError."""
         matcher = TokenMatcher(self._compiled(text).deep_copy(), self._vocab_size, self._eos_id)
         for token_id in token_ids:
             matcher.take(token_id)
@@ -63,9 +58,7 @@ class TokenGrammars:
 
 
 class TokenMatcher:
-    """Matcher of one answer: call allowed() before each token, take() after it. A complete grammar allows the
-    end-of-sequence token, and nothing after it.
-    """
+    """Call allowed() before each token, take() after it."""
 
     def __init__(self, matcher: Any, vocab_size: int, eos_id: int) -> None:
         self._matcher = matcher
@@ -73,18 +66,17 @@ class TokenMatcher:
         self._eos_id = eos_id
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return the tokens that may come next, bool [V]; at least one. Raises GrammarError at a limit."""
+        """Return the allowed next tokens, bool [V]; at least one."""
         bits = np.frombuffer(self.allowed_bits(), np.uint8)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def allowed_bits(self) -> bytes:
-        """Return the same as bits, the lowest of a byte first, filled up with zeros. Raises GrammarError."""
+        """Return allowed() as bits, lowest of a byte first, zero-padded."""
         bits: bytes = self._matcher.compute_bitmask()
         raise_for(self._matcher.get_error())
         return bits
 
     def take(self, token_id: int) -> None:
-        """Consume this token. Raises GrammarError if it was not allowed."""
         if not (self._matcher.is_stopped() and token_id == self._eos_id):
             self._matcher.consume_token(token_id)
             raise_for(self._matcher.get_error())

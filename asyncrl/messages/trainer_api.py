@@ -1,4 +1,4 @@
-"""HTTP messages of the trainer, and the batch that it trains on."""
+"""HTTP messages of the trainer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ TrainerPart = Literal["weights", "gradients", "optimizer"]
 
 
 class BroadcastRequest(Message):
-    """Send the weights of `version` to every member of the group."""
-
     version: int = Field(ge=0)
     member: GroupMember
 
 
 class BroadcastResponse(Message):
-    """The weights were sent; `digest` is of the trainer's copy. Each receiver says whether they arrived
-    whole.
-    """
+    """`digest`: of the trainer's copy."""
 
     version: int
     digest: str
@@ -36,18 +32,15 @@ class BroadcastResponse(Message):
 
 
 class OffloadRequest(Message):
-    """Move these parts of the trainer's state off its device (/offload), or back onto it (/onload).
-    Idempotent.
-    """
+    """Move these parts of the trainer's state off or back onto its device. Idempotent."""
 
     parts: list[TrainerPart]
 
 
 class Canary(Message):
-    """The trainer's logprobs of a fixed short text under the exported weights, in nats at temperature 1.
+    """The trainer's logprobs of a fixed text under the exported weights, in nats at temperature 1.
 
-    `logprobs`: of token_ids[1:], each given all ids before it. `next_logprob`: of the most likely id after
-    the last one.
+    `logprobs`: of token_ids[1:]. `next_logprob`: of the most likely next id.
     """
 
     token_ids: list[int] = Field(min_length=2)
@@ -56,10 +49,9 @@ class Canary(Message):
 
 
 class ExportChunkRequest(Message):
-    """Write chunk `index` of the current weights, weight_sync.chunk_bytes at most (or one tensor), into the
-    one staging file or memory.
+    """Write chunk `index` of the weights, at most weight_sync.chunk_bytes or one tensor.
 
-    Chunks are asked for in order, from 0; each replaces the one before.
+    Each chunk replaces the one before.
     """
 
     version: int = Field(ge=0)
@@ -67,17 +59,13 @@ class ExportChunkRequest(Message):
 
 
 class ExportChunkResponse(ChunkBody):
-    """A chunk is ready. With `is_last`, `whole_digest` is the digest of the tensors of all chunks, and
-    `canary` theirs.
-    """
+    """With `is_last`, `whole_digest` and `canary` are of all chunks."""
 
     whole_digest: str = ""
     canary: Canary | None = None
 
 
 class TrainerHealth(Message):
-    """Answer of GET /health of the trainer worker."""
-
     policy_version: int
     device: str
     is_busy: bool
@@ -85,7 +73,7 @@ class TrainerHealth(Message):
 
 
 class TrainResponse(Message):
-    """Result of an optimizer step: the new version and its metrics by full name (`policy/loss`, ...).
+    """Metrics of an optimizer step by full name (`policy/loss`, ...).
 
     `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`: (group_id,
     sample_index, mean |engine - trainer| in nats over fresh tokens).
@@ -98,10 +86,9 @@ class TrainResponse(Message):
 
 
 class ExportResponse(WeightsBody):
-    """A set of weights in staging, or only the adapters (see PrepareRequest).
+    """A set of weights or adapters in staging.
 
-    `path`: a safetensors file for the engines of this machine. `canary`: if requested. `is_held`: the trainer
-    sends them itself (/broadcast); `path` may be ''.
+    `path`: a safetensors file. `is_held`: the trainer sends them itself (/broadcast).
     """
 
     path: str
@@ -111,28 +98,24 @@ class ExportResponse(WeightsBody):
 
 
 class SaveRequest(Message):
-    """Write the current weights and tokenizer as a Hugging Face folder; not `merged`: only the adapters, as a
-    peft folder.
-    """
+    """Write a Hugging Face folder; not `merged`: a peft folder with the adapters."""
 
     path: str
     merged: bool = True
 
 
 class StateRequest(Message):
-    """Save the training state into the new folder `path` (/begin_save_state answers once training may
-    continue, /wait_save_state once the folder is written), or load it (/load_state). Before a load the client
-    has compared every file with the checkpoint's manifest.
+    """Save the training state into the new folder `path`, or load it. /begin_save_state answers once training
+    may continue, /wait_save_state once the folder is written.
     """
 
     path: str
 
 
 class TrajectoryHeader(Message):
-    """A trajectory of a batch: branch `branch` of a rollout. Its tokens are [start, end) of the packed
-    arrays.
+    """A trajectory of a batch, in tokens [start, end).
 
-    `reward` is the rollout's. If its branches have `credits`, they replace it in the advantage.
+    `credits` of the branches replace the rollout's `reward`.
     """
 
     group_index: int
@@ -145,13 +128,11 @@ class TrajectoryHeader(Message):
     branch: int = 0
     credits: list[Credit] = []
     grammars: list[tuple[int, int, int]] = []
-    """(start, end, number among those of the batch) of its GrammarSpans."""
+    """(start, end, number in the batch's grammars)."""
 
 
 class BatchHeader(Message):
-    """Fields of /train other than the arrays. Tokens older than `min_version` get no loss, or the batch is
-    refused. `grammars`: different ones.
-    """
+    """Tokens older than `min_version` get no loss, or the batch is refused."""
 
     version: int
     min_version: int
@@ -161,11 +142,11 @@ class BatchHeader(Message):
 
 
 class BatchArrays(BaseModel):
-    """Arrays of a batch, trajectories one after the other: N tokens in all, one entry each.
+    """Arrays of all trajectories of a batch, N tokens.
 
     token_ids int32; loss_mask bool; behaviour_logprobs float32 in nats; versions int32, -1 for a token that
-    was not sampled; engines int16, the engine server, -1 if unknown; teacher_logprobs float32; routing uint16
-    [N, E]: see Trajectory.
+    was not sampled; engines int16, -1 if unknown; teacher_logprobs float32; routing uint16 [N, E]: see
+    Trajectory.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -182,7 +163,7 @@ class BatchArrays(BaseModel):
 
 
 def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
-    """Body of POST /train: one safetensors blob, the header as JSON in its first array."""
+    """Return a safetensors blob with the header as JSON in its first array."""
     blob = np.frombuffer(header.model_dump_json().encode(), dtype=np.uint8)
     given = {name: array for name, array in arrays if array is not None}
     body: bytes = save_safetensors({"header": blob, **given})
@@ -190,7 +171,7 @@ def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
 
 
 def unpack_batch(body: bytes) -> tuple[BatchHeader, BatchArrays]:
-    """The inverse of pack_batch. Raises ValueError if the body is not such a blob."""
+    """Raises ValueError for an invalid body."""
     try:
         tensors: dict[str, Any] = load_safetensors(body)
         header = BatchHeader.model_validate(json.loads(tensors.pop("header").tobytes()))

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe import run_numbers as numbers
-from asyncrl.observe.run_numbers import Steps, TimeShares, recent
+from asyncrl.observe.run_numbers import Steps, recent, time_shares, waiting_share
 from asyncrl.observe.samples import ShownRollout, sample_text
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -170,7 +170,7 @@ class Console:
                 ("by task", tasks_text(steps, RECENT)),
                 ("health", Text("\n".join(self._health_now()), "red")),
                 ("speed", self._speed()),
-                ("time", shares_text(TimeShares.of(lambda metric: steps.total(metric, RECENT)))),
+                ("time", shares_text(time_shares(lambda metric: steps.total(metric, RECENT)))),
                 ("staleness", staleness_text(last, self._max_staleness)),
                 ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
@@ -221,8 +221,8 @@ def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) ->
     if skipped := steps.total("trainer/skipped_steps", part):
         parts.append(f"{numbers.several(skipped, 'update')} skipped: not finite")
     if (step_s := steps.mean("perf/step_s", part)) is not None:
-        shares = TimeShares.of(lambda metric: steps.total(metric, part))
-        parts.append(f"{step_s:.2f} s/step  train {shares.training:.0%} wait {shares.waiting:.0%}")
+        shares = time_shares(lambda metric: steps.total(metric, part))
+        parts.append(f"{step_s:.2f} s/step  train {shares['training']:.0%} wait {waiting_share(shares):.0%}")
     if left_s := numbers.seconds_left(steps, num_steps):
         parts.append(f"{numbers.duration(left_s)} left")
     return "  ".join(parts)
@@ -239,10 +239,9 @@ def reward_text(steps: Steps) -> Text:
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
 
 
-def shares_text(shares: TimeShares) -> Text:
+def shares_text(shares: Mapping[str, float]) -> Text:
     """Show where the time went: `training 71%, waiting for generation 17%`."""
-    found = [(name, getattr(shares, name)) for name in numbers.SHARES]
-    shown = [(*numbers.SHARES[name][:2], share) for name, share in found if share >= 0.005]
+    shown = [(*numbers.SHARES[name][:2], share) for name, share in shares.items() if share >= 0.005]
     return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
 
 

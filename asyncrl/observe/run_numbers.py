@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -15,8 +13,6 @@ from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-from asyncrl.observe.run_dir import METRICS_FILE, OBJECT, is_number
 
 
 class Steps:
@@ -79,43 +75,6 @@ class Steps:
         return sum(amount for amount, _ in found) / train_s if train_s else None
 
 
-class GrowingSteps:
-    """The steps of a live run; each read() parses only the new lines of metrics.jsonl."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / METRICS_FILE
-        self._steps = Steps()
-        self._end = 0
-        self._last = b""
-
-    def read(self) -> Steps:
-        """Return all steps. A file that was cut or replaced is read again. Raises OSError."""
-        if not self._path.is_file():
-            return Steps()
-        with self._path.open("rb") as file:
-            file.seek(self._end - len(self._last))
-            if file.read(len(self._last)) != self._last:
-                self._steps = Steps()
-                self._end = 0
-                file.seek(0)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._last = line
-                self._end += len(line)
-                self._add(line)
-        return self._steps
-
-    def _add(self, line: bytes) -> None:
-        try:
-            values = OBJECT.validate_json(line)
-        except ValueError:
-            return
-        metrics = {name: value for name, value in values.items() if is_number(value)}
-        if "step" in metrics:
-            self._steps.add(metrics)
-
-
 def recent(num: int) -> slice:
     """Select the recent steps of `num`: the last tenth, 5 to 50; below 10 steps the second half."""
     return slice(-max(1, min(50, num // 10), min(5, num // 2)), None)
@@ -135,7 +94,7 @@ SHARES = {
     "handovers": ("handovers", "cyan", "perf/handover_s"),
     "other": ("other", "bright_black", ""),
 }
-"""Field of TimeShares -> its name, color and metric."""
+"""Share of the time -> its name, color and metric."""
 TRAIN_PARTS = {
     "forward": "perf/forward_s",
     "backward": "perf/backward_s",
@@ -147,30 +106,16 @@ TRAIN_PARTS = {
 """Names of the parts of perf/train_s."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimeShares:
-    """Shares of the wall time of the steps, 1 in total."""
+def time_shares(seconds_of: Callable[[str], float]) -> dict[str, float]:
+    """Return shares of the wall time, 1 in total. Parts that exceed it (rounding) are scaled down."""
+    parts = {name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric}
+    total_s = max(seconds_of("perf/step_s"), sum(parts.values())) or 1.0
+    shares = {name: part_s / total_s for name, part_s in parts.items()}
+    return shares | {"other": max(0.0, 1 - sum(shares.values()))}
 
-    training: float = 0.0
-    generation: float = 0.0
-    stragglers: float = 0.0
-    publishing: float = 0.0
-    other: float = 1.0
-    handovers: float = 0.0
 
-    @property
-    def waiting(self) -> float:
-        return self.generation + self.stragglers + self.publishing
-
-    @classmethod
-    def of(cls, seconds_of: Callable[[str], float]) -> TimeShares:
-        """Compute from the seconds of each metric. Parts that exceed the total (rounding) are scaled down."""
-        parts = {name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric}
-        total_s = max(seconds_of("perf/step_s"), sum(parts.values()))
-        if total_s <= 0:
-            return cls()
-        shares = {name: part_s / total_s for name, part_s in parts.items()}
-        return cls(**shares, other=max(0.0, 1 - sum(shares.values())))
+def waiting_share(shares: Mapping[str, float]) -> float:
+    return shares["generation"] + shares["stragglers"] + shares["publishing"]
 
 
 def trainer_rows(steps: Steps) -> Iterator[tuple[str, str]]:
@@ -292,7 +237,6 @@ def evaluation_text(metrics: Mapping[str, Any]) -> str:
         "eval/failed": "samples failed",
         "eval/skipped": "skipped so far",
         "eval/abandoned": "abandoned so far",
-        "eval/abandoned_calls": "reward calls abandoned so far",
     }
     parts += [f"{words}: {metrics[name]:.0f}" for name, words in failures.items() if metrics.get(name)]
     return "  ".join(parts)

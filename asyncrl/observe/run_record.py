@@ -124,16 +124,13 @@ class RunFiles:
     problems: list[str]
 
 
-def read_files(run_dir: str | Path, steps: Steps | None = None) -> RunFiles:
-    """Read a run directory; `steps`: read already. Raises ConfigError if it is not one, or its config is
-    invalid.
-    """
+def read_files(run_dir: str | Path) -> RunFiles:
+    """Read a run directory. Raises ConfigError if it is not one, or its config is invalid."""
     folder = Path(run_dir)
     problems: list[str] = []
     config = read_config(folder)
     status = read_status(folder, problems)
-    if steps is None:
-        steps = Steps(read_metrics(folder, problems))
+    steps = Steps(read_metrics(folder, problems))
     verdict = judge(steps, config) if steps else None
     state, explanation = judge_state(status, folder)
     evaluations = read_evaluations(folder, problems)

@@ -4,9 +4,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.text import Text
 from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
 from asyncrl.observe import run_numbers as numbers
-from asyncrl.observe.run_numbers import Steps, TimeShares, recent, several
+from asyncrl.observe.run_numbers import Steps, recent, several, time_shares, waiting_share
 from asyncrl.trainer.step_report import GAP_WARNING
 
 Trend = Literal["rising", "flat", "falling", "unknown"]
@@ -82,14 +81,14 @@ class Verdict:
     health: tuple[str, ...]
     speed: tuple[str, ...]
     reward: Reward | None
-    shares: TimeShares
+    shares: Mapping[str, float]
     bottleneck: str
     trainer: tuple[tuple[str, str], ...] = ()
 
 
 def judge(steps: Steps, config: RunConfig) -> Verdict:
     """Judge a run with at least one step."""
-    shares = TimeShares.of(steps.total)
+    shares = time_shares(steps.total)
     reward = _reward_of(steps)
     findings = _findings(steps, config, reward)
     bottleneck = _bottleneck(steps, shares)
@@ -276,25 +275,26 @@ def _answers(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Find
 # ---- how fast was it?
 
 
-def _bottleneck(steps: Steps, shares: TimeShares) -> str:
+def _bottleneck(steps: Steps, shares: Mapping[str, float]) -> str:
     if len(steps) < MIN_STEPS or steps.total("perf/step_s") < MIN_TRAINING_S:
         return "unknown"
+    waiting = waiting_share(shares)
     for name in ("other", "handovers"):
-        if getattr(shares, name) > max(BALANCED_WAIT_SHARE, shares.training, shares.waiting):
+        if shares[name] > max(BALANCED_WAIT_SHARE, shares["training"], waiting):
             return name
-    if shares.waiting < BALANCED_WAIT_SHARE:
-        return "training" if shares.waiting < BUSY_WAIT_SHARE else "balanced"
-    return max("generation", "stragglers", "publishing", key=lambda name: float(getattr(shares, name)))
+    if waiting < BALANCED_WAIT_SHARE:
+        return "training" if waiting < BUSY_WAIT_SHARE else "balanced"
+    return max("generation", "stragglers", "publishing", key=shares.__getitem__)
 
 
-def _speed(steps: Steps, config: RunConfig, shares: TimeShares, bottleneck: str) -> Iterator[str]:
+def _speed(steps: Steps, config: RunConfig, shares: Mapping[str, float], bottleneck: str) -> Iterator[str]:
     """Say what set the pace, which setting would change it, and what the run lost."""
-    waited = f"the trainer waited {shares.waiting:.0%} of the time"
+    waited = f"the trainer waited {waiting_share(shares):.0%} of the time"
     yield {
         "unknown": f"Too short to judge speed: {MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s are needed.",
         "balanced": f"Training and generation kept pace: {waited}.",
-        "handovers": f"Handovers of the devices set the pace: {shares.handovers:.0%} of the time.",
-        "other": f"Work between steps set the pace: {shares.other:.0%} of the time.",
+        "handovers": f"Handovers of the devices set the pace: {shares['handovers']:.0%} of the time.",
+        "other": f"Work between steps set the pace: {shares['other']:.0%} of the time.",
     }.get(bottleneck, f"{bottleneck.capitalize()} set the pace: {waited}.")
     if bottleneck != "unknown":
         yield _advice(bottleneck, steps, config)
@@ -384,14 +384,14 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
 
 def time_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
     bars = Table.grid(padding=(0, 1))
-    for name, (words, colour, _) in numbers.SHARES.items():
-        if (share := getattr(verdict.shares, name)) >= 0.005:
+    for name, share in verdict.shares.items():
+        words, colour, _ = numbers.SHARES[name]
+        if share >= 0.005:
             bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * 30), colour))
     return [("time", bars), *verdict.trainer]
 
 
 PLOT_FILE = "reward.png"
-MAX_POINTS = 2000
 
 
 def write_reward_plot(
@@ -400,34 +400,23 @@ def write_reward_plot(
     """Write RUN_DIR/reward.png: reward/mean by step, its running mean, and evaluations with their standard
     error. At least one step must have a reward.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = zip(steps.column("step"), steps.column("reward/mean"), strict=True)
-    shown = [(step, reward) for step, reward in columns if not math.isnan(reward)]
-    places = numbers.thinned([step for step, _ in shown], MAX_POINTS)
-    rewards = [reward for _, reward in shown]
+    places, rewards = zip(*(point for point in columns if not math.isnan(point[1])), strict=True)
     window = max(1, min(25, len(rewards) // 20))
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.plot(places, numbers.thinned(rewards, MAX_POINTS), color="#9ecae1", label="each step")
-    smooth = numbers.thinned(running_mean(rewards, window=window), MAX_POINTS)
-    axes.plot(places, smooth, color="#08519c", label=f"mean of the last {window} steps")
+    axes.plot(places, rewards, alpha=0.4, label="each step")
+    axes.plot(places, running_mean(rewards, window=window), label=f"mean of the last {window} steps")
     done = numbers.by_evaluation([line for line in evaluations if "eval/reward_mean" in line])
-    colors = itertools.cycle(("#d94801", "#238b45", "#6a51a3", "#ae017e"))
-    for (name, lines), color in zip(done.items(), colors, strict=False):
+    for name, lines in done.items():
         versions = [line["policy_version"] for line in lines]
         means = [line["eval/reward_mean"] for line in lines]
         errors = [line.get("eval/standard_error", 0.0) for line in lines]
-        label = f"eval/{name}/reward_mean" if name else "eval/reward_mean"
-        axes.errorbar(versions, means, errors, fmt="o", capsize=2, color=color, label=label)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("reward/mean")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
-    axes.set_title(title)
+        axes.errorbar(versions, means, errors, fmt="o", label=f"eval/{name}/reward_mean".replace("//", "/"))
+    axes.set(xlabel="optimizer step", ylabel="reward/mean", title=title)
+    axes.legend()
     figure.savefig(run_dir / PLOT_FILE)
     return run_dir / PLOT_FILE
 

@@ -1,4 +1,4 @@
-"""Evaluations of a run, on a separate engine or on the rollout engines: schedule, weights and results."""
+"""Evaluations of a run, on a separate engine or the rollout engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, stdev
 from typing import Literal, TypeVar
 
 from asyncrl.base.errors import EngineError, PublishError, RoomError
@@ -25,8 +25,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A scored rollout: `length` in sampled tokens over all turns; `metrics` from task and harness."""
-
     prompt_id: str
     reward: float
     length: int
@@ -36,11 +34,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Scored samples at `version`; `num_failed` others have no reward. `name` is '' for a single evaluation.
+    """Scored samples at `version`; `num_failed` others have no reward.
 
-    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: evaluations so far that
-    were due and did not begin, or did not end. `num_abandoned_calls`: reward calls so far that ignored their
-    cancellation.
+    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: due evaluations that did
+    not begin, or did not end.
     """
 
     version: int
@@ -50,16 +47,11 @@ class EvalResult:
     seconds: float = 0.0
     num_skipped: int = 0
     num_abandoned: int = 0
-    num_abandoned_calls: int = 0
     name: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """Return values by metric name, if there are enough samples and prompts.
-
-        eval/reward_mean, eval/reward_std: over prompts, each the mean of its samples (population standard
-        deviation); eval/standard_error: of reward_mean, over prompts; eval/length_mean: sampled tokens;
-        eval/truncated_fraction: rollouts that reached rollout.max_tokens; eval/task/NAME: over samples with
-        NAME; eval/failed: samples without a reward, excluded from all means.
+        """Return values by metric name. Reward: the mean of the prompts' means; other means are over samples.
+        Failed samples are in none.
         """
         metrics: dict[str, float] = {
             "eval/version": self.version,
@@ -67,7 +59,6 @@ class EvalResult:
             "eval/seconds": self.seconds,
             "eval/skipped": self.num_skipped,
             "eval/abandoned": self.num_abandoned,
-            "eval/abandoned_calls": self.num_abandoned_calls,
         }
         if self.samples:
             rewards: defaultdict[str, list[float]] = defaultdict(list)
@@ -76,7 +67,6 @@ class EvalResult:
             means = [fmean(found) for found in rewards.values()]
             metrics |= {
                 "eval/reward_mean": fmean(means),
-                "eval/reward_std": pstdev(means),
                 "eval/length_mean": fmean(sample.length for sample in self.samples),
                 "eval/truncated_fraction": fmean(sample.is_truncated for sample in self.samples),
             }
@@ -90,18 +80,15 @@ class EvalResult:
 
 @dataclass(eq=False, kw_only=True)
 class HeldOut:
-    """An evaluation of a run: each prompt is sampled `samples` times, at most `slots` rollouts at once,
-    without retries. `name` is '' for a single evaluation.
+    """An evaluation: each prompt is sampled `samples` times, at most `slots` rollouts at once, without
+    retries.
 
     Evaluated versions: the first at or after each multiple of `every` (0 included with `at_start`), and the
-    last. `evaluated`: newest version evaluated before the run was resumed.
+    last. `evaluated`: newest version evaluated before a resume. `broken`: engine errors that reached a
+    harness; with one, a failed rollout is no data.
 
-    `broken`: engine errors that reached a harness instead of the generator; with one, a failed rollout is no
-    data.
-
-    Waits: evaluate waits in the generator, at most rollout_timeout_s per rollout (None: no limit).
-    Invariant: every token of a result was sampled at its version, otherwise it raises. Seeds depend only on
-        prompt and sample, so that two evaluations differ only by weights.
+    Every token was sampled at its version. Seeds depend only on prompt and sample, so that two evaluations
+    differ only by weights.
     """
 
     generator: Generator
@@ -128,13 +115,13 @@ class HeldOut:
         return not self.is_over and version >= min(self._next, self.last)
 
     def is_due_nowait(self, version: int) -> bool:
-        """Return whether `version` is due, and move on. Call it once per version, in order."""
+        """Call once per version, in order."""
         if is_due := self.is_next(version):
             self._next = (version // self.every + 1) * self.every
         return is_due
 
     async def evaluate(self, version: int) -> EvalResult:
-        """Return all samples, in prompt order. Raises RoomError if the engine is gone or serves another
+        """Return all samples, in prompt order. Raises RoomError if the engine is lost or serves another
         version.
         """
         self.broken.clear()
@@ -168,7 +155,7 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     if versions != [version]:
         what = f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}"
         rule = f"every token of this evaluation is sampled at policy_version {version}"
-        way_out = "make sure that nothing else pushes weights to the engines, then start again."
+        way_out = "let nothing else push weights to the engines, then start again."
         raise EngineError("evaluation", what, rule=rule, way_out=way_out)
     length = sum(branch.num_sampled for branch in rollout)
     is_truncated = any(branch.is_truncated for branch in rollout)
@@ -177,10 +164,6 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
 
 @dataclass(slots=True)
 class EvaluationStats:
-    """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: current or
-    last. `held_s`: seconds in which a push or the trainer waited for an evaluation.
-    """
-
     state: Literal["idle", "loading", "sampling", "off"] = "idle"
     version: int = 0
     finished: int = 0
@@ -191,7 +174,7 @@ class EvaluationStats:
 
 @dataclass(frozen=True, slots=True)
 class DueVersion:
-    """A version to evaluate. `weights`: its kept export; None: the engines serve it."""
+    """`weights`: the kept export; None: the engines serve it."""
 
     version: int
     weights: ExportResponse | None
@@ -199,17 +182,16 @@ class DueVersion:
 
 
 class Evaluation:
-    """Evaluates published versions, on an eval engine in parallel with training, or on the rollout engines.
+    """Evaluate published versions, on an eval engine in parallel with training, or on the rollout engines.
 
-    Life: idle -> a due version is published -> with an eval engine: loading (prepare, commit) -> sampling,
-        one evaluation after another -> idle. Off for good once the eval engine is gone or the run stops.
-    Waits: run waits until a version is due, then at most timeout_s per evaluation. On the rollout engines the
-        next push and the trainer wait in wait_released; with an eval engine only the run's end waits.
-    Invariant: all tokens of an evaluation have one version. An eval engine gets weights only between
-        evaluations; versions due during one are skipped and counted, except the last. The rollout engines get
-        none until wait_released returns, so nothing is skipped.
+    Life: idle -> a due version is published -> loading (eval engine) -> sampling -> idle. Off once the eval
+    engine is lost or the run stops.
 
-    A hard link in `folder`, on the same file system, keeps an export that the trainer deletes.
+    Waits: run waits for a due version, then at most timeout_s per evaluation. On the rollout engines the next
+    push and the trainer wait in wait_released.
+
+    Invariant: all tokens of an evaluation have one version. Versions due during an evaluation on an eval
+    engine are skipped, except the last.
     """
 
     name = "evaluation"
@@ -224,8 +206,8 @@ class Evaluation:
         on_trouble: Callable[[str], None],
         is_fetched: bool = False,
     ) -> None:
-        """`held_out`: in evaluation order. `target`: the eval engine; None: the rollout engines.
-        `is_fetched`: published files are on the eval engine's node, kept by its launcher.
+        """`target`: the eval engine; None: the rollout engines. `is_fetched`: published files are on the eval
+        engine's node.
         """
         self._held_out = held_out
         self._target = target
@@ -257,12 +239,10 @@ class Evaluation:
         return all(one.is_over for one in self._held_out)
 
     def wants(self, version: int) -> bool:
-        """Return whether published_nowait would keep this version's weights."""
         is_open = self._target is not None and not self.is_off
         return is_open and any(one.is_next(version) for one in self._held_out)
 
     def served_nowait(self, version: int) -> None:
-        """Evaluate the version that the sampling engines serve, if it is due."""
         if due := self._due_nowait(version):
             self._keep(DueVersion(version, None, due))
 
@@ -270,9 +250,7 @@ class Evaluation:
         return [] if self.is_off else [one for one in self._held_out if one.is_due_nowait(version)]
 
     def published_nowait(self, manifest: ExportResponse) -> None:
-        """Keep this version's weights for the eval engine if it is due. Call it while the exported file is
-        the newest.
-        """
+        """Keep a due version's weights as a hard link, before the next export deletes them."""
         version = manifest.version
         stats = self._stats
         due = self._due_nowait(version)
@@ -281,7 +259,7 @@ class Evaluation:
         is_last = version >= due[0].last
         if self._pending is not None or (stats.state != "idle" and not is_last):
             stats.skipped += len(self._pending.due if self._pending is not None and is_last else due)
-            if not is_last:  # the last version replaces a waiting one
+            if not is_last:  # it replaces a waiting version
                 return
         if not self._is_fetched:
             path = self._folder / f"eval-{version}.safetensors"
@@ -314,7 +292,6 @@ class Evaluation:
             self._drop()
 
     async def wait_released(self) -> None:
-        """Wait until no evaluation needs the rollout engines' version."""
         clock = asyncio.get_running_loop().time
         stats = self._stats
         if self._target is not None or (self._pending is None and stats.state != "sampling"):
@@ -332,13 +309,11 @@ class Evaluation:
                 await self._changed.wait()
 
     def give_up(self, error: RoomError) -> None:
-        """Stop evaluating: the eval engine is gone. Idempotent."""
         if not self.is_off:
             self.stop_nowait()
             self._on_trouble(f"the run continues without evaluation: {error}")
 
     def stop_nowait(self) -> None:
-        """End the current evaluation without a result and start no more. Idempotent."""
         self._stats.state = "off"
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
@@ -378,7 +353,7 @@ class Evaluation:
             stats.state = "idle"
 
     async def _limited(self, one: HeldOut, version: int, work: Awaitable[Result]) -> Result | None:
-        """Return the result, or None if the time limit, a stop or a lost eval engine ended the work."""
+        """Return None if the time limit, a stop or a lost eval engine ended the work."""
         lost: RoomError | None = None
         self._limit = limit = asyncio.timeout(one.timeout_s)
         try:

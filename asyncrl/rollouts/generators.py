@@ -1,4 +1,4 @@
-"""Generators: ways to sample and score one attempt of a rollout."""
+"""Generators sample and score one attempt of a rollout."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class EncodedPrompts:
-    """Token ids of the newest MAX_PROMPTS prompts, so that a group is rendered once and its requests share
-    one object.
-    """
+    """Token ids of recent prompts, so that a group's requests share one object."""
 
     MAX_PROMPTS = 1024
 
@@ -55,8 +53,6 @@ class EncodedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
-    """Generator: prompt -> chat ids -> completion -> text -> reward -> Trajectory."""
-
     engine: EnginePool
     prompts: EncodedPrompts
     scorer: TaskScorer | Scorers
@@ -67,14 +63,14 @@ class SingleTurn:
     stop: tuple[str, ...] = ()
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Sample one completion. Raises RolloutFailure if the prompt is too long or refused."""
+        """Raises RolloutFailure if the prompt is too long or refused."""
         prompt, index = attempt.prompt, attempt.sample_index
         prompt_ids = self.prompts.ids_of(prompt)
         if not prompt_ids:
             raise PromptUnusable(
                 f"prompt {prompt.prompt_id} has no token",
                 rule="a completion needs a prompt",
-                way_out="correct the prompt, or the chat template, which writes nothing for it.",
+                way_out="correct the prompt or the chat template.",
             )
         if len(prompt_ids) > self.max_prompt_tokens:
             raise PromptUnusable(
@@ -96,7 +92,7 @@ class SingleTurn:
         attempt.seen.num_spent = lambda: num_spent
         completion = await self.engine.generate(
             SamplingRequest(
-                # a retry may arrive before the server notices the end of the first try
+                # a retry may arrive before the first try has ended
                 request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
                 prompt_ids=prompt_ids,
                 max_tokens=self.max_tokens,
@@ -126,7 +122,6 @@ def make_trajectory(
     completion: Completion,
     reward: float,
 ) -> Trajectory:
-    """Return the token record of a prompt and its completion, P + N tokens, with shifted spans."""
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
     logprobs = np.zeros(num_prompt + num_sampled, np.float32)
     logprobs[num_prompt:] = completion.behaviour_logprobs
@@ -155,10 +150,10 @@ def make_trajectory(
 
 
 class HarnessGenerator:
-    """Generator: session opened -> work run by a worker -> session ended -> reward -> branches.
+    """Run the harness on a worker, in a session per attempt.
 
     The clock of rollout.timeout_s stops while work is queued. A rollout that reached a limit is truncated or
-    failed, by `on_overflow`. A truncated one without reward gets 0.
+    failed, by `on_overflow`; truncated without reward gets 0.
     """
 
     def __init__(
@@ -172,9 +167,7 @@ class HarnessGenerator:
         self._host, self._queue, self._scorer, self._on_overflow = host, queue, scorer, on_overflow
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Let a worker run the harness in a session of its own. Raises RolloutFailure if the harness or its
-        worker fails, or nothing can be trained on.
-        """
+        """Raises RolloutFailure if the harness or its worker fails, or nothing can be trained on."""
         prompt = attempt.prompt
         index = attempt.sample_index
         name = attempt.rollout_id
@@ -211,31 +204,31 @@ class HarnessGenerator:
     async def _outcome(
         self, session: RolloutSession, work: Work, attempt: RolloutAttempt
     ) -> tuple[Outcome, bool]:
-        """Return (the harness's outcome, whether a limit cut it)."""
+        """Return the harness's outcome, and whether a limit cut it."""
         try:
             async with session.while_open():
                 outcome = await self._queue.run(work, started=attempt.clock.resume)
         except RolloutFailure as failure:
             if session.overflow is None or self._on_overflow == "fail" or not session.num_completions:
                 raise
-            # it may be the harness's own bug
+            # it may be the harness's bug
             log.warning("%s is kept as truncated (%s): %s", work.rollout_id, session.overflow, failure)
             return Outcome(), True
         if session.overflow is not None and self._on_overflow == "fail":
-            way_out = "have the harness keep within it, raise it, or set generator.on_overflow to truncate."
+            way_out = "raise it, or set generator.on_overflow to truncate."
             raise RolloutFailure(f"{work.rollout_id} has met a limit: {session.overflow}", way_out=way_out)
         return outcome, False
 
 
 def own_reward(outcome: Outcome) -> float | None:
-    """Return the harness's reward, or the mean of its parts; None: the task scores the last completion."""
+    """Return None if the task scores."""
     parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
     return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
 
 
 @dataclass(frozen=True, slots=True)
 class DistillingGenerator:
-    """Adds a teacher's logprobs to another generator's rollouts.
+    """Add a teacher's logprobs to rollouts.
 
     The clock of rollout.timeout_s stops: teacher answers have their own limit.
     """
@@ -244,7 +237,6 @@ class DistillingGenerator:
     teacher: Teacher
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Raises the generator's errors; scoring also raises RequestRefused for unreadable tokens."""
         score = await self.generator.sample(attempt)
 
         async def score_and_judge() -> Rollout:

@@ -1,4 +1,4 @@
-"""Admits groups, runs their rollouts, and passes finished groups to the buffer."""
+"""Admit groups, run their rollouts, and pass finished groups to the buffer."""
 
 from __future__ import annotations
 
@@ -31,20 +31,17 @@ from asyncrl.tasks.prompt_source import PromptSource
 log = logging.getLogger(__name__)
 
 NUM_OLDEST = 8
-"""Number of rollouts returned by oldest()."""
 
 UnusedState = Literal["failed", "requeued"]
 Spawn = Callable[..., asyncio.Task[None]]
-"""Starts a coroutine as a task with a `name` in the run's TaskGroup."""
 OnFailed = Callable[[GroupId, Prompt, FailedRollout], None]
 
 
 class RunningGroup:
     """An admitted group.
 
-    Life: made with its ticket, or from a killed run -> one add() per rollout, in any order -> to_run is empty
-        -> group(). Or cancel(), if the buffer revokes the admission.
-    Invariant: a failed rollout does not affect its siblings.
+    Life: made from its ticket or a killed run -> one add() per rollout -> group(), or cancel() if the buffer
+    revokes it.
     """
 
     def __init__(self, before: UnfinishedGroup, group_size: int) -> None:
@@ -52,7 +49,6 @@ class RunningGroup:
         self.group_size = group_size
         self.tasks: list[asyncio.Task[Any]] = []
         self.sampled: set[int] = set()
-        """Sample indices of rollouts that have sampled all tokens."""
         self._rollouts: dict[int, Rollout] = dict(before.rollouts)
         self._failures = {
             index: FailedRollout(index, attempts, RolloutFailure(why))
@@ -61,22 +57,19 @@ class RunningGroup:
 
     @property
     def to_run(self) -> list[int]:
-        """Sample indices of unfinished rollouts."""
         rollouts, failures = self._rollouts, self._failures
         return [index for index in range(self.group_size) if index not in rollouts and index not in failures]
 
     def add(self, outcome: Rollout | FailedRollout) -> None:
         if isinstance(outcome, FailedRollout):
-            # Keep only the message: the traceback holds this group, and `seen` maybe the whole conversation.
+            # Keep only the message: the traceback holds this group, and `seen` the conversation.
             words = RolloutFailure(str(outcome.failure))
             self._failures[outcome.sample_index] = replace(outcome, failure=words, seen=Seen())
         else:
             self._rollouts[outcome[0].sample_index] = outcome
 
     def group(self) -> Group | None:
-        """Return the finished group, branches by sample_index and number, or None if fewer than two rollouts
-        are usable.
-        """
+        """Return None if fewer than two rollouts are usable."""
         if len(self._rollouts) < min(2, self.group_size):
             return None
         by_index = sorted(self._rollouts.items())
@@ -84,7 +77,7 @@ class RunningGroup:
         return Group(self.ticket.group_id, self.prompt, branches)
 
     def why_failed(self) -> tuple[str, bool]:
-        """Return why group() is None, with the last failure, and whether another attempt may succeed."""
+        """Return the failure, and whether another attempt may succeed."""
         last = list(self._failures.values())[-1]
         why = (
             f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
@@ -98,21 +91,19 @@ class RunningGroup:
 
 
 class Producers:
-    """Runs groups from admission to the buffer.
+    """Run groups from admission to the buffer.
 
-    Life: a group is admitted -> its rollouts run -> finish_nowait, or fail_nowait if fewer than two are
-        usable; or the buffer revokes it and its rollouts are cancelled.
+    Life: admitted -> rollouts run -> finish_nowait, or fail_nowait if fewer than two are usable; or the
+    buffer revokes it.
 
-    Prompts: the prompt of a revoked group returns to the front of the source at once. The prompt of a failed
-    group returns after another group has succeeded (if all fail, prompts are not the cause) and a later
-    version is served (so that at max_staleness 0 batches do not depend on timing). It is given up after
-    max_requeues times.
+    A revoked prompt returns at once. A failed prompt returns after another group has succeeded (if all fail,
+    prompts are not the cause) and a later version is served (so that at max_staleness 0 batches do not depend
+    on timing), at most max_requeues times.
 
     Waits: run sleeps for a free slot, then for the buffer's permission; only then it takes a ticket, which
-        carries the served version. A rollout sleeps for a slot before each attempt. Free slots go first to
-        admitted groups, earliest deadline first.
-    Invariant: every ticket is answered once: finished, failed or revoked. At most `capacity` rollouts sample
-        at once (Slots).
+    carries the served version. Free slots go first to admitted groups, earliest deadline first.
+
+    Invariant: every ticket is answered once: finished, failed or revoked.
     """
 
     name = "producers"
@@ -131,7 +122,6 @@ class Producers:
         journal: Journal,
         on_failed: OnFailed = lambda *_: None,
     ) -> None:
-        """`on_failed` is called with each permanently failed rollout."""
         self._on_failed = on_failed
         self._sink = sink
         self._source = source
@@ -144,17 +134,14 @@ class Producers:
         self._groups: dict[GroupId, RunningGroup] = {}
         self._slots = Slots(capacity)
         self._failed_in_a_row = 0
-        # from recent consecutive failures: (start version, prompt to repeat)
+        # recent consecutive failures: (start version, prompt)
         self._set_aside: list[tuple[int, Prompt]] = []
-        # from earlier failures: each returns with the first ticket of a later version
+        # earlier failures, for the first ticket of a later version
         self._returning: list[tuple[int, Prompt]] = []
         self._counts, self._failed = Counter[str](), Counter[str]()
         self.last_failure = ""
 
     def gauges(self) -> dict[str, float]:
-        """Return values for the metrics in observe/metrics.py. dropped: groups that the buffer revoked.
-        given_up: prompts that failed or were revoked too often.
-        """
         counted = ("finished", "dropped", "failed_groups", "given_up")
         return {
             "rollout/inflight": len(self._runner.started_s),
@@ -171,7 +158,6 @@ class Producers:
         self._slots.resize_nowait(capacity)
 
     def oldest(self) -> list[tuple[str, float]]:
-        """Return (rollout, seconds since its first slot), oldest first."""
         started = list(islice(self._runner.started_s.items(), NUM_OLDEST))
         return [(name, asyncio.get_running_loop().time() - start_s) for name, start_s in started]
 
@@ -199,13 +185,11 @@ class Producers:
             await asyncio.sleep(0)  # a new version may admit thousands
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
-        """Continue a group of a killed run."""
         group = self._start(unfinished)
-        if not group.to_run:  # killed before the group's end was journaled
+        if not group.to_run:  # killed before its end was journaled
             self._complete(group)
 
     def returns_nowait(self, start_version: int, prompt: Prompt) -> None:
-        """Repeat the prompt of a group that failed in a killed run, once a later version is served."""
         self._returning.append((start_version, prompt))
 
     async def aclose(self) -> None:
@@ -215,10 +199,7 @@ class Producers:
         self._groups.clear()
 
     def requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
-        """Handle the buffer's revocation; `group` is None while it runs.
-
-        Cancels its rollouts and repeats the prompt, up to max_requeues times.
-        """
+        """`group` is None while it runs. The prompt is repeated up to max_requeues times."""
         unused = group or self._groups.pop(group_id)
         if isinstance(unused, RunningGroup):
             unused.cancel()
@@ -247,7 +228,6 @@ class Producers:
                 task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
-        """Report to the buffer when only rewards of the group are missing, and when it samples again."""
         group_id = group.ticket.group_id
         is_running = self._groups.get(group_id) is group
         if phase == "sampling":
@@ -267,7 +247,7 @@ class Producers:
         on_phase = functools.partial(self._on_phase, group, index)
         outcome = await self._runner.run(attempt, slots=self._slots, order=order, on_phase=on_phase)
         if self._groups.get(group_id) is not group:
-            return  # revoked in the meantime
+            return
         if isinstance(outcome, FailedRollout):
             self._failed[group.prompt.task] += 1
             self.last_failure = str(outcome.failure)
@@ -288,7 +268,7 @@ class Producers:
         if oldest < ticket.start_version:
             what = f"g{ticket.group_id}/r{rollout[0].sample_index} has tokens of version {oldest}"
             rule = f"every engine served version {ticket.start_version} when its group was admitted"
-            way_out = "read the engines' logs: one went back to older weights. Then start the run again."
+            way_out = "read the engines' logs: one went back to older weights. Then start again."
             raise EngineError(self.name, what, rule=rule, way_out=way_out)
 
     def _complete(self, running: RunningGroup) -> None:
@@ -321,7 +301,7 @@ class Producers:
     def _end_unused(
         self, group_id: GroupId, state: UnusedState, prompt: Prompt, reason: str, *, may_succeed: bool
     ) -> Prompt | None:
-        """Journal the end of an unused group. Return its prompt, or None if it is given up."""
+        """Return the prompt, or None if it is given up."""
         again: Prompt | None = None
         if may_succeed and prompt.num_requeued < self.max_requeues:
             again = replace(prompt, num_requeued=prompt.num_requeued + 1)

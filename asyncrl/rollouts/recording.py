@@ -13,10 +13,9 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 
 class RolloutRecorder:
-    """Append one JSON object per rollout to a file, once a file is opened.
-
-    An object has prompt_id, messages, answer, info, sample_index, reward (null: none) and branches. A branch
-    has its text, token_ids, loss_mask (1: sampled), logprobs in nats and version_spans [start, end, version].
+    """Append one JSON object per rollout to a file: prompt_id, messages, answer, info, sample_index, reward
+    and branches with text, token_ids, loss_mask (1: sampled), logprobs in nats and version_spans [start, end,
+    version].
     """
 
     def __init__(self, tokenizer: HFChatTokenizer) -> None:

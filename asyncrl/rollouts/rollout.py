@@ -1,4 +1,4 @@
-"""A rollout with limits and retries; at this boundary failures become data."""
+"""A rollout with limits and retries; failures become data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
-    """Return the reproducible seed in [0, 2**63) of a request.
+    """Return a request's seed in [0, 2**63).
 
-    `seed_id` contains the prompt and its number of repeats (Prompt.seed_id). A retry must not repeat the
-    failed tokens. First attempts and admissions add nothing to the hash, so a plain loop derives the same
-    seeds.
+    A retry must not repeat the failed tokens. First attempts add nothing to the hash, so that a plain loop
+    derives the same seeds.
     """
     parts = [str(run_seed), seed_id, str(sample_index), str(turn)]
     if attempt:
@@ -35,10 +34,9 @@ def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attem
 class Slots:
     """`capacity` slots for sampling rollouts.
 
-    Life: of a rollout: ask_nowait -> holds a slot, or waits for one -> give_back_nowait.
     Waits: wait sleeps until the rollout holds a slot, wait_spare until one is free.
-    Invariant: at most `capacity` rollouts get slots, and none waits while one is free; the smallest `order`
-        is next. Shrinking revokes nothing.
+
+    Invariant: no rollout waits while a slot is free; the smallest `order` is next. Shrinking revokes nothing.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -53,7 +51,7 @@ class Slots:
         return len(self._held)
 
     def ask_nowait(self, name: str, order: tuple[int, ...]) -> None:
-        """Take a free slot or wait for one. Idempotent."""
+        """Take or queue for a slot. Idempotent."""
         if name in self._held or name in self._waiting:
             return
         if self.num_held < self.capacity:
@@ -68,7 +66,6 @@ class Slots:
                 await self._waiting[name]
 
     async def wait_spare(self) -> None:
-        """Wait until a slot is free and no rollout waits."""
         with waiting(self._what_is_free, on="a rollout that ends"):
             while self.num_held >= self.capacity:
                 await self._spare.wait()
@@ -77,7 +74,7 @@ class Slots:
         return f"a free sequence in the engines ({self.num_held} of {self.capacity} sample)"
 
     def give_back_nowait(self, name: str) -> None:
-        """Release the slot or stop waiting for one. Idempotent."""
+        """Release the slot or leave the queue. Idempotent."""
         if name not in self._held and name not in self._waiting:
             return
         self._waiting.pop(name, None)
@@ -102,15 +99,13 @@ class Slots:
 
 
 class RolloutClock:
-    """Time budget of a rollout over all attempts; None: no limit. A held clock ends no wait."""
+    """Time budget of a rollout over all attempts."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.left_s = timeout_s
-        """Remaining seconds when the clock was last held."""
         self._limit: asyncio.Timeout | None = None
 
     def start(self) -> asyncio.Timeout:
-        """Return the limit of one attempt, to enter at once."""
         self._limit = asyncio.timeout(self.left_s)
         return self._limit
 
@@ -131,21 +126,17 @@ class RolloutClock:
 
 @dataclass(slots=True)
 class Seen:
-    """Tokens sampled so far in an attempt."""
-
     rollout: Callable[[], Rollout] = tuple
-    """Branches so far, without a reward. May raise RolloutFailure if there are none."""
+    """May raise RolloutFailure."""
     num_spent: Callable[[], int] = int
-    """Number of tokens that the engines returned, trained or not. Excludes a killed run's tokens."""
+    """Without a killed run's tokens."""
     num_kept: int = 0
-    """Number of tokens in the journal's unfinished completion, including a killed run's."""
+    """Tokens in the journal's unfinished completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutAttempt:
-    """An attempt at a prompt. `rollout_id` (`g17/r3`) is the same for all attempts; `attempt` counts from 0.
-    `partial`: tokens of this attempt from a killed run.
-    """
+    """`rollout_id` (`g17/r3`) is the same for all attempts. `partial`: tokens from a killed run."""
 
     rollout_id: str
     group_id: GroupId
@@ -163,9 +154,7 @@ class RolloutAttempt:
             self.seen.num_kept = len(partial.token_ids)
 
     def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
-        """Journal the number of wasted tokens. `outcome` is None if the attempt was cancelled: a resumed run
-        continues its unfinished completion.
-        """
+        """A cancelled attempt (None) keeps its completion for a resume."""
         if self.journal is None:
             return
         num_lost = self.seen.num_spent() + (0 if self.partial is None else len(self.partial.token_ids))
@@ -180,23 +169,17 @@ class RolloutAttempt:
 
 
 Score = Callable[[], Awaitable[Rollout]]
-"""Scores a sampled attempt and returns the finished rollout, all branches."""
 
 
 class Generator(Protocol):
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Sample all tokens of an attempt.
-
-        Sampling and scoring raise RolloutFailure (data), or RoomError (ends the run).
-        """
+        """Sampling and scoring raise RolloutFailure (data), or RoomError (ends the run)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRollout:
-    """A rollout that failed `num_attempts` times, last with `failure`. 0: its prompt is impossible. `seen`:
-    from the last attempt.
-    """
+    """`num_attempts` 0: the prompt is impossible. `seen`: of the last attempt."""
 
     sample_index: int
     num_attempts: int
@@ -212,12 +195,13 @@ Phase = Literal["sampling", "scoring"]
 
 
 class RolloutRunner:
-    """Runs rollouts within rollout.timeout_s each, retries included.
+    """Run rollouts within rollout.timeout_s each, retries included.
 
-    Waits: run waits for a slot before each attempt, then in the generator, at most timeout_s for all
-        attempts (None = no limit) unless the generator holds the clock.
-    Invariant: run returns data for any failure of a rollout; only RoomError and CancelledError pass. An
-        attempt holds a slot exactly while it samples.
+    Waits: run waits for a slot before each attempt, then in the generator, at most timeout_s in total unless
+    the generator holds the clock.
+
+    Invariant: run returns data for any failure; only RoomError and CancelledError pass. An attempt holds a
+    slot exactly while it samples.
     """
 
     def __init__(self, generator: Generator, *, timeout_s: float | None, retries: int) -> None:
@@ -226,7 +210,6 @@ class RolloutRunner:
         self.retries = retries
         self.num_retried = 0
         self.started_s: dict[str, float] = {}
-        """Time of the first slot of each running rollout, oldest first."""
 
     async def run(
         self,
@@ -236,8 +219,8 @@ class RolloutRunner:
         order: tuple[int, ...],
         on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Rollout | FailedRollout:
-        """Run a rollout from its first attempt, with retries. `on_phase` is called after sampling, and before
-        a retry samples again. A resumed rollout starts with a new time budget.
+        """`on_phase` is called after sampling, and before a retry samples again. A resumed rollout gets a new
+        time budget.
         """
         clock = RolloutClock(self.timeout_s)
         try:

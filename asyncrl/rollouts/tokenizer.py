@@ -1,4 +1,4 @@
-"""Tokenizer of a Hugging Face model, for prompts and completions. Does not import torch."""
+"""Tokenizer of a Hugging Face model. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from jinja2.meta import find_undeclared_variables
 from asyncrl.base.errors import ConfigError
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""Token for one byte of a character (byte fallback)."""
 
 ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
 """Found in templates that write textual tool-call arguments verbatim (Qwen3)."""
@@ -28,16 +27,13 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue
 class HFChatTokenizer:
     """ChatRenderer of a model's folder. Thread-safe.
 
-    Loads tokenizer.json, because AutoTokenizer imports torch. Only models without that file need it.
+    AutoTokenizer would import torch.
     """
 
     template: str
-    """Preferably the variant for tools."""
     response_template: dict[str, Any] | None
     vocab_size: int
-    """May exceed the vocabulary."""
     end_ids: frozenset[int]
-    """Tokens that end a turn, of generation_config.json, config.json and the tokenizer."""
     text_ids: frozenset[int]
     special_ids: frozenset[int]
     byte_ids: frozenset[int]
@@ -50,8 +46,8 @@ class HFChatTokenizer:
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`chat_template`: Jinja file that replaces the tokenizer's; `chat_template_kwargs`: default template
-        variables. Raises ConfigError.
+        """`chat_template`: Jinja file; `chat_template_kwargs`: default template variables. Raises
+        ConfigError.
         """
         self.model_path = str(model_path)
         self._tokenizer = tokenizer = _load(self.model_path)
@@ -108,11 +104,11 @@ class HFChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the chat up to the assistant's next turn. Raises ValueError if the template refuses it.
+        """Raises ValueError if the template refuses the chat.
 
-        `settings`: template variables, overriding the run's. The role developer becomes system if the
-        template does not know it. Templates get tool-call arguments as objects, since most would quote a text
-        again; templates with `is string` get them verbatim, and templates that fail on objects get texts.
+        `settings` override the run's template variables. Developer becomes system if the template does not
+        know the role. Templates get tool-call arguments as objects, since most would quote a text again;
+        templates with `is string` or that fail on objects get texts.
         """
         known = {**self._settings, **(settings or {})}
         options = {name: value for name, value in known.items() if name in self._variables}
@@ -137,8 +133,8 @@ class HFChatTokenizer:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text with the special tokens in it. Raises ValueError for lone surrogates."""
-        try:  # equal to the transformers call, without BatchEncoding and offsets
+        """Raises ValueError for lone surrogates."""
+        try:  # equals the transformers call, without BatchEncoding and offsets
             return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except TypeError as error:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error
@@ -156,7 +152,7 @@ def _load(model_path: str) -> Any:
     try:
         try:
             return PreTrainedTokenizerFast.from_pretrained(model_path)
-        except (OSError, ValueError):  # no tokenizer.json: only the model's own class can read it
+        except (OSError, ValueError):  # no tokenizer.json: only the model's class can read it
             from transformers import AutoTokenizer
 
             found = AutoTokenizer.from_pretrained(model_path)
@@ -164,12 +160,12 @@ def _load(model_path: str) -> Any:
                 raise ValueError("it cannot be converted to a tokenizer.json") from None
             return found
     except (OSError, ValueError, KeyError) as error:
-        way_out = "set model.path to a Hugging Face causal language model with its tokenizer."
+        way_out = "set model.path to a Hugging Face language model with its tokenizer."
         raise ConfigError(f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out) from error
 
 
 def read_template(path: Path) -> str:
-    """Return the template in model.chat_template. Raises ConfigError if it is unreadable or invalid."""
+    """Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -180,7 +176,7 @@ def read_template(path: Path) -> str:
 
 
 def _compile(template: str, name: str) -> Template:
-    """Compile like apply_chat_template, with its cache and tags."""
+    """Compile like apply_chat_template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
@@ -192,7 +188,6 @@ def _compile(template: str, name: str) -> Template:
 
 
 def template_variables(compiled: Template, template: str) -> frozenset[str]:
-    """Return names that the template reads and does not set."""
     environment = compiled.environment
     return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
 
@@ -220,7 +215,6 @@ def _as_text(arguments: Any) -> Any:
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """Return a model's vocabulary. Raises ConfigError."""
     return dict(_load(str(folder)).get_vocab())
 
 

@@ -1,4 +1,4 @@
-"""Draw order of a task's prompts: shuffled each epoch, all or by difficulty."""
+"""Draw order of a task's prompts."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ Indices = npt.NDArray[np.int64]
 FLOOR = 0.1
 """Minimum probability of a prompt in an epoch."""
 UNIT = 10**9
-"""Rewards are counted in this fraction of their range: integer sums do not depend on order."""
+"""Unit of rewards: integer sums do not depend on order."""
 
 
 class Epochs:
-    """Order of one task's prompts. Draws and epochs are counted from 0.
+    """Order of one task's prompts.
 
-    Each epoch has every prompt once. With `by_difficulty`, epochs prefer prompts of mixed rewards:
-    a prompt with mean reward p so far (clipped to 0..1) is in an epoch with probability
-    max(FLOOR, 4p(1 - p)), drawn again each time; an unobserved prompt always is. p(1 - p), the variance of a
-    binary reward, measures its gradient: "learnability" of https://arxiv.org/abs/2408.15099 (Sampling For
-    Learnability), used for language models in https://arxiv.org/abs/2502.12272.
+    Each epoch has every prompt once. With `by_difficulty`, a prompt with mean reward p so far (clipped to
+    0..1) is in an epoch with probability max(FLOOR, 4p(1 - p)); an unobserved prompt always is. p(1 - p), the
+    variance of a binary reward, measures its gradient: "learnability" of https://arxiv.org/abs/2408.15099
+    (Sampling For Learnability), used for language models in https://arxiv.org/abs/2502.12272.
 
     An epoch whose first draw is at policy_version v uses groups that started before v; at max_staleness 0
-    they have all ended, so that timing has no influence. reach_nowait returns the prompts of a new
-    epoch sampled by difficulty; load_epoch restores them.
-
-    Cost: O(num_prompts) in numpy per epoch, O(log epochs) per draw. By difficulty, 12 bytes per prompt, and a
-    bit per prompt and epoch.
+    timing has no influence.
     """
 
     def __init__(
@@ -54,11 +49,9 @@ class Epochs:
         self._sums = np.zeros(num_prompts, np.int64)
         self._counts = np.zeros(num_prompts, np.int32)
         self._later = dict[int, list[tuple[int, int]]]()
-        """Observations for later epochs: start version -> (index, reward in UNITs)."""
+        """Later observations: start version -> (index, reward in UNITs)."""
         self._epochs = list[str]()
-        """Prompts of each begun epoch, if sampled by difficulty."""
         self._ends = list[int]()
-        """The draw after the last of each of these epochs."""
 
     @property
     def order(self) -> dict[str, Any]:
@@ -70,8 +63,8 @@ class Epochs:
         }
 
     def reach_nowait(self, draw: int, version: int | None) -> tuple[int, str] | None:
-        """Prepare a new draw for a group that starts at policy_version `version` (None: later than all groups
-        before). Return an epoch sampled by difficulty, as for load_epoch, if it begins.
+        """`version`: start of the draw's group (None: later than all). Return the epoch for load_epoch if one
+        sampled by difficulty begins.
         """
         if not self._by_difficulty:
             return None
@@ -87,18 +80,15 @@ class Epochs:
         return epoch, text
 
     def observe_nowait(self, index: int, reward: float, version: int) -> None:
-        """Record the mean reward of a prompt's finished group, which started at policy_version `version`."""
         if self._by_difficulty:
             fraction = min(max(reward, 0.0), 1.0)
             self._later.setdefault(version, []).append((index, round(fraction * UNIT)))
 
     def place(self, draw: int) -> tuple[int, int]:
-        """Return (epoch, index of the prompt) of a reached draw."""
         epoch = bisect_right(self._ends, draw) if self._by_difficulty else draw // self.num_prompts
         return epoch, int(self._order(epoch)[0][draw - self._start(epoch)])
 
     def draw_of(self, epoch: int, index: int) -> int:
-        """Return the draw of a place. Raises IndexError."""
         if self._by_difficulty and not 0 <= epoch < len(self._epochs):
             raise IndexError(f"epoch {epoch} has not begun")
         if (place := int(self._order(epoch)[1][index])) < 0:
@@ -106,7 +96,7 @@ class Epochs:
         return self._start(epoch) + place
 
     def load_epoch(self, epoch: int, text: str) -> None:
-        """Restore an epoch from reach_nowait. Raises ValueError if it is not the next one or does not fit."""
+        """Raises ValueError if it does not fit."""
         size = int(np.count_nonzero(self._has(text)))
         if epoch != len(self._epochs) or not size:
             raise ValueError(f"epoch {epoch} cannot follow {len(self._epochs)} epochs")
@@ -124,7 +114,7 @@ class Epochs:
         }
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
-        """Restore memory(). Raises KeyError or ValueError if it does not fit."""
+        """Raises KeyError or ValueError."""
         self._sums = np.frombuffer(_from_text(memory["sums"]), np.int64).copy()
         self._counts = np.frombuffer(_from_text(memory["counts"]), np.int32).copy()
         if len(self._sums) != self.num_prompts:
@@ -135,7 +125,7 @@ class Epochs:
             self.load_epoch(epoch, text)
 
     def _choose(self, epoch: int) -> Bools:
-        """Choose the epoch's prompts by past rewards, bool [num_prompts]; at least one."""
+        """Choose the epoch's prompts, bool [num_prompts]; at least one."""
         mean = self._sums / UNIT / np.maximum(self._counts, 1)
         probability = np.where(self._counts == 0, 1.0, np.maximum(FLOOR, 4 * mean * (1 - mean)))
         drawn = np.random.default_rng([self._seed, epoch, 1]).random(self.num_prompts)
@@ -155,7 +145,7 @@ class Epochs:
         return np.unpackbits(bits, count=self.num_prompts).astype(np.bool_)
 
     def _make_order(self, epoch: int) -> tuple[Indices, Indices]:
-        """Return (index at each place, place of each index or -1), both int64."""
+        """Return (index at each place, place of each index or -1), int64."""
         order = np.arange(self.num_prompts)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(order)
@@ -171,7 +161,6 @@ def _as_text(values: npt.NDArray[Any]) -> str:
 
 
 def _from_text(text: str) -> bytes:
-    """Raises ValueError."""
     try:
         return zlib.decompress(base64.b64decode(text, validate=True))
     except zlib.error as error:

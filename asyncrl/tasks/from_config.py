@@ -1,4 +1,4 @@
-"""Build the task of a config, or only its score function in reward processes."""
+"""Build the task of a config, or its score function in reward processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,10 @@ from asyncrl.tasks.sources import GymTask, VerifiersTask, math_reward, read_data
 from asyncrl.tasks.task import PromptTask, RowTask, Score, UserCodeFailed, no_reward, user_code
 
 LoadTaskset = Callable[[], Any]
-"""Loads a taskset. Raises ConfigError."""
 
 
 def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> PromptTask:
-    """Build the task of `config`; `seed` is the run's. `load_taskset` is required for task.verifiers.
-
-    Raises ConfigError for a wrong name or setting, or unreadable prompts.
-    """
+    """`load_taskset` is required for task.verifiers. Raises ConfigError."""
     if config.verifiers:
         return VerifiersTask(_taskset(load_taskset), size=config.size)
     if config.python is not None:
@@ -46,9 +42,7 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
 def look_at_task(
     config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
 ) -> tuple[PromptTask | None, str]:
-    """Return the task before the start, and its description. The task is None if only the run may read it: of
-    a verifiers environment (loaded all the same), or a dataset from the hub.
-
+    """Return the task and its description before the start. The task is None if only the run may read it.
     Raises like build_task.
     """
     if config.verifiers:
@@ -56,10 +50,10 @@ def look_at_task(
         return None, f"verifiers {name} (its tasks are read when the run starts)"
     if config.dataset is not None and not Path(config.dataset).exists():
         _reward_function(config)
-        words = "not looked at: it is no folder here, and the hub needs the network"
+        words = "not checked: it is on the hub"
         return None, f"dataset {config.dataset}, split {config.split}; {words}"
     task = build_task(config, seed)
-    TaskPrompts(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
+    TaskPrompts(task, seed=seed, shuffle=config.shuffle, name=task_name(config))
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
     digest = f", digest {whole_digest(task.digests)}" if isinstance(task, RowTask) else ""
@@ -73,7 +67,6 @@ def make_prompt_source(
     in_order: bool = False,
     on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
 ) -> PromptSource:
-    """Build the prompt source of a run. `in_order`: do not shuffle."""
     sources = [
         TaskPrompts(
             tasks[name],
@@ -91,12 +84,11 @@ def make_prompt_source(
 
 
 def task_name(config: TaskConfig) -> str | None:
-    """Return a user task's name in errors. Errors of other tasks name them."""
     return f"task.python={config.python}" if config.python is not None else None
 
 
 def build_score(config: TaskConfig, seed: int) -> Score:
-    """Build only the score function, without reading rows. Raises like build_task."""
+    """Build only the score function."""
     if config.files is not None or config.dataset is not None or config.verifiers:
         return _reward_function(config)
     return build_task(config, seed).score
@@ -125,7 +117,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
 
 def _taskset(load_taskset: LoadTaskset | None) -> Any:
     if load_taskset is None:
-        what = "task.verifiers=true, and only the task of a run has the environment of generator.verifiers"
+        what = "task.verifiers=true works only for the run's own task"
         raise ConfigError(what, way_out="give this task a source of its own.")
     return load_taskset()
 
@@ -148,9 +140,7 @@ EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 
 
 def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
-    """Return the eval task. `label`: prefix of its prompt ids. Raises like build_task, and ConfigError for
-    too few or invalid prompts.
-    """
+    """`label`: prefix of its prompt ids. Raises ConfigError."""
     with _named_eval(label):
         return _taken(config, build_task(config.task, EVAL_SEED), label)
 

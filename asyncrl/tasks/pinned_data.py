@@ -1,4 +1,4 @@
-"""Digests of task data: printed, named in the config, and saved so that a resumed run reads the same data."""
+"""Digests of task data, saved so that a resumed run reads the same data."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from asyncrl.base.files import write_whole
 from asyncrl.config import TaskConfig
 
 DATA_PIN = "data.json"
-"""File in the run directory with the digests of the run's data."""
 ROWS_AT_ONCE = 10_000
 Digests = Mapping[str, str]
-"""xxh3 of 128 bits in hex, by file, or by data set and split."""
+"""xxh3 of 128 bits in hex, by file or data set."""
 _SAVED = TypeAdapter(dict[str, dict[str, str]])
 
 
 def digest_of_file(path: Path) -> str:
-    """Return the digest of a file's bytes, always read again, because unchanged size and time prove nothing.
-    Raises ConfigError.
-    """
+    """Return the digest of a file's bytes. Raises ConfigError."""
     try:
         with path.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
@@ -36,7 +33,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def digest_of_rows(rows: Any) -> str:
-    """Return the digest of names, types and values of a datasets.Dataset, independent of files and shards."""
+    """Return the digest of a datasets.Dataset, independent of files and shards."""
     digest = xxhash.xxh3_128()
     digest.update(str(rows.features.arrow_schema.remove_metadata()).encode())
     for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
@@ -46,29 +43,24 @@ def digest_of_rows(rows: Any) -> str:
 
 
 def whole_digest(digests: Digests) -> str:
-    """Return the digest of all data of a task, as in task.digest; a single file's is unchanged."""
     one, *others = digests.values() or [""]
     return f"xxh3:{xxhash.xxh3_128_hexdigest(''.join([one, *others]).encode()) if others else one}"
 
 
 def check_digest(config: TaskConfig, digests: Digests) -> None:
-    """Raise ConfigError if the data differ from task.digest."""
     if config.digest is not None and config.digest != (found := whole_digest(digests)):
         raise ConfigError(
             f"task.digest={config.digest}, and the data of {', '.join(digests)} have the digest {found}",
-            rule="a task with a digest is read from these data and from no others",
+            rule="task.digest fixes the data",
             way_out=f"put the data back, or set task.digest={found}.",
         )
 
 
 class DataPin:
-    """Data that a run began with. Made first, which compares; written once nothing can refuse."""
+    """Data that a run began with; construction compares."""
 
     def __init__(self, run_dir: Path, digests: Mapping[str, Digests], *, is_free: bool = False) -> None:
-        """`digests`: by task. `is_free`: accept any data as the run's.
-
-        Raises ConfigError that names changed files, or if the saved digests are unreadable.
-        """
+        """`digests`: by task. `is_free`: accept any data. Raises ConfigError."""
         self.path = run_dir / DATA_PIN
         self._digests = {name: dict(files) for name, files in digests.items() if files}
         saved = {} if is_free or not self.path.exists() else self._read()
@@ -82,7 +74,7 @@ class DataPin:
         if changed:
             raise ConfigError(
                 f"the task's data have changed since this run began: {'; '.join(changed)}",
-                rule="a resumed run continues with the data that it was started with",
+                rule="a resumed run continues with its data",
                 way_out="restore the files, or accept them with --allow-change task.digest.",
             )
 

@@ -1,4 +1,4 @@
-"""Draw order of prompts: requeued prompts first, then seeded epochs; several tasks by their shares."""
+"""Requeued prompts first, then seeded epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, us
 
 
 class TaskPrompts:
-    """Prompts of one task in draw order. Ids are [LABEL/]EPOCH/INDEX."""
+    """Ids are [LABEL/]EPOCH/INDEX."""
 
     def __init__(
         self,
@@ -27,7 +27,6 @@ class TaskPrompts:
         label: str = "",
         by_difficulty: bool = False,
     ) -> None:
-        """`name` is the task's name in errors. For `by_difficulty`, see Epochs."""
         self._name = name or repr(task)
         if len(task) == 0:
             what = f"the task {self._name} has no prompts"
@@ -42,12 +41,10 @@ class TaskPrompts:
         return self._prefix + "{}/{}".format(*self.epochs.place(draw))
 
     def place_of(self, prompt_id: str) -> tuple[int, int]:
-        """Return (epoch, index). Raises ValueError."""
         epoch, index = (int(part) for part in prompt_id.removeprefix(self._prefix).split("/"))
         return epoch, index
 
     def make(self, draw: int) -> Prompt:
-        """Make the prompt of a draw. Raises TaskError."""
         _, index = self.epochs.place(draw)
         place = f"prompt {index} of {self._name}"
         try:
@@ -67,13 +64,11 @@ class TaskPrompts:
 
 
 class PromptSource:
-    """Prompts for the producers, from one task or several.
+    """Prompts from one task or several.
 
-    A drawn prompt is consumed (no call, except observed_nowait) or requeued, to be drawn again before any new
-    prompt.
+    A drawn prompt is consumed (no call) or requeued, to be drawn again first.
 
-    Invariant: state() and the config are complete; a source that loads a state continues with the same
-        prompts.
+    Invariant: a source that loads state() continues with the same prompts.
     """
 
     def __init__(
@@ -82,18 +77,14 @@ class PromptSource:
         shares: Mapping[str, int] | None = None,
         on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
     ) -> None:
-        """`shares`: integer share of each task, by label. `on_epoch` is called with each epoch of a task
-        sampled by difficulty, before its first prompt.
-        """
+        """`on_epoch` is called before the first prompt of an epoch sampled by difficulty."""
         self._tasks = {task.label: task for task in tasks}
         self._rota = Rota(shares or dict.fromkeys(self._tasks, 1))
         self._on_epoch = on_epoch
         self.num_drawn = 0
-        """Draws so far, without repeats."""
         self._requeued: dict[int, int] = {}  # draw -> num_requeued
 
     def next_nowait(self, version: int | None = None) -> Prompt:
-        """Draw a prompt for a group that starts at policy_version `version`. Raises TaskError."""
         draw = min(self._requeued, default=self.num_drawn)
         if draw == self.num_drawn:
             name, number = self._rota.turn(draw)
@@ -103,15 +94,14 @@ class PromptSource:
         return self._make(draw, self._requeued.pop(draw, 0))
 
     def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
-        """Record the mean reward of a finished group, which started at policy_version `version`."""
         task = self._tasks[task_of(prompt_id)]
         task.epochs.observe_nowait(task.place_of(prompt_id)[1], reward, version)
 
     def requeue_nowait(self, prompt: Prompt) -> None:
-        """Put a drawn prompt at the front again. Raises ValueError if it is not in use."""
+        """Raises ValueError if the prompt is not in use."""
         draw = self._draw_of(prompt.prompt_id)
         if draw >= self.num_drawn or draw in self._requeued:
-            raise ValueError(f"prompt {prompt.prompt_id} is not in use, so it cannot be requeued")
+            raise ValueError(f"prompt {prompt.prompt_id} is not in use")
         self._requeued[draw] = prompt.num_requeued
 
     def make_again(self, prompt_id: str, num_requeued: int) -> Prompt:
@@ -122,7 +112,6 @@ class PromptSource:
         return replace(self._tasks[name].make(number), num_requeued=num_requeued)
 
     def _draw_of(self, prompt_id: str) -> int:
-        """Raises ValueError or IndexError for a prompt that is not of these tasks."""
         name = task_of(prompt_id)
         if name not in self._tasks:
             raise ValueError(f"prompt {prompt_id} does not belong to a task of this run")
@@ -133,7 +122,6 @@ class PromptSource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Settings that determine the prompt order, for JSON. A saved position requires equal values."""
         order: dict[str, Any] = {"shares": self._rota.shares}
         for name, task in self._tasks.items():
             order |= {f"{name or 'task'}.{key}": value for key, value in task.epochs.order.items()}
@@ -146,9 +134,7 @@ class PromptSource:
                 raise _other_task(f"the saved position has {key}={before}, this run has {now.get(key)}")
 
     def restore_nowait(self, num_drawn: int, requeued: Mapping[str, int]) -> None:
-        """Continue after `num_drawn` draws; `requeued`: id -> num_requeued. Other drawn prompts are in use or
-        consumed. Raises TaskError if the tasks cannot have given these prompts.
-        """
+        """Continue after `num_drawn` draws; `requeued`: id -> num_requeued. Raises TaskError."""
         self.num_drawn = num_drawn
         try:
             for prompt_id, num_requeued in requeued.items():
@@ -162,9 +148,7 @@ class PromptSource:
         epochs: Sequence[tuple[str, int, str]],
         observed: Sequence[tuple[str, float, int]],
     ) -> None:
-        """Restore memory(), later epochs, and later finished groups (as for observed_nowait), before
-        restore_nowait. Raises TaskError if they do not fit.
-        """
+        """Restore memory(), later epochs and finished groups, before restore_nowait. Raises TaskError."""
         try:
             for name, saved in memory.items():
                 self._tasks[name].epochs.load_memory(saved)
@@ -176,7 +160,6 @@ class PromptSource:
             raise _other_task(f"the saved order of the prompts does not fit: {error}") from error
 
     def prompts_back(self) -> dict[str, int]:
-        """Return id -> num_requeued of requeued prompts, in order."""
         counts = dict[str, int]()
         for draw, count in sorted(self._requeued.items()):
             name, number = self._rota.turn(draw)
@@ -184,12 +167,10 @@ class PromptSource:
         return counts
 
     def memory(self) -> dict[str, Any]:
-        """Return statistics of tasks sampled by difficulty, for JSON."""
         memories = {name: task.epochs.memory() for name, task in self._tasks.items()}
         return {name: memory for name, memory in memories.items() if memory}
 
     def state(self) -> dict[str, Any]:
-        """Return the position for JSON. The caller must remember prompts in use."""
         return {
             "order": self.order,
             "num_drawn": self.num_drawn,
@@ -205,7 +186,7 @@ class PromptSource:
 
 def _other_task(what: str) -> TaskError:
     rule = "a resumed run continues with the same task, seed and order"
-    way_out = "resume with the data and config of the killed run, or start a new one."
+    way_out = "resume with the same data and config, or start a new run."
     return TaskError("tasks", what, rule=rule, way_out=way_out)
 
 
@@ -213,15 +194,14 @@ class Rota:
     """Cycle of tasks, each as often as its integer share.
 
     Invariant: after any number of draws a task deviates by less than one draw from its share, and in any
-        window by less than two. This is Tijdeman's solution of the chairman assignment problem (Discrete
-        Mathematics 32, 1980): of the tasks that have waited long enough, take the earliest deadline.
+    window by less than two: Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32,
+    1980): of the tasks that have waited long enough, take the earliest deadline.
     """
 
     def __init__(self, shares: Mapping[str, int]) -> None:
         self.shares = dict(shares)
         self._length = sum(shares.values())
         self._turns = list[tuple[str, int]]()
-        """(task, its earlier draws in the cycle)"""
         self._places: dict[str, list[int]] = {name: [] for name in shares}
         twice = max(2, 2 * len(shares) - 2)
         for turn in range(1, self._length + 1):
@@ -230,7 +210,7 @@ class Rota:
                 lacks = twice * (share * turn - len(self._places[name]) * self._length)
                 if lacks >= self._length or len(shares) == 1:
                     deadlines.append((Fraction((twice - 1) * self._length - lacks, share), name))
-            _, name = min(deadlines, key=lambda entry: entry[0])  # ties go to the first task
+            _, name = min(deadlines, key=lambda entry: entry[0])
             self._turns.append((name, len(self._places[name])))
             self._places[name].append(turn - 1)
 
@@ -240,6 +220,5 @@ class Rota:
         return name, cycle * self.shares[name] + before
 
     def draw_of(self, name: str, number: int) -> int:
-        """Return the overall draw of the task's draw `number`."""
         cycle, place = divmod(number, self.shares[name])
         return cycle * self._length + self._places[name][place]

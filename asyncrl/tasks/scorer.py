@@ -1,4 +1,4 @@
-"""Scores completions within a time limit: inline, in threads, or in killable processes."""
+"""Score completions within a time limit."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class TaskScorer:
-    """Calls `task.score` inline, in threads or in processes, by `task.reward_pool`.
+    """Call `task.score` inline, in threads or in processes, by `task.reward_pool`.
 
-    A plain function runs at most `reward_workers` times at once. An async function is awaited on the event
-    loop with unbounded concurrency, except in processes. A call that exceeds its time limit and cannot be
-    ended is left running and counted (UserCalls). Every failure is a RewardFailure, never a reward of 0.
+    A plain function runs at most `reward_workers` times at once; an async function is unbounded, except in
+    processes. A call that cannot be ended at its limit keeps running and is counted. Failures are
+    RewardFailures, never a reward of 0.
     """
 
     def __init__(
@@ -58,15 +58,13 @@ class TaskScorer:
         return self._calls.num_abandoned
 
     def scores(self, prompt: Prompt) -> bool:
-        """Return whether a text can be scored; otherwise rewards must come from the harness."""
         return self._has_score
 
     def shows_special(self, prompt: Prompt) -> bool:
-        """Return whether answers contain the text of special tokens (task.special_tokens)."""
         return self._shows_special
 
     async def score(self, prompt: Prompt, completion: str) -> float:
-        """Return a finite reward. Raises RewardFailure (data), or TaskError (ends the run)."""
+        """Raises RewardFailure (data), or TaskError (ends the run)."""
         if not self._has_score:
             raise no_reward(prompt)
         try:
@@ -146,14 +144,13 @@ class Scorers:
 
 
 START_LIMIT_S = 120.0
-"""Maximum seconds to start a process and build the score function."""
 
 
 class ProcessPool:
     """Processes that are killed at the time limit of a call.
 
-    Life: processes start with the first call and live until aclose(); a killed or dead one is replaced. If an
-        idle process dies, pebble breaks the pool: then the pool is replaced, and its open calls fail.
+    Life: from the first call to aclose(). If an idle process dies, pebble breaks the pool: then it is
+    replaced, and its open calls fail.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
@@ -170,7 +167,7 @@ class ProcessPool:
         self._pool = self._make()
 
     async def run(self, prompt: Prompt, completion: str) -> float:
-        """Score a completion. Raises UserCodeFailed, or TaskError if no process can build the function."""
+        """Raises UserCodeFailed, or TaskError if no process can build the function."""
         from pebble import ProcessExpired
 
         pool = self._pool
@@ -194,7 +191,7 @@ class ProcessPool:
             raise UserCodeFailed(what) from error
         if isinstance(reward, str):
             what = f"the reward processes cannot build the score function: {reward}"
-            way_out = "make the task's module importable in a new process that has no state of this one."
+            way_out = "make the task's module importable in a new process."
             raise TaskError("tasks", what, way_out=way_out)
         return reward
 
@@ -207,7 +204,6 @@ class ProcessPool:
 
 
 _score: Score | str = "never started"
-"""In a worker process: the score function, or an error message."""
 
 
 def _start(config: TaskConfig, seed: int) -> None:
@@ -229,11 +225,10 @@ def _die_with_parent() -> None:
 
 
 def _work(prompt: Prompt, completion: str) -> float | str:
-    """Return the reward, or an error message if no call is possible. Raises UserCodeFailed."""
     if isinstance(_score, str):
         return _score
     reward = call(_score, prompt, completion)
     if isinstance(reward, float):
         return reward
-    with user_code():  # a cancellation here is the score function's own failure
+    with user_code():
         return asyncio.run(call_async(reward))

@@ -1,5 +1,5 @@
-"""Prompts and rewards from files, Hugging Face datasets, reasoning-gym
-(https://github.com/open-thought/reasoning-gym) and verifiers environments, and the `math` reward.
+"""Prompts from files, Hugging Face datasets, reasoning-gym (https://github.com/open-thought/reasoning-gym)
+and verifiers environments, and the `math` reward.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from asyncrl.tasks.pinned_data import digest_of_file, digest_of_rows
 from asyncrl.tasks.task import Item, UserCodeFailed, no_reward, user_code
 
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str], Mapping[str, str]]
-"""(rows, name of the row at an index in errors, digests of the data by file)."""
+"""(rows, name of a row in errors, digests by file)."""
 ROW = TypeAdapter(dict[str, Any])
 
 
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
-    """Read the rows of all files, in order. Raises ConfigError for missing, empty, broken or unknown files,
-    and for any settings.
-    """
     if settings:
         raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
     rows: list[Mapping[str, Any]] = []
@@ -81,10 +78,8 @@ READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parque
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
-    """Read a split of a hub id or folder; `settings` go to `datasets.load_dataset` (`name` of a subset,
-    `revision`, ...).
-
-    A folder may come from `save_to_disk` or contain data files. Raises ConfigError if it cannot be read.
+    """`settings` go to `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data files.
+    Raises ConfigError.
     """
     import datasets
 
@@ -103,17 +98,13 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
         way_out = "check hub id or folder, task.split, subset (task.args: {name: ...}) and network."
         raise ConfigError(what, way_out=way_out) from error
     if len(found) == 0:
-        raise ConfigError(f"{shown} holds no rows", way_out="set task.split to one that has some.")
+        raise ConfigError(f"{shown} holds no rows", way_out="set another task.split.")
     digests = {f"{name}, split {split}": digest_of_rows(found)}
     return found, lambda index: f"{shown}, row {index}", digests
 
 
 class GymTask:
-    """reasoning-gym task `name` with `size` prompts, scored by its own score_answer.
-
-    Scores the last <answer> tags (by the library's extraction), or the whole completion without tags. Many
-    tasks give partial rewards for additional words.
-    """
+    """Score the last <answer> tags with the library's score_answer, or the whole completion without tags."""
 
     def __init__(self, name: str, *, size: int, seed: int, settings: Mapping[str, Any]) -> None:
         try:
@@ -142,9 +133,7 @@ class GymTask:
         return len(self._dataset)
 
     def prompt(self, index: int) -> Item:
-        """Return the question of entry `index`; answer and metadata go to its answer, since metadata often
-        reveal the answer.
-        """
+        """Metadata go to `answer`, which they often reveal."""
         entry = self._dataset[index]
         return Item(entry["question"], answer={"answer": entry["answer"], "metadata": entry["metadata"]})
 
@@ -156,15 +145,13 @@ class GymTask:
 
 
 class VerifiersTask:
-    """Tasks of a verifiers environment (https://github.com/PrimeIntellect-ai/verifiers) in the order of
-    `taskset`; the first `size` of an endless one.
+    """Tasks of a verifiers environment (https://github.com/PrimeIntellect-ai/verifiers), the first `size` of
+    an endless taskset.
 
-    All are read here, so that a bad task ends the run before it starts. Messages are for display: the
-    environment makes its own from the same data.
+    All are read here, so that a bad task ends the run before it starts.
     """
 
     def __init__(self, taskset: Any, *, size: int) -> None:
-        """Raises ConfigError if a task cannot be made, or sent to a worker and rebuilt."""
         self._name = type(taskset).__name__
         found: list[Any] = []
         try:
@@ -173,7 +160,7 @@ class VerifiersTask:
                     found.append(task.data)
         except UserCodeFailed as failure:
             what = f"task {len(found)} of {self._name}: making it {failure}"
-            way_out = "correct its taskset, or its settings in generator.args.taskset."
+            way_out = "correct it, or generator.args.taskset."
             raise ConfigError(what, way_out=way_out) from failure
         self._items = [self._item(data, index) for index, data in enumerate(found)]
 
@@ -187,7 +174,6 @@ class VerifiersTask:
         return self._items[index]
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Raises RewardFailure: text has no score by itself."""
         raise no_reward(prompt)
 
     def _item(self, data: Any, index: int) -> Item:
@@ -196,7 +182,7 @@ class VerifiersTask:
             json.dumps(row, allow_nan=False)
         except ValueError as error:
             what = f"{self._name}: task {index} has a value that is not JSON ({error})"
-            raise ConfigError(what, way_out="correct the environment's task data.") from error
+            raise ConfigError(what, way_out="correct its data.") from error
         prompt = row.get("prompt") or []
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -211,19 +197,17 @@ def _shown(content: Any) -> str:
     return content if isinstance(content, str) else "" if content is None else json.dumps(content)
 
 
-# The `math` reward: does the final answer equal the reference mathematically? math-verify decides:
-# https://github.com/huggingface/Math-Verify. Its time limits are signals, which need the main thread, so they
-# are off and the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math`
-# runs in processes by default.
+# math-verify (https://github.com/huggingface/Math-Verify) limits time by signals, which need the main thread,
+# so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math` runs in
+# processes by default.
 
 
 DELIMITERS = ("$", "\\boxed", "\\[", "\\(")
 
 
 def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
-    """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0.
-
-    Raises ValueError if `answer` is missing or unreadable.
+    """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0. Raises
+    ValueError.
     """
     from math_verify import parse, verify
 
@@ -235,20 +219,20 @@ def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> tuple[Any, ...]:
-    """Parse the reference answer: the part after ####, if any (as in GSM8K), else all of it.
+    """Parse the reference answer, after #### if any (GSM8K).
 
-    Bare LaTeX gets dollars, otherwise math-verify sees only its first number; sentences do not.
+    Without dollars, math-verify sees only the first number of LaTeX.
     """
     from math_verify import parse
 
-    # It warns once that time limits are off, which is intended.
+    # It warns that time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = answer.rpartition("####")[2].strip()
     is_sentence = "\\" not in answer and re.search(r"\b[A-Za-z]{2,}\b", answer) is not None
     readings = [answer, f"${answer}$"] if is_sentence else [f"${answer}$", answer]
     for text in [answer] if any(mark in answer for mark in DELIMITERS) else readings:
         found = parse(text, parsing_timeout=None)
-        # math-verify returns unparsed text as str
+        # unparsed text is a str
         if any(not isinstance(reading, str) for reading in found):
             return tuple(found)
     return ()

@@ -1,4 +1,4 @@
-"""Task protocol, tasks from rows, and score calls: a number or a failure."""
+"""Tasks, and calls of their score."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from asyncrl.base.user_code import raised
 from asyncrl.messages.records import LARGEST_NUMBER, Prompt
 
 Content = str | Sequence[Mapping[str, str]]
-"""A prompt as users write it: the user's text, or chat messages with `role` and `content`."""
+"""Text of the user, or chat messages with `role` and `content`."""
 
 Score = Callable[[Prompt, str], float | Awaitable[float]]
-"""Reward of a completion's text. Pure: depends only on prompt and text, in any thread or process."""
+"""Depends only on prompt and text; runs in any thread or process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt of a task. Only the score sees `answer` and `info`, never the model."""
+    """The model never sees `answer` and `info`."""
 
     content: Content
     answer: Any = None
@@ -34,18 +34,16 @@ class Item:
 
 @runtime_checkable
 class PromptTask(Protocol):
-    """Interface for `task.python: module:Class`. Built as `Class(size=..., seed=..., **task.args)`."""
+    """Interface of `task.python`. Built as `Class(size=..., seed=..., **task.args)`."""
 
-    def __len__(self) -> int:
-        """Return the number of prompts in an epoch."""
-        ...
+    def __len__(self) -> int: ...
 
     def prompt(self, index: int) -> str | Item:
-        """Return the prompt at `index` (0 .. len - 1), always the same. A text is an Item of that text."""
+        """Return the prompt at `index` (0 .. len - 1), always the same."""
         ...
 
     def score(self, prompt: Prompt, completion: str) -> float | Awaitable[float]:
-        """Return the reward of a completion; may be `async def`. An exception fails the rollout."""
+        """Return the reward; may be `async def`. An exception fails the rollout."""
         ...
 
 
@@ -56,7 +54,6 @@ class _ChatMessage(Message):
     @model_validator(mode="before")
     @classmethod
     def _without_none(cls, given: Any) -> Any:
-        """Drop None fields of parquet files."""
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
 
 
@@ -64,10 +61,7 @@ _CHAT = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
 
 
 def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Return the chat messages of a prompt's content; `where` is its place in errors.
-
-    Raises ConfigError if it is neither a text nor a list of messages with a known role and a text each.
-    """
+    """Return the chat messages of a prompt's content; `where` names it in errors. Raises ConfigError."""
     chat = [{"role": "user", "content": content}] if isinstance(content, str) and content else content
     try:
         return tuple(message.model_dump() for message in _CHAT.validate_python(chat))
@@ -82,8 +76,8 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTask:
-    """Task made of rows: a prompt column, an optional answer column, the others as `info`; `score` is a
-    function. `place` names a row in errors; `digests` by file.
+    """Rows with a prompt column, an optional answer column, and others as `info`. `place` names a row in
+    errors.
 
     All rows are checked here, so that a bad row ends the run before it starts.
     """
@@ -118,12 +112,12 @@ class RowTask:
 
 
 class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned into a ConfigError
-    """Error or return value of the user's code, as text after its name. Picklable."""
+    """Error or invalid return value of user code, as text. Picklable."""
 
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Turn any exception of a synchronous block of user code into UserCodeFailed, except Ctrl-C."""
+    """Turn exceptions of synchronous user code into UserCodeFailed."""
     try:
         yield
     except (KeyboardInterrupt, UserCodeFailed):
@@ -140,7 +134,7 @@ def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any
 
 
 async def call_async(value: Awaitable[Any]) -> float:
-    """Await an async score function's result. Raises UserCodeFailed; cancellation passes."""
+    """Raises UserCodeFailed; cancellation passes."""
     try:
         return as_reward(await value)
     except (asyncio.CancelledError, UserCodeFailed):
@@ -150,9 +144,7 @@ async def call_async(value: Awaitable[Any]) -> float:
 
 
 def as_reward(value: Any) -> float:
-    """Convert int, float, bool, numpy numbers, or arrays and tensors with one element. Raises UserCodeFailed
-    otherwise.
-    """
+    """Convert a number, or an array or tensor with one element. Raises UserCodeFailed."""
     number = value
     if hasattr(value, "item"):
         with contextlib.suppress(Exception):
@@ -169,6 +161,6 @@ def as_reward(value: Any) -> float:
 def no_reward(prompt: Prompt) -> RewardFailure:
     return RewardFailure(
         f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
-        rule="each rollout needs a reward, from its harness (or verifiers environment) or from the task",
-        way_out="return one from the harness, add one to the environment, or set task.reward.",
+        rule="each rollout needs a reward from its harness, verifiers environment or task",
+        way_out="return a reward from the harness, or set task.reward.",
     )

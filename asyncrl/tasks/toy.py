@@ -1,10 +1,7 @@
 """Quickstart task: "b 7" asks for the letter b, seven times. Learnable with random weights.
 
-Counts are lognormal: most are small, few are large, so that response lengths have the long tail that
-asynchronous training handles. The reward uses only the prompt's text and the completion.
-
-A quarter of all (letter, count) pairs is held out of training, the same in all runs. A model that answers a
-held-out pair has learned letters and counts separately.
+Lognormal counts give lengths the long tail that asynchronous training handles. A quarter of all (letter,
+count) pairs is held out, the same in all runs.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ MAX_DRAWS = 10_000
 @dataclass(frozen=True, kw_only=True)
 class Letters:
     """`size` prompts "LETTER COUNT"; letters are uniform, counts lognormal, clipped to 1 .. max_count.
-    `held_out`: draw held-out pairs instead of training pairs.
+    `held_out`: draw held-out pairs.
     """
 
     size: int
@@ -37,7 +34,7 @@ class Letters:
         if len(set(self.letters)) != len(self.letters) or not self.letters.isalpha():
             raise ValueError("give letters, each once")
         if not 1 <= self.median_count <= self.max_count or self.sigma < 0:
-            raise ValueError("median_count and sigma are no spread of 1 .. max_count")
+            raise ValueError("median_count must be in 1 .. max_count, and sigma >= 0")
 
     def __len__(self) -> int:
         return self.size
@@ -55,8 +52,7 @@ class Letters:
         """Return 0 .. 1: 0.4 for the share of right letters, 0.5 for a length near the count, 0.1 for an
         exact answer.
 
-        It is a sum, so that each part can be learned first. An unfinished answer has a wrong length, and a
-        special token's text is wrong letters.
+        Each part can be learned first.
         """
         letter, count_text = prompt.messages[-1]["content"].split(" ")
         count = int(count_text)
@@ -73,5 +69,4 @@ def right_answer(pair: str) -> str:
 
 
 def is_held_out(pair: str) -> bool:
-    """Return whether training never sees the prompt `pair`; true for a quarter of all pairs."""
     return random.Random(f"held out/{pair}").random() < 0.25

@@ -1,6 +1,6 @@
-"""The files that `asyncrl init` writes into a folder: a config, and the task and agent that it names.
+"""The files that `asyncrl init` writes.
 
-content/ links to the repository's configs, example and tutorial; a wheel holds their content.
+content/ links to the repository's files; a wheel holds copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCHEMA = re.compile(r"^# yaml-language-server: .*\n")
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """`read`: the content of each file by its name; `next_commands`: what to run in the folder."""
+    """`read`: contents by file name."""
 
     about: str
     read: Callable[[], Mapping[str, str]]
@@ -30,7 +30,7 @@ def _stored(name: str) -> str:
 
 
 def _copies(*names: str) -> Mapping[str, str]:
-    """Return the stored files, with the paths, modules and extras that work outside of a checkout."""
+    """Return the stored files, adapted for use outside a checkout."""
     texts = dict[str, str]()
     for name in names:
         text = _SCHEMA.sub("", _stored(name))
@@ -39,7 +39,7 @@ def _copies(*names: str) -> Mapping[str, str]:
 
 
 def _tutorial() -> Mapping[str, str]:
-    """Return the files that the tutorial shows; its second YAML block continues the first one."""
+    """Return the tutorial's files; its second YAML block continues the first."""
     text = _stored("tutorial.md")
     python, yaml = (
         re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
@@ -83,9 +83,9 @@ TEMPLATES = {
 
 
 def write_template(kind: str, folder: Path) -> list[str]:
-    """Write the files of a template into `folder`; returns lines that name them and the next commands.
+    """Write a template; return lines that name its files and the next commands.
 
-    Raises ConfigError for an unknown kind, for a file that exists, and for a folder that cannot be written.
+    Raises ConfigError for an unknown kind, an existing file or a folder that cannot be written.
     """
     if (template := TEMPLATES.get(kind)) is None:
         what = f"there is no template {kind}"

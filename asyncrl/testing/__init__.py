@@ -1,3 +1,1 @@
-"""Virtual clock, fakes and the synchronous reference loop; shipped so that users can test their tasks with
-it.
-"""
+"""Virtual clock and synchronous reference loop; shipped for users' tests."""

@@ -1,8 +1,6 @@
-"""The plain synchronous RL loop: sample, score, train, load the new weights, again. No buffer, no servers, no
-HTTP.
+"""The plain synchronous RL loop: sample, score, train, load the new weights.
 
-A run with max_staleness=0 must equal it bit for bit. So it shares no code with the parts that it is compared
-with: the caller passes in every function, and they are called one after the other in the order written here.
+A run with max_staleness=0 must equal it bit for bit, so it shares no code with the parts under test.
 """
 
 from __future__ import annotations
@@ -19,34 +17,31 @@ from asyncrl.messages.trainer_api import TrainResponse
 
 @dataclass(frozen=True, slots=True)
 class SyncParts:
-    """What the loop is made of; plain functions, called one at a time."""
+    """Plain functions, called one at a time."""
 
     next_prompt: Callable[[], Prompt]
-    """The next prompt of the feed."""
     encode: Callable[[Sequence[Mapping[str, str]]], Sequence[int]]
-    """Token ids of a prompt's chat messages."""
+    """Token ids of chat messages."""
     derive_seed: Callable[[str, int], int]
-    """Seed of one sample, from (prompt_id, sample_index)."""
+    """Seed from (prompt_id, sample_index)."""
     generate: Callable[[Sequence[tuple[Sequence[int], int]]], Sequence[Completion]]
-    """Sample a completion for each (prompt token ids, seed) of a step with the weights that were loaded last.
-    One by one or as a batch: a deterministic engine gives the same tokens either way."""
+    """Completions of (prompt token ids, seed) with the weights loaded last. A deterministic engine gives the
+    same tokens one by one and as a batch.
+    """
     decode: Callable[[Sequence[int]], str]
-    """Text of a completion's token ids."""
     score: Callable[[Prompt, str], float]
-    """Reward of a completion's text."""
     train: Callable[[Batch], TrainResponse]
-    """One optimizer step."""
     load_weights: Callable[[int], None]
-    """Copy the trained weights into the generator, as the given policy_version."""
+    """Copy the trained weights into the generator, as this policy_version."""
 
 
 def sync_reference(
     parts: SyncParts, *, num_groups: int, group_size: int, num_steps: int
 ) -> Iterator[tuple[Batch, TrainResponse]]:
-    """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size` samples; yield each
-    step: what was trained on, and what the trainer said of it.
+    """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size` samples, and yield
+    each batch and response.
 
-    Nothing is retried and nothing is caught: a part that raises ends the loop.
+    No errors are caught.
     """
     for version in range(num_steps):
         prompts = [parts.next_prompt() for _ in range(num_groups)]

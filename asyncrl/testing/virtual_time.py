@@ -1,14 +1,4 @@
-"""An asyncio event loop whose clock jumps to the next timer. For fakes only: no threads, no sockets,
-no processes.
-
-run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always
-                         plays the same
-await all_blocked()      lets all other tasks go on until none can; no virtual time passes
-stand_still(10.0)        the loop does nothing for 10 s, as a process that was stopped: timers of that time
-                         all come due at its end
-DeadlockError            no task can move and no timer is left: says where each task waits
-BusyLoopError            a task runs for ever without letting the clock go on
-"""
+"""An asyncio event loop whose clock jumps to the next timer, for fakes without threads and sockets."""
 
 from __future__ import annotations
 
@@ -23,28 +13,27 @@ Result = TypeVar("Result")
 
 
 class StuckError(Exception):
-    """With the virtual time, and where each task waits."""
+    """Carries the virtual time, and where each task waits."""
 
     def __init__(self, what: str, now_s: float) -> None:
-        super().__init__(f"{what} at t={now_s} s:\n{task_stacks() or 'no task is left'}")
+        super().__init__(f"{what} at t={now_s} s:\n{task_stacks() or 'no task remains'}")
 
 
 class DeadlockError(StuckError):
-    """Nothing can happen any more."""
+    """No task can move, and no timer remains."""
 
 
 class BusyLoopError(StuckError):
-    """The clock stands still while the tasks run on."""
+    """The tasks run on and the clock stands still."""
 
 
 def run_virtual(
     coro: Coroutine[Any, Any, Result], *, start_s: float = 0.0, max_rounds: int = 200_000
 ) -> Result:
-    """Run `coro` on a virtual clock that starts at `start_s` seconds, and return its result.
+    """Run `coro` on a virtual clock from `start_s` seconds, and return its result.
 
-    Tasks that are left over are cancelled, and the loop is closed. Raises DeadlockError when nothing can
-    happen any more, BusyLoopError after `max_rounds` rounds of the loop at one instant, and the error of a
-    callback or of a task that was never awaited, which asyncio would only log.
+    Remaining tasks are cancelled. Raises DeadlockError, BusyLoopError after `max_rounds` loop rounds at one
+    instant, and errors that asyncio would only log.
     """
     loop = VirtualTimeLoop(start_s, max_rounds)
     runner = asyncio.Runner(loop_factory=lambda: loop)
@@ -64,35 +53,29 @@ def run_virtual(
 
 
 async def all_blocked() -> None:
-    """Return when no other task can move at this instant. No virtual time passes.
-
-    If several tasks wait here, they all go on at once. Raises RuntimeError outside run_virtual.
-    """
+    """Return when no other task can move at this instant. Raises RuntimeError outside run_virtual."""
     await _virtual_loop("all_blocked").wait_blocked()
 
 
 def stand_still(seconds: float) -> None:
-    """Let virtual time pass in which no task runs, not even one whose timer is due. Raises RuntimeError
-    outside run_virtual.
-    """
+    """Let virtual time pass in which no task runs. Raises RuntimeError outside run_virtual."""
     _virtual_loop("stand_still").stand_still(seconds)
 
 
 def _virtual_loop(asked: str) -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
-        raise RuntimeError(f"{asked}() works on the virtual clock alone; run the test with run_virtual(...)")
+        raise RuntimeError(f"{asked}() needs the virtual clock: use run_virtual(...)")
     return loop
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """The loop behind run_virtual. It is its own selector: where another loop sleeps, this one sets its
-    clock.
+    """Event loop of run_virtual, and its own selector: where another loop sleeps, it sets its clock.
 
-    Waits: tasks sleep in futures and timers as usual. select(), called whenever the loop has run its ready
-        callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises DeadlockError.
-    Invariant: the clock moves only while nothing is ready, and only to the time of the next timer;
-        stand_still() aside.
+    Waits: select() wakes tasks in all_blocked first, else jumps to the next timer, else raises DeadlockError.
+
+    Invariant: the clock moves only while nothing is ready, and only to the next timer, except in
+    stand_still().
     """
 
     def __init__(self, start_s: float, max_rounds: int) -> None:
@@ -104,23 +87,18 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._set_clock(start_s)
 
     def time(self) -> float:
-        """Virtual seconds."""
         return self._now_s
 
     async def wait_blocked(self) -> None:
-        """Body of all_blocked()."""
         waiting = self.create_future()
         self._in_all_blocked.append(waiting)
         await waiting
 
     def stand_still(self, seconds: float) -> None:
-        """What the function of this name asks for."""
         self._set_clock(self._now_s + seconds)
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Called by the loop once a round; `timeout` is 0 if callbacks are ready or due, None if there is no
-        timer.
-        """
+        """Advance the clock. `timeout` is 0 if callbacks are ready or due, None without a timer."""
         self._rounds += 1
         if self._rounds > self._max_rounds:
             self._rounds = 0
@@ -136,13 +114,13 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return []
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Refused, since a thread does not run on the virtual clock; a Computation is run here and now."""
+        """Refuse threads, which have no virtual clock; run a Computation at once."""
         if isinstance(func, Computation):
             done = self.create_future()
             done.set_result(func(*args))
             return done
         name = getattr(func, "__qualname__", func)
-        raise RuntimeError(f"{name} would run in a thread, where there is no virtual clock; use a fake")
+        raise RuntimeError(f"{name} would run in a thread, without the virtual clock; use a fake")
 
     def _wake_all_blocked(self) -> bool:
         waiting, self._in_all_blocked = [future for future in self._in_all_blocked if not future.done()], []
@@ -156,12 +134,12 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._clock_resolution = max(1e-9, math.ulp(now_s))
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Called by asyncio with an error that it would only log."""
+        """Keep an error that asyncio would only log."""
         if (error := context.get("exception")) is not None:
             self.lost_errors.append(error)
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """Called by asyncio with what select() returned: never anything."""
+        """Ignore select()'s result, always empty."""
 
     def _write_to_self(self) -> None:
-        """Called by asyncio to wake a sleeping selector; this one never sleeps."""
+        """Do nothing: this selector never sleeps."""

@@ -1,8 +1,4 @@
-"""Optimizer steps on this rank's part of a batch.
-
-A batch gives epochs * mini_batches optimizer steps and one policy_version. Master weights, gradients and
-optimizer state are float32; the forward pass and the exported weights have the run's dtype.
-"""
+"""Optimizer steps on this rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ MAX_SKIPPED_STEPS = 3
 
 
 class StepSums:
-    """Sums over micro-batches. Results stay on the device until read(), which waits for it."""
+    """Sums over micro-batches, on the device until read()."""
 
     def __init__(self, num_tokens: int) -> None:
         self.logprobs_N = np.zeros(num_tokens, np.float32)
@@ -70,8 +66,6 @@ class StepSums:
 
 @dataclass
 class BatchTotals:
-    """Totals of a batch: logprobs and entropies before its first step; (loss, gradient norm) of each step."""
-
     logprobs_N: Float32N
     entropies_N: Float32N
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -82,15 +76,11 @@ class BatchTotals:
 
 
 class Learner:
-    """Weights, optimizer and step counts, owned by one thread.
-
-    Life: policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch leaves policy_version unchanged.
-    Invariant: each batch is trained once, by its policy_version. On CPU the same batches with the same number
-        of threads give the same bits.
+    """Weights, optimizer and step counts, owned by one thread. A refused batch leaves policy_version
+    unchanged.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
-        """Raises ConfigError if the model or a function is missing, or memory is short."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         self.spec = spec
@@ -100,7 +90,6 @@ class Learner:
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self._schedule_ahead = 0
-        """Offset of the schedule after a resume with other epochs or mini_batches, in steps."""
         self._has_recorded = False
         self._allowed: AllowedSets | None = None
         self._objective = Objective(spec)
@@ -116,9 +105,7 @@ class Learner:
         self._meter = step_report.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Take the optimizer steps of a batch and return its metrics by full name, NaN without a value.
-        Raises Refused.
-        """
+        """Train on a batch; return metrics by full name, NaN without a value. Raises Refused."""
         self._meter.start()
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         objective.check_batch(header, arrays, self.policy_version, vocab_size)
@@ -131,21 +118,21 @@ class Learner:
         for epoch in range(self.spec.trainer.epochs):
             for chosen in parts:
                 self._optimizer_step(batch, chosen, taken, is_first=epoch == 0)
-            # Parts without a loss token count as steps, so that the schedule ends with the last batch.
+            # Empty parts count as steps, so that the schedule ends.
             self.num_optimizer_steps += self.spec.trainer.mini_batches - len(parts)
         self.policy_version += 1
         columns = zip(*(taken.steps or [(math.nan, math.nan)]), strict=True)
         loss, grad_norm = (float(np.mean(column)) for column in columns)
         if self.ranks.is_first:
-            if not self._has_recorded:  # an earlier process's lines from here on are repeated
+            if not self._has_recorded:  # earlier lines are repeated
                 self._note_restored(header.version)
             line = step_report.trained_line(header, arrays, has_loss, loss)
             step_report.append_line(self.spec.record_path, line)
         num_loss_tokens = int(has_loss.sum())
         means = {f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()}
         return {
-            "policy/clip_fraction": 0.0,  # for losses that clip nothing
-            **means,  # first, so that user metrics hide none below
+            "policy/clip_fraction": 0.0,
+            **means,
             "policy/loss": loss,
             "policy/grad_norm": grad_norm,
             **step_report.policy_metrics(
@@ -155,7 +142,6 @@ class Learner:
             "sample/masked_fraction": 1.0 - num_loss_tokens / int(arrays.loss_mask.sum()),
             "tokens/trained": float(num_loss_tokens),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
-            "trainer/optimizer_steps": float(self.num_optimizer_steps),
             "trainer/skipped_steps": float(taken.num_skipped),
             **self._meter.numbers(),
         }
@@ -182,7 +168,7 @@ class Learner:
     def _forward(
         self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> tuple[Float32N, Float32N]:
-        """Return logprobs and entropies of loss tokens, float32 [N], 0 elsewhere."""
+        """Return logprobs and entropies, float32 [N], 0 without loss."""
         sums = StepSums(len(has_loss))
         micros = self._micro_batches(header, arrays, has_loss)
         self._meter.enter("logprobs")
@@ -203,7 +189,7 @@ class Learner:
         self._meter.enter("pack")
         longest = max(entry.end - entry.start for entry in header.trajectories)
         can_pack = self.policy.plan.packs(longest)
-        max_tokens = self.spec.trainer.micro_batch_tokens if can_pack else 0  # one by one
+        max_tokens = self.spec.trainer.micro_batch_tokens if can_pack else 0
         return rank_micro_batches(
             header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs, self._allowed
         )
@@ -211,13 +197,13 @@ class Learner:
     def _optimizer_step(
         self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
     ) -> None:
-        """Take one step on the chosen tokens; a non-finite gradient is skipped and counted."""
+        """Take one step, or skip and count a non-finite gradient."""
         try:
             sums = self._accumulate(batch, chosen)
             if is_first:
                 taken.logprobs_N[chosen] = sums.logprobs_N[chosen]
                 taken.entropies_N[chosen] = sums.entropies_N[chosen]
-            if taken.num_tokens == 0:  # later steps start from other weights than the samples
+            if taken.num_tokens == 0:  # later steps would start from other weights than the samples
                 taken.gap = self._check_gap(batch, chosen, sums)
             self._meter.enter("optimizer")
             grad_norm = self._clip_gradient()
@@ -268,11 +254,9 @@ class Learner:
         self.num_skipped_in_a_row = 0
         taken.steps.append((sums.loss, grad_norm))
 
-    def before_change(self) -> None:
-        """Wait for readers of the weights before they change."""
+    def before_change(self) -> None: ...
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
-        """Count a skipped step and save the batch. Raises Refused after too many."""
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1
@@ -282,7 +266,7 @@ class Learner:
         log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
-        """Return metrics of |current - behaviour| on fresh tokens. Raises Refused above the limit."""
+        """Return |current - behaviour| metrics. Raises Refused above the limit."""
         self.rollout_gaps = []
         if not self.spec.measures_gap:
             return {}
@@ -301,7 +285,6 @@ class Learner:
         return step_report.gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
-        """Clip to trainer.max_grad_norm; return the norm before."""
         limit = self.spec.trainer.max_grad_norm
         weights = list(self._masters.named.values())
         norm = torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit)

@@ -1,6 +1,4 @@
-"""Hugging Face folder of trainer and engines: made, given, or fetched; and the check that a resumed run uses
-the same. Loads no model.
-"""
+"""Find, fetch or make the model's folder, and pin its files for resumed runs."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ MODEL_PIN = "model.json"
 MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
-"""Minimum read rate of weights."""
 TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.*"),
@@ -39,13 +36,13 @@ PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TO
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 RunModule = Callable[[str, Sequence[str], float], Awaitable[tuple[int | None, str]]]
-"""Runs `python -m` with arguments and a limit in seconds; returns its exit code (None: killed) and output."""
+"""Runs `python -m` with a timeout; returns exit code (None: killed) and output."""
 
 
 async def make_model_folder(
     config: RunConfig, run_dir: Path, run: RunModule, *, commit: str | None = None
 ) -> Path:
-    """Return the folder of the config's model. `commit`: the run's initial hub commit. Raises ConfigError."""
+    """Return the model's folder. Raises ConfigError."""
     if config.model.scratch is None:
         path = str(config.model.path)
         return await asyncio.to_thread(find_model, path, config.model.revision, commit=commit)
@@ -70,9 +67,7 @@ async def make_model_folder(
 def find_model(
     path: str, revision: str | None = None, key: str = MODEL_KEY, *, commit: str | None = None
 ) -> Path:
-    """Return the folder of the model that `key` names, fetched if necessary; `commit`: earlier resolution of
-    `revision`. Blocks. Raises ConfigError.
-    """
+    """Return the folder of a model, fetched if necessary. Raises ConfigError."""
     if (given := _find_given(path, key, revision)) is not None:
         return given
     from huggingface_hub import snapshot_download
@@ -91,9 +86,7 @@ def find_model(
 
 
 def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
-    """Return the folder of a model, given or in the hub's cache; None if it must be fetched. Raises
-    ConfigError.
-    """
+    """Return a model folder, or None to fetch it. Raises ConfigError."""
     if (given := _find_given(path, key, revision)) is not None:
         return given
     from huggingface_hub import snapshot_download
@@ -108,7 +101,7 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
 
 def fetch_architectures(config: RunConfig) -> None:
-    """Fetch config.json of hub models that are not cached, for memory plans. Blocks. Ignores failures."""
+    """Fetch config.json of hub models for memory plans. Ignores failures."""
     wanted = [(config.model.path, config.model.revision)]
     if config.teacher is not None:
         wanted.append((config.teacher.path, config.teacher.revision))
@@ -121,7 +114,7 @@ def fetch_architectures(config: RunConfig) -> None:
             cached = try_to_load_from_cache(path, "config.json", revision=revision)
             if isinstance(cached, str) or constants.HF_HUB_OFFLINE:
                 continue
-            # Without a network the hub's own download would retry for 23 s.
+            # the hub's own download would retry for 23 s
             url = hf_hub_url(path, "config.json", revision=revision)
             request = urllib.request.Request(url, method="HEAD")
             with contextlib.suppress(urllib.error.HTTPError):
@@ -135,8 +128,8 @@ def load_limit_s(folder: Path) -> float:
 
 
 def check_model_type(model_type: Any, source: str) -> None:
-    """Raise ConfigError if transformers does not know the architecture. `source`: its place in errors."""
-    from transformers.models.auto import auto_mappings  # needs no torch
+    """Raise ConfigError for an unknown architecture."""
+    from transformers.models.auto import auto_mappings
 
     if model_type not in auto_mappings.CONFIG_MAPPING_NAMES:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -147,7 +140,7 @@ def check_model_type(model_type: Any, source: str) -> None:
 
 
 def hub_source(folder: Path) -> tuple[str, str] | None:
-    """Return (hub id, commit) of a folder models--OWNER--NAME/snapshots/COMMIT; None otherwise."""
+    """Return (hub id, commit) of a hub cache folder."""
     kind, *parts = folder.parent.parent.name.split("--")
     is_cached = folder.parent.name == "snapshots" and kind == "models" and parts
     return ("/".join(parts), folder.name) if is_cached else None
@@ -184,7 +177,7 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
     missing = list[str]()
     try:
         model_type = json.loads(path.read_text(encoding="utf-8"))[key]
-        if index.is_file() and not (folder / "model.safetensors").is_file():  # preferred by transformers
+        if index.is_file() and not (folder / "model.safetensors").is_file():
             path = index
             key = "weight_map"
             named = {*json.loads(path.read_text(encoding="utf-8"))[key].values()}
@@ -204,7 +197,6 @@ def _refuse_truncated(folder: Path) -> None:
             safe_open(path, framework="np")
         except (OSError, SafetensorError) as error:
             what = f"{path} is not a whole safetensors file: {error!s:.200}"
-            # the hub's cache would keep it
             way_out = f"remove {path.resolve()}, and copy or fetch it again."
             raise ConfigError(what, way_out=way_out) from error
 
@@ -216,22 +208,16 @@ class PinnedFile(BaseModel, frozen=True, extra="forbid"):
 
 
 class PinnedModel(BaseModel, frozen=True, extra="forbid"):
-    """Files by name. `given`: ModelConfig.source; `revision`: fetched commit."""
-
     given: str | None
     revision: str | None
     files: dict[str, PinnedFile]
 
 
 class ModelPin:
-    """The model that a run began with, by file digests: a checkpoint of adapters does not detect a changed
-    model. Blocks on the disk.
-    """
+    """File digests of the run's first model. Blocks."""
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`given`: ModelConfig.source. `is_free`: accept any model. Raises ConfigError for an unreadable
-        record.
-        """
+        """`is_free`: accept any model. Raises ConfigError."""
         self.path = run_dir / MODEL_PIN
         self._given = given
         self._pinned: PinnedModel | None = None
@@ -246,12 +232,11 @@ class ModelPin:
 
     @property
     def revision(self) -> str | None:
-        """The run's initial hub commit, or None (new run, changed model.path or model.revision, folder)."""
         pinned = self._pinned
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
     def read(self, folder: Path) -> None:
-        """Hash files whose time has changed. Raises ConfigError that lists changed files."""
+        """Hash changed files. Raises ConfigError that lists them."""
         before = {} if self._pinned is None else self._pinned.files
         paths = sorted({path for pattern in PINNED for path in folder.glob(pattern) if path.is_file()})
         try:
@@ -272,7 +257,6 @@ class ModelPin:
             )
 
     def write(self) -> None:
-        """Save the digests, once nothing can refuse the model. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")

@@ -1,9 +1,6 @@
 """Check a batch and compute a step's loss from logprobs.
 
-A step's loss is the sum of micro_loss over its micro-batches, independent of their split.
-
-Invariant: no token sampled before header.min_version carries loss. loss_tokens enforces this independently of
-the buffer: such a token gets weight 0 (mask_older), or the batch is refused.
+Invariant: no token sampled before header.min_version carries loss, independently of the buffer.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
 LOGPROB_SLACK = 1e-3
-"""Maximum float32 rounding of a logprob above 0, in nats."""
+"""Maximum float32 rounding above 0, in nats."""
 
 
 def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
@@ -57,9 +54,7 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
-    """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens without masking, or an empty
-    batch.
-    """
+    """Return the loss tokens, bool [N]. Raises Refused (409) for old or no tokens."""
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
@@ -93,8 +88,8 @@ def _token_name(header: BatchHeader, index: int) -> str:
 
 @dataclass(frozen=True)
 class Units:
-    """Samples of the advantage: rollouts with all branches, or the units of their credits. `rewards` and
-    `groups` (group_index) of the B units; `unit_N` int64 [N]: each token's unit, -1 without a credit.
+    """Samples of the advantage: rollouts, or the units of their credits. `rewards` and `groups` of the B
+    units; `unit_N` int64 [N]: each token's unit, or -1.
     """
 
     rewards: list[float]
@@ -118,8 +113,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch before its first step; arrays over all tokens [N]. `proximal_N`, `entropy_N`: by the
-    weights before the batch; `reference_N`: by the initial weights.
+    """Data of a batch, [N]. `proximal_N`, `entropy_N`: by the weights before the batch; `reference_N`: by
+    the initial weights.
     """
 
     header: BatchHeader
@@ -133,24 +128,16 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """weight_S multiplies the loss tokens of a trajectory, [S] in the header; mask_N, 0 or 1, multiplies
-    their surrogate.
-    """
-
     weight_S: Tensor
     correction_N: Float32N | None
     mask_N: Float32N | None
 
 
 class Objective:
-    """Loss functions of a run. Stateless."""
-
     def __init__(self, spec: TrainerSpec) -> None:
-        """Raises ConfigError if a function is missing or has a wrong signature."""
         self.spec, self._recipe = spec, resolve(spec.algorithm)
         cap = importance_cap(spec.algorithm, self._recipe)
         self.settings = spec.algorithm.model_copy(update={"importance_cap": cap})
-        """Settings for the functions, with a numeric importance_cap."""
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         correction = self._recipe.correction
@@ -168,7 +155,7 @@ class Objective:
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
-        """Return advantages, float32 [N], from the penalized rewards of the B units."""
+        """Return advantages, float32 [N]."""
         settings = self.settings
         has_loss = batch.has_loss
         units = find_units(batch.header, len(has_loss))
@@ -229,7 +216,7 @@ class Objective:
         return StepNumbers(weight_S, self._whole_correction(batch, has_loss, tokens_S), mask_N)
 
     def _whole_correction(self, batch: BatchNumbers, has_loss: BoolN, tokens_S: Tensor) -> Float32N | None:
-        """Return float32 [N] of a correction that needs all tokens of the step, else None."""
+        """Return float32 [N] of a correction that needs all tokens, else None."""
         if self._correction is None or not self._is_whole_batch:
             return None
         assert batch.proximal_N is not None
@@ -245,7 +232,7 @@ class Objective:
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, Stats]:
-        """Return (part of the step's loss, sums of statistics) without waiting for the device."""
+        """Return this part of the loss, and sums of statistics, without a device sync."""
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             return to_device(torch.from_numpy(values_N[micro.source_M]), current_M.device)
@@ -292,7 +279,6 @@ class Objective:
         of_tokens: tuple[Tensor, Tensor, Tensor],
         correction_M: Tensor | None,
     ) -> tuple[Tensor, Stats]:
-        """Return the surrogate times the correction, or with the correction in its ratio."""
         if correction_M is None:
             return self._call_surrogate(current_M, anchor_M, *of_tokens)
         if self._recipe.surrogate in WITHIN_RATIO:
@@ -306,7 +292,6 @@ class Objective:
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
     ) -> Tensor:
-        """Return each token's KL(current || reference), float32 [M]."""
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
             return losses.kl(current_M, reference_M, estimator)

@@ -1,8 +1,7 @@
-"""Move the memory of a trainer's tensors off its device and back.
+"""Move a trainer's tensors off its device and back.
 
-The bytes of a storage are copied and the storage is resized to 0; tensors stay the same objects. Everything
-that shares it must not be read until it is restored. On CUDA the copy is in pinned host memory; on CPU in a
-mapped file of the run directory. Scalars stay, because a checkpoint reads the optimizer's step counts.
+Storages are copied to host memory (CUDA) or a mapped file (CPU) and resized to 0; tensors stay the same
+objects.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ Copies = list[tuple[torch.UntypedStorage, Tensor]]
 
 
 class HostMemory:
-    """Reusable host memory. For CUDA it is pinned by registration, at its exact size; torch's pinned
-    allocator rounds each tensor up to a power of two.
-    """
+    """Reusable host memory, pinned at its exact size; torch's allocator rounds up."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
@@ -44,10 +41,10 @@ class HostMemory:
         return len(self._data)
 
     def __del__(self) -> None:
-        self.free()  # it could not be registered again
+        self.free()
 
     def of(self, num_bytes: int) -> Tensor:
-        """Return uint8 of this size; growing loses the old content. Raises MemoryError and RuntimeError."""
+        """Return uint8 of this size; growing loses the content. Raises MemoryError and RuntimeError."""
         if num_bytes > len(self):
             self.free()
             available = available_memory()
@@ -59,7 +56,6 @@ class HostMemory:
         return self._data[:num_bytes]
 
     def free(self) -> None:
-        """Free the memory; its tensors become invalid. Idempotent."""
         if len(self):
             self._call("cudaHostUnregister", self._data.data_ptr())
         self._data = torch.empty(0, dtype=torch.uint8)
@@ -81,9 +77,8 @@ class HostMemory:
 
 
 class Offload:
-    """Tracks parts of a trainer's state off its device. All ranks call offload and onload together.
+    """Tracks parts of a trainer's state off its device. Collective.
 
-    Life: here -> offload(parts) -> away -> onload(parts) -> here ...
     Invariant: a part is here or away on all ranks: a move that fails on one rank is reverted on the others.
     """
 
@@ -103,7 +98,7 @@ class Offload:
         self.away: frozenset[TrainerPart] = frozenset()
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move `parts` that are here. Raises Refused and moves nothing."""
+        """Move `parts`. Raises Refused and moves nothing."""
         started_s = time.perf_counter()
         moving = [part for part in PARTS if part in set(parts) - self.away]
         is_cpu = self._device.type == "cpu"
@@ -122,7 +117,7 @@ class Offload:
         return self._moved(num_bytes, started_s)
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Restore `parts` that are away, bit for bit. Raises Refused and moves nothing."""
+        """Restore `parts`, bit for bit. Raises Refused and moves nothing."""
         started_s = time.perf_counter()
         moving = [part for part in PARTS if part in self.away & set(parts)]
         copied = [entry for part in moving for entry in self._copies[part]]
@@ -145,14 +140,14 @@ class Offload:
         return self._moved(sum(len(data) for _, data in copied), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
-        """Raise Refused on all ranks if some of `parts` are away."""
+        """Raise Refused if some of `parts` are away."""
         if missing := [part for part in parts if part in self.away]:
             error = f"cannot {what}: {' and '.join(missing)} offloaded"
             way_out = f"POST /onload with parts {missing} first."
             raise Refused(409, error, rule="it needs them on its device", way_out=way_out)
 
     def content_of(self, local: Tensor) -> Tensor:
-        """Return `local`, or its content while it is away, valid until the next offload()."""
+        """Return `local`, or its content while away, valid until the next offload()."""
         for storage, data in (entry for copied in self._copies.values() for entry in copied):
             if storage._cdata == local.untyped_storage()._cdata:
                 content = data.view(local.dtype)
@@ -182,7 +177,6 @@ class Offload:
         return copies
 
     def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
-        """Return uint8 of this size. On CPU it is an unlinked file: the disk always regains the space."""
         if self._pinned:
             return self._pinned[part].of(num_bytes)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +190,6 @@ class Offload:
 
     @contextmanager
     def _moving(self, what: str, way_out: str) -> Iterator[None]:
-        """Wait for copies in the block. Raises Refused for a full disk or a lack of memory."""
         try:
             yield
             if self._device.type == "cuda":

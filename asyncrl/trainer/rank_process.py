@@ -1,9 +1,7 @@
 """Trainer process: serves one TrainStep to the controller.
 
-One thread owns torch; all requests except /health run on it in order. Rank 0 sends each request as a command
-to the other ranks, which call the same method of their TrainStep. If all ranks refuse alike, rank 0 answers
-with that refusal. Any other error ends the rank's process with the reason as its log's last line. Once rank 0
-has lost another rank, it answers all calls with that error.
+One thread owns torch. Rank 0 sends requests to the other ranks and answers with a refusal of all ranks; any
+other error ends the process.
 """
 
 from __future__ import annotations
@@ -73,14 +71,13 @@ CALLS: dict[str, type[BaseModel]] = {
     "offload": OffloadRequest,
     "onload": OffloadRequest,
 }
-"""Methods of TrainStep that all ranks call with the fields of a request."""
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
-"""Delay of the exit after another rank was lost, so that the run's error names the other."""
+"""Exit delay after another rank was lost, whose error is the run's."""
 
 
 class TrainerService:
-    """A TrainStep on its own thread. `num_waiting` counts running and waiting requests."""
+    """A TrainStep on its own thread."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
@@ -88,7 +85,6 @@ class TrainerService:
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self.num_waiting = 0
         self._failure: Refused | None = None
-        """Set once the ranks no longer act together."""
         self._begun: Callable[[], ExportResponse] | None = None
         # torch's number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
@@ -107,9 +103,7 @@ class TrainerService:
             self.num_waiting -= 1
 
     def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
-        """Call this method of the step on all ranks, from rank 0's torch thread. Raises its errors, and
-        Refused for an unwritable file.
-        """
+        """Call this method on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
         if self._failure is not None:
             raise self._failure
         command = Command(name, arguments, body)
@@ -141,7 +135,6 @@ class TrainerService:
                 self._failure = self._refusal_after(error)
 
     def route(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Return the handler of one of CALLS; it answers with the method's result, or with health()."""
 
         async def handle(request: web.Request) -> web.Response:
             message = read_message(CALLS[name], await request.read())
@@ -151,7 +144,7 @@ class TrainerService:
         return handle
 
     async def staged(self, request: web.Request) -> web.StreamResponse:
-        """Send an exported file or a Range of it to engines on other nodes."""
+        """Send an exported file or a Range of it."""
         return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
     async def health(self) -> TrainerHealth:
@@ -179,12 +172,10 @@ class TrainerService:
         return await self.run(work)
 
     async def begin_export(self) -> TrainerHealth:
-        """Begin to write the newest weights. Returns once training may continue."""
         version, self._begun = await self.run(self._begin_export)
         return (await self.health()).model_copy(update={"policy_version": version})
 
     async def export(self) -> ExportResponse:
-        """Finish the begun export, or write the newest weights; delete unused exports."""
         begun, self._begun = self._begun, None
         finish = begun or (await self.run(self._begin_export))[1]
         return await asyncio.to_thread(self._finish_export, finish)
@@ -215,7 +206,6 @@ class TrainerService:
         return await self.run(work)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the held weights in parallel with training. A restarted trainer copies them first."""
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
             await self.export()
@@ -311,7 +301,6 @@ def main() -> None:
 
 
 def make_staging(path: Path) -> None:
-    """Make a folder with mode 0700. Raises OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():

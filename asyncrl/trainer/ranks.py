@@ -1,9 +1,7 @@
-"""Process group of the trainer, on one node or several: commands of rank 0, sums and agreements.
+"""Process group of the trainer: commands of rank 0, sums and agreements.
 
-Nothing is pickled here. With several nodes each rank needs rank 0's store port, and any port of each other
-rank for gloo and NCCL. These ports are neither encrypted nor authenticated: a program that reaches them can
-change weights and run code, since torch.distributed.checkpoint unpickles messages of ranks. Keep the ranks'
-addresses in a private network.
+Keep the ranks in a private network: their ports are neither encrypted nor authenticated, and
+torch.distributed.checkpoint unpickles their messages.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interfac
 T = TypeVar("T")
 BEATS = 2
 MESH_DIMENSIONS = ("shard",)
-"""Dimensions of the trainer's device mesh."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,7 @@ class Command:
 class Ranks:
     """Place of this process in the group. `mesh` is None without sharding.
 
-    Life: join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
-    Waits: every call and FSDP collective waits at most trainer.timeout_s for the other ranks, wait_command
-        twice that, during which rank 0 sends commands or heartbeats. So a rank that is cut off ends too.
+    Waits: a collective waits at most trainer.timeout_s, wait_command twice that.
     Invariant: all ranks make the same collective calls in the same order.
     """
 
@@ -69,7 +64,7 @@ class Ranks:
         self.is_first = rank == 0
 
     def with_own_group(self) -> Ranks:
-        """Return the same ranks for another thread's calls. Collective."""
+        """Return the same ranks for another thread. Collective."""
         group = dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
         return Ranks(self.rank, self.size, group=group, timeout=self._timeout)
 
@@ -85,7 +80,7 @@ class Ranks:
         return [json.loads(_to_bytes(text[:length])) for text, length in zip(texts, lengths, strict=True)]
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Run `work` and return its result. Raises Refused on all ranks if it does on one."""
+        """Return the result of `work`. Raises Refused on all ranks if it does on one."""
         answer, failure = list[T](), None
         try:
             answer = [work()]
@@ -106,7 +101,6 @@ class Ranks:
             dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
 
     def beat(self) -> None:
-        """Exchange a heartbeat with the waiting ranks, from rank 0 between commands."""
         dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self._commands)
         dist.all_reduce(torch.zeros(1), group=self._commands)
 
@@ -126,9 +120,7 @@ ONE_RANK = Ranks()
 
 
 def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
-    """Meet and connect to the other ranks, within spec.meet_s. Raises ConfigError, also for
-    trainer.cpu_offload without a GPU.
-    """
+    """Connect to the other ranks within spec.meet_s. Raises ConfigError."""
     size = spec.trainer.world_size
     is_cuda = device.type == "cuda"
     if spec.trainer.cpu_offload and not is_cuda:
@@ -139,7 +131,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
     timeout = timedelta(seconds=spec.trainer.timeout_s)
 
-    def select_device() -> None:  # for the calling thread
+    def select_device() -> None:
         if is_cuda:
             torch.cuda.set_device(spec.rank if spec.local_rank is None else spec.local_rank)
 
@@ -162,9 +154,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
 
 def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
-    """Meet the other ranks in a file, or in a store that rank 0 opens at its address only; then return
-    `connect(store)`. Raises ConfigError, which names missing ranks.
-    """
+    """Meet in a file, or in a store at rank 0's address. Raises ConfigError that names missing ranks."""
     size = spec.trainer.world_size
     me = f"rank {spec.rank} ({spec.address})"
     where = spec.store or str(spec.staging_dir / RENDEZVOUS)
@@ -202,7 +192,7 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
         return store
 
     failure = f"{me} cannot reach the store at {where}"
-    try:  # in threads that may be abandoned: torch's limits miss silent servers and broken connections
+    try:  # abandonable threads: torch's limits miss silent servers and broken connections
         store = run_within(left_s() + 1.0, wait_others, name="rendezvous")
         failure = f"{me} has met the others at {where}, and cannot connect to each of them"
         return run_within(left_s() + 1.0, lambda: connect(store), name="rendezvous")
@@ -213,7 +203,6 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
-    """Return the error to report if a collective failed because a rank is gone, late or cut off."""
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])

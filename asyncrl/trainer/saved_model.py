@@ -1,4 +1,4 @@
-"""Convert a checkpoint's weights into a model folder on the CPU, without the trainer's processes."""
+"""Convert a checkpoint's weights into a model folder on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ Shapes = Mapping[str, list[int]]
 def save_folder(
     model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
 ) -> None:
-    """Write a Hugging Face folder of `model` with these weights. Raises OSError."""
     with whole_folder(path) as unfinished:
         model.save_pretrained(unfinished, state_dict=weights)
         config_file = unfinished / "config.json"
@@ -43,8 +42,8 @@ def save_folder(
 def save_model(
     state: Path, base: Path, path: Path, tell: Callable[[str], None], *, dtype: str, chat_template: str | None
 ) -> None:
-    """Write a saved state as a Hugging Face folder in `dtype`, adapters merged, on the run's model `base`.
-    Memory: the model in `dtype` and 1 GiB. Raises Refused, ConfigError, OSError, SafetensorError.
+    """Write a Hugging Face folder in `dtype`, adapters merged. Raises Refused, ConfigError, OSError,
+    SafetensorError.
     """
     disable_progress_bar()
     saved = read_state(state)
@@ -83,9 +82,7 @@ def save_peft(
     dtype: str,
     chat_template: str | None,
 ) -> None:
-    """Write a saved state's adapters as a peft folder on the model `name`, with the tokenizer of `base`.
-    Reads no other weights. Raises Refused, ConfigError, OSError, SafetensorError.
-    """
+    """Write adapters as a peft folder on the model `name`. Raises like save_model."""
     saved = read_state(state)
     assert saved.lora is not None, "the run trains adapters"
     adapters = _adapters(state, saved.shapes, getattr(torch, dtype))

@@ -1,12 +1,10 @@
 """Trainer state of a checkpoint: saved in parallel with training, restored exactly.
 
-    __R_N.distcp    shards of rank R, by torch.distributed.checkpoint (DCP): float32 master weights, the
-                    optimizer's state, and the rank's random generators
-    .metadata       places of all shards: DCP's index, a pickle
-    state.json      description of the tensors, and Progress
+    __R_N.distcp    shards of rank R: float32 master weights, optimizer state, random generators
+    .metadata       index of torch.distributed.checkpoint (DCP), a pickle
+    state.json      tensors and Progress
 
-With adapters (trainer.lora) the base weights are not saved. DCP reshards: N ranks save, M ranks load. The
-same number of ranks gives the same bits. Load only checkpoints that you trust: DCP unpickles the index.
+N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles the index.
 """
 
 from __future__ import annotations
@@ -52,8 +50,6 @@ class Progress(BaseModel, frozen=True):
 
 
 class SavedState(BaseModel, frozen=True):
-    """state.json. `lora`: the LoraConfig, None if all weights are trained."""
-
     model_path: str
     lora: dict[str, Any] | None
     world_size: int
@@ -66,9 +62,7 @@ class SavedState(BaseModel, frozen=True):
 class TrainerState:
     """Saves and loads weights and optimizer, on all ranks together.
 
-    Life: begin_save -> `copying` ends, after which the sources may change -> `pending` ends -> begin_save
-        ...: one at a time, since the copy's memory is reused. Offloaded parts are not copied, but written
-        from their host memory, which wait_lent() waits for.
+    Life: begin_save -> `copying` ends, then sources may change -> `pending` ends -> begin_save ...
     Invariant: a refused load changes nothing.
     """
 
@@ -92,7 +86,6 @@ class TrainerState:
             "no_dist": self._ranks.group is None,
         }
         self._host: dict[str, Tensor] = {}
-        # with cpu_offload the state is on the host, and pinning gains nothing
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
         self._is_lent = False
         self.copying: Future[None] | None = None
@@ -107,9 +100,8 @@ class TrainerState:
     def begin_save(
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
-        """Copy everything to host memory during the next forward and backward pass, then write it to the new
-        folder `path` during training. The Future raises Refused. `content_of` returns the values of an
-        offloaded tensor.
+        """Copy the state during the next pass, then write it to the new folder `path`. The Future raises
+        Refused.
         """
         if self.pending is not None:
             wait([self.pending])
@@ -133,12 +125,12 @@ class TrainerState:
         return self.pending
 
     def wait_lent(self) -> None:
-        """Wait until no borrowed memory is written any more; call it after `copying`."""
+        """Wait until no borrowed memory is written; call it after `copying`."""
         if self._is_lent and self.pending is not None:
             wait([self.pending])
 
     def load(self, path: Path) -> Progress:
-        """Restore weights, optimizer and random generators; return the counts. Raises Refused."""
+        """Restore the state and return the counts. Raises Refused."""
         manifest = self._ranks.agree(lambda: self._fitting_manifest(path))
         rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
         if not manifest.has_cuda_rng:
@@ -167,7 +159,6 @@ class TrainerState:
     def _write(
         self, path: Path, live: dict[str, Tensor], manifest: SavedState, copying: Future[None]
     ) -> None:
-        """Write the copies on the writing thread, sharded like `live`, which is not read."""
         try:
             # a rank without a copy would let the others wait in DCP
             self._ranks.agree(lambda: _wait_copied(copying))
@@ -213,7 +204,7 @@ class TrainerState:
             placed, num_bytes = lay_out(entries_of(LazyWeights(here), None))
             places = views(placed, self._memory.of(num_bytes))
             for name, content in contents.items():
-                # separate storage: DCP copies parts of larger tensors again
+                # DCP copies parts of larger tensors again
                 self._host[name] = torch.from_numpy(places.get(name, content).numpy())
                 if name in places:
                     self._host[name].copy_(content, non_blocking=is_cuda)
@@ -241,7 +232,6 @@ class TrainerState:
 
 
 def read_state(path: Path, who: str = "") -> SavedState:
-    """Read state.json. Raises Refused."""
     try:
         return SavedState.model_validate_json((path / STATE).read_bytes())
     except (OSError, ValidationError) as error:
@@ -251,7 +241,7 @@ def read_state(path: Path, who: str = "") -> SavedState:
 
 
 def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole float32 master weights of a folder by name, READ_BYTES at once. Raises Refused."""
+    """Yield whole float32 master weights by name. Raises Refused."""
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     _read_index(path)
     for names in cut(sizes, READ_BYTES):
@@ -264,8 +254,6 @@ def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tu
 
 
 class _HostPlanner(DefaultSavePlanner):
-    """Takes the layout from live tensors and the values from their copies."""
-
     def __init__(self, host: dict[str, Tensor]) -> None:
         super().__init__(**FLAT)
         self._host = host
@@ -290,13 +278,12 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path) -> Metadata:
-    """Read the index. Raises Refused with the reason, which DCP of torch 2.11 hides."""
+    """Read the index. Raises Refused with the reason, which DCP hides."""
     with _errors(path):
         return FileSystemReader(path).read_metadata()
 
 
 def _refuse_incomplete(path: Path) -> None:
-    """Raise Refused if files of other ranks are missing."""
     wanted = {Path(place.relative_path).name for place in _read_index(path).storage_data.values()}
     if missing := sorted(name for name in wanted if not (path / name).is_file()):
         what = f"{path} lacks {', '.join(missing)}, which other ranks have written"

@@ -1,9 +1,6 @@
-"""Learner that exports, saves and offloads its weights. Collective calls: every rank must call them; only
-rank 0 writes files and returns a result.
+"""Learner that exports, saves and offloads its weights. All calls are collective; rank 0 writes files.
 
-Each export has a canary: logprobs of a fixed short text, which engines recompute after loading. Wrong weights
-in any layer change them. They come from the policy's own forward pass, whose weights equal the export bit for
-bit, so only rounding differs: 1e-5 nats in float32, hundredths in bfloat16.
+An export's canary is the logprobs of a short text, which engines recompute.
 """
 
 from __future__ import annotations
@@ -63,12 +60,6 @@ TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
 
 
 class TrainStep(Learner):
-    """Learner whose weights are exported, saved and offloaded.
-
-    Life: as Learner; offload and onload may come between any two calls. A call that needs an offloaded part
-    is refused, except for a checkpoint.
-    """
-
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
@@ -96,52 +87,46 @@ class TrainStep(Learner):
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
         self._offload.need("train", "weights", "optimizer")
         metrics = super().train(header, arrays)
-        self._state.wait_lent()  # a slow disk may take the time of a step here, not of a handover
+        self._state.wait_lent()  # charge a slow disk to a step, not to a handover
         return metrics
 
     def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
-        """Begin to export the current weights. The returned function waits, in any thread, and raises
-        OSError, or Refused if the weights give NaN. Training may continue until the next change of a weight.
+        """Begin an export. The returned function waits, in any thread, and raises OSError, or Refused for
+        NaN.
         """
         self._offload.need("export", "weights")
-        with self._meter.export():
-            canary = self._canary()
-            adapters = None if self._adapters is None else self._adapters.export_tensors
-            exported = Exported(self.policy_version, self._lazy_weights, adapters)
-            exporting = self._exporting = self.transport.begin(exported, path)
+        canary = self._canary()
+        adapters = None if self._adapters is None else self._adapters.export_tensors
+        exported = Exported(self.policy_version, self._lazy_weights, adapters)
+        exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
 
     def export(self, path: Path) -> ExportResponse:
         return self.begin_export(path)()
 
     def before_change(self) -> None:
-        """Wait for exports and state copies; their callers get any errors."""
         readers: list[Future[Any] | None] = [self._exporting, self._state.copying]
         wait([reader for reader in readers if reader is not None])
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move these parts off the device. Raises Refused and moves nothing."""
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
         if self._adapters is not None and "weights" in parts:
-            self._adapters.forget_merged()  # the freed memory is used after the move
+            self._adapters.forget_merged()
         try:
             return self._offload.offload(parts)
         finally:
             self._merge_again()
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move these parts back. Raises Refused and moves nothing."""
         self.before_change()
         moved = self._offload.onload(parts)
         self._merge_again()
         return moved
 
     def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write weights and tokenizer as a Hugging Face folder, or only the adapters as a peft folder. Raises
-        OSError, SafetensorError and Refused.
-        """
+        """Write a Hugging Face or peft folder. Raises OSError, SafetensorError and Refused."""
         self._offload.need("save", "weights")
         adapters = None if merged else self._adapters
         if not merged and adapters is None:
@@ -151,7 +136,7 @@ class TrainStep(Learner):
         if not self.ranks.is_first:
             gather_along(weights, self.dtype)
             return
-        gathered = in_export_dtype(weights, self.dtype)  # the other ranks gather too
+        gathered = in_export_dtype(weights, self.dtype)
         if adapters is None:
             tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
             save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
@@ -161,12 +146,11 @@ class TrainStep(Learner):
             save_adapter(path, gathered, self.spec.trainer.lora, base, commit)
 
     def begin_save_state(self, path: Path) -> Future[None]:
-        """Copy the state, offloaded or not, and write it to the new folder `path` during training."""
+        """Begin to write the state to the new folder `path`."""
         progress = Progress.model_validate(self, from_attributes=True)
         return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
-        """Wait for the last begun save, in any thread. Raises Refused."""
         if self._state.pending is not None:
             self._state.pending.result()
 
@@ -176,14 +160,13 @@ class TrainStep(Learner):
         self._chunks.forget()
         vars(self).update(self._state.load(path))
         self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps
-        self._note_restored(self.policy_version)  # no batch may follow
+        self._note_restored(self.policy_version)
 
     def weights_digest(self) -> str:
-        """Return the digest of the trained float32 master weights."""
         return digest_of(self._masters.named)
 
     def chunk_names(self, version: int, index: int) -> list[str]:
-        """Return the tensors that all ranks gather for this chunk, on rank 0. Raises Refused."""
+        """Return the tensors of this chunk, on rank 0. Raises Refused."""
         self._offload.need("export a chunk", "weights")
         assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
@@ -193,16 +176,13 @@ class TrainStep(Learner):
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
-        """Write chunk `index` after chunk_names(). The last chunk has the canary. Raises OSError, or Refused
-        like export().
-        """
-        with self._meter.export():
-            weights = self._lazy_weights()
-            canary = self._canary() if self._chunks.is_last(weights, index) else None
-            if not self.ranks.is_first:
-                self._chunks.write_along(weights, index, list(names))
-                return None
-            return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
+        """Write a chunk; the last has the canary. Raises OSError or Refused."""
+        weights = self._lazy_weights()
+        canary = self._canary() if self._chunks.is_last(weights, index) else None
+        if not self.ranks.is_first:
+            self._chunks.write_along(weights, index, list(names))
+            return None
+        return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
 
     @torch.no_grad()
     def _canary(self) -> Canary | None:
@@ -236,7 +216,6 @@ class TrainStep(Learner):
             self._adapters.keep_merged()
 
     def _lazy_weights(self) -> LazyWeights:
-        """Return all weights under the checkpoint's names; adapters are merged on access."""
         merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
             weights = named_weights(self.policy.model)
@@ -248,7 +227,7 @@ class TrainStep(Learner):
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
         if part == "gradients":
-            return []  # none outlives its step
+            return []
         models = [self.policy] if self._reference is None else [self.policy, self._reference]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         if part == "weights":

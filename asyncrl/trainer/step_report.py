@@ -1,13 +1,12 @@
 """Metrics of a step, and its line of the trained record. Imports no torch.
 
-The trained record, trained.jsonl, has one JSON line per step, which suffices to check the staleness bound:
-`version` (the batch turned it into version + 1), `min_version`, `loss` (null if all steps were skipped),
-`num_loss_tokens`, and for each trajectory its ids, the rollout's reward, `num_tokens`, `num_loss_tokens`,
-`tokens_sha` (first 16 hex digits of the sha256 of its int32 token ids) and `spans`: [start, end, version] of
-loss tokens, counted from the first prompt token.
+trained.jsonl has one JSON line per step: `version` (the batch turned it into version + 1), `min_version`,
+`loss` (null if all steps were skipped), `num_loss_tokens`, and for each trajectory its ids, reward,
+`num_tokens`, `num_loss_tokens`, `tokens_sha` (16 hex digits of the sha256 of its int32 token ids) and
+`spans`: [start, end, version] of loss tokens.
 
-A line {"restored": v} marks a restart from version v: earlier lines of v and above do not count. With "lost":
-[first, last], the lines of these versions are missing.
+A line {"restored": v} voids earlier lines of version v and above; lines of "lost": [first, last] are
+missing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -41,7 +40,6 @@ BoolN = npt.NDArray[np.bool_]
 
 GAP_WARNING = 0.05
 MIN_ENGINE_TOKENS = 64
-"""Minimum fresh tokens to judge an engine; with fewer, one unlikely token dominates the mean."""
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
@@ -49,7 +47,6 @@ GAP_ADVICE = (
 
 Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
 PHASES: tuple[Phase, ...] = ("pack", "logprobs", "forward", "backward", "optimizer", "blocked")
-"""Each is a metric perf/NAME_s."""
 
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
@@ -62,9 +59,7 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
 }
-"""FLOP/s by words of the device's name, first match, from NVIDIA's data sheets: bfloat16 tensor cores without
-sparsity, float32 without TF32.
-"""
+"""Dense FLOP/s by words of the device's name, first match, from NVIDIA's data sheets."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -74,10 +69,9 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 class StepMeter:
-    """Times a step's phases on this rank, and measures speed and memory of all ranks. On CUDA by stream
-    events, which are read at the step's end; on CPU by the host's clock.
+    """Times a step's phases on this rank, and measures speed and memory of all ranks.
 
-    Life: start() -> enter() at each phase, count() for each micro-batch -> numbers(), on all ranks.
+    Life: start() -> enter() and count() -> numbers(), on all ranks.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, cuda: Any = None) -> None:
@@ -87,7 +81,6 @@ class StepMeter:
         self._peak_flops = peak_flops(device_name, dtype)
         if cuda is not None and self._peak_flops is None:
             log.warning("no perf/mfu: the peak FLOP/s of %s in %s are unknown", device_name, dtype)
-        self._export_s = 0.0
         self.start()
 
     def start(self) -> None:
@@ -105,28 +98,16 @@ class StepMeter:
         self._stamps.append((phase, stamp))
 
     def count(self, flops: float, num_tokens: int = 0) -> None:
-        """Count a pass over a micro-batch; its packed tokens only with a backward pass."""
         self._flops += flops
         self._num_tokens += num_tokens
 
-    @contextlib.contextmanager
-    def export(self) -> Iterator[None]:
-        """Time an export that blocks the trainer, for the next step's metrics."""
-        started_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._export_s += time.perf_counter() - started_s
-
     def numbers(self) -> dict[str, float]:
-        """End the step and return its metrics by full name."""
         self.enter("")
         seconds = dict.fromkeys(PHASES, 0.0)
         memory = dict[str, int]()
         if self._cuda is not None:
             self._stamps[-1][1].synchronize()
             memory["perf/device_memory_bytes"] = self._cuda.max_memory_allocated()
-            memory["perf/device_reserved_bytes"] = self._cuda.max_memory_reserved()
             self._cuda.reset_peak_memory_stats()
         for (phase, start), (_, end) in pairwise(self._stamps):
             if phase:
@@ -138,8 +119,6 @@ class StepMeter:
         metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
         metrics |= {
             "perf/train_s": train_s,
-            "perf/export_s": self._export_s,
-            "perf/packed_tokens": float(sum(num_tokens)),
             "perf/device_tokens_per_s": sum(num_tokens) / device_s,
             **{name: float(max(of_rank[name] for of_rank in memories)) for name in memory},
         }
@@ -147,12 +126,11 @@ class StepMeter:
             metrics["perf/host_memory_bytes"] = float(sum(host_bytes))
         if self._peak_flops is not None:
             metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
-        self._export_s = 0.0
         return metrics
 
 
 def _peak_host_bytes() -> int:
-    """Return this process's peak memory, 0 if unknown; ru_maxrss would include the parent's."""
+    """Return peak memory; ru_maxrss would include the parent's."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
@@ -160,7 +138,7 @@ def _peak_host_bytes() -> int:
 
 
 class Gap(NamedTuple):
-    """|current - behaviour| in nats over `num_tokens` fresh tokens of an engine; None: all engines."""
+    """|current - behaviour| in nats over `num_tokens` fresh tokens of an engine, or all."""
 
     engine: int | None
     num_tokens: int
@@ -173,7 +151,7 @@ class Gap(NamedTuple):
 
 
 def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]) -> list[Gap]:
-    """Return the gap of all M fresh tokens, then of each known engine; [] if M is 0."""
+    """Return the gap of all M fresh tokens, then of each engine."""
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
     parts: list[tuple[int | None, npt.NDArray[np.float64]]] = [(None, gap_M)] if len(gap_M) else []
     parts += [(int(engine), gap_M[engine_M == engine]) for engine in np.unique(engine_M) if engine >= 0]
@@ -183,7 +161,7 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArr
 def gaps_of_rollouts(
     header: BatchHeader, arrays: BatchArrays, is_fresh_N: BoolN, current_N: Float32M
 ) -> list[tuple[int, int, float]]:
-    """Return (group_id, sample_index, mean gap in nats over fresh tokens) of each rollout, if finite."""
+    """Return (group_id, sample_index, mean gap in nats) of each rollout, if finite."""
     gaps = dict[tuple[int, int], list[npt.NDArray[np.float64]]]()
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
@@ -205,7 +183,7 @@ def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
 
 
 def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
-    """Return gaps above `limit`, largest first, as text; '' if none. NaN does not exceed it."""
+    """Return gaps above `limit`, largest first, as text, or ''."""
     judged = [gap for gap in gaps if gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS]
     above = [gap for gap in judged if gap.mean > limit]
     above.sort(key=lambda gap: (-gap.mean, gap.engine is None))
@@ -215,9 +193,8 @@ def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
 def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
     """Return entropy, distance and effective sample size of M >= 1 loss tokens before the update, in nats.
 
-    kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current -
-    behaviour), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html). ess is the
-    effective sample size of the weights w as a fraction of M, (sum w)^2 / (M sum w^2): 1 on-policy.
+    kl_behaviour is the mean of w - 1 - log w, w = exp(current - behaviour)
+    (http://joschu.net/blog/kl-approx.html). ess is (sum w)^2 / (M sum w^2).
     """
     log_weight_M = current_M.astype(np.float64) - behaviour_M
     weight_M: npt.NDArray[np.float64] = np.exp(log_weight_M)
@@ -228,11 +205,8 @@ def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float3
     }
 
 
-# ---- the trained record
-
-
 def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss: float) -> dict[str, Any]:
-    """Return a step's line. `has_loss` bool [N]: loss tokens, masks applied."""
+    """Return a step's line. `has_loss` bool [N]: after masks."""
     trajectories = []
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
@@ -255,25 +229,21 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
 
 
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
-    """Return [start, end, version] of each run of loss tokens with one version."""
+    """Return [start, end, version] of each run."""
     label = np.where(has_loss, versions, -1)
     edges = [0, *(np.flatnonzero(label[1:] != label[:-1]) + 1).tolist(), len(label)]
     return [[start, end, int(label[start])] for start, end in pairwise(edges) if label[start] >= 0]
 
 
 def hold_record(path: Path) -> None:
-    """Lock the record until this process ends, so that a killed run's trainer cannot append to it. Waits for
-    an older process; the parent limits the start.
-    """
+    """Lock the record against a killed run's trainer. Waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def note_restored(path: Path, version: int) -> None:
-    """Record that batches from `version` on are trained again, and which earlier lines are missing. Cuts an
-    incomplete last line: a crash can only lose the end of a file.
-    """
+    """Record that batches from `version` on are trained again. Cuts an incomplete line."""
     reached = -1
     for start, line in lines_from_end(path) if path.is_file() else ():
         if not line.endswith(b"\n"):

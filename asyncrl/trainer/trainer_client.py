@@ -1,4 +1,4 @@
-"""Controller side of the trainer: spec of the ranks, calls, packed batches. Imports no torch."""
+"""Controller side of the trainer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,61 +42,49 @@ OnStep = Callable[[Batch, TrainResponse], None]
 
 RECOVERED_TIMEOUT_S = 60.0
 LOST_STATUS = 503
-"""Status of rank 0's answers after other ranks are lost: new ranks can continue."""
+"""Status after other ranks are lost."""
 RENDEZVOUS = "rendezvous"
-"""File in the staging folder through which the ranks of one node meet; new ranks need a new file."""
 _STORE = r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$"
 
 
 class TrainerSpec(FrozenConfig):
-    """Spec file of one rank."""
-
     model_path: str
     dtype: DType = "auto"
-    """Dtype of the forward pass and of exported weights."""
     device: Device = "auto"
     share: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of CUDA memory for torch (none = all free memory)."""
     seed: int = Field(default=0, ge=0)
-    """Seed of random draws: user losses and new adapters. Nothing else draws."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads per rank. On CPU the same number gives the same bits."""
+    """On CPU the same number gives the same bits."""
     rank: int = Field(default=0, ge=0)
     local_rank: int | None = Field(default=None, ge=0)
-    """Number among the ranks and CUDA devices of its node (none = rank)."""
+    """Rank within its node, and CUDA device (none = rank)."""
     address: str = "127.0.0.1"
-    """IPv4 address of its node; a placeholder until the process starts."""
     store: str = Field(default="", pattern=_STORE)
-    """ADDRESS:PORT of rank 0's store, where ranks of several nodes meet ('' = a staging file)."""
+    """ADDRESS:PORT of rank 0's store ('' = a staging file)."""
     meet_s: float = Field(default=240.0, gt=0)
-    """Timeout for meeting the other ranks; below the start timeout, so that the rank can report."""
+    """Timeout for meeting the other ranks, below the start timeout."""
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature: logprobs are of logits / temperature."""
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
-    """What /export writes: all weights, only adapters (lora), or nothing but a copy for /broadcast (nccl)."""
+    """Output of /export: all weights, only adapters (lora), or a copy for /broadcast (nccl)."""
     is_file_wanted: bool = False
-    """With transport=nccl: also write the file, for the eval engine."""
+    """With nccl: also write the file, for the eval engine."""
     weights_store: str = Field(default="", pattern=_STORE)
-    """With transport=nccl on several nodes: ADDRESS:PORT of rank 0's store for engines ('' = a file)."""
+    """ADDRESS:PORT of rank 0's store for engines."""
     chunk_bytes: int = Field(default=2**28, ge=1)
     chunks: Literal["file", "memory", "memories"] = "file"
-    """Where /export_chunk writes: a safetensors file, or memory shared with engines on rank 0's device or on
-    every rank's.
-    """
+    """Output of /export_chunk: a safetensors file, or memory shared on rank 0's or every rank's device."""
     canary_tokens: int = Field(default=0, ge=0)
-    """Tokens of the canary, 2 or more (0 = no canary); engines need space for one more."""
+    """Tokens of the canary, at least 2 (0 = off)."""
     measures_gap: bool = True
-    """Compare engine and trainer logprobs of fresh tokens; false for engines without a model."""
     staging_dir: Path
-    """Folder of exports in shared memory of rank 0's node, mode 0700."""
+    """Folder of exports in shared memory, mode 0700."""
     record_path: Path
     failed_dir: Path
-    """Folder for batches that give NaN. CPU ranks offload into a folder next to it."""
+    """Folder for batches that give NaN."""
     chat_template: Path | None = None
-    """Jinja file that replaces the tokenizer's own template in saved folders."""
 
     @property
     def steps_per_batch(self) -> int:
@@ -106,9 +94,8 @@ class TrainerSpec(FrozenConfig):
 class TrainerClient:
     """Calls the trainer and tracks its policy_version, which never decreases.
 
-    Waits: a call waits at most `timeout_s` (None: until the trainer answers or the connection breaks).
-    Errors: TrainerLost if the trainer is gone, TrainerError if it refuses. A subclass may repeat lost calls
-        (`_retried`) and forbid others while the trainer restarts (`_check_up`).
+    Waits: a call waits at most `timeout_s`; None: until the trainer answers or the connection breaks.
+    Errors: TrainerLost if the trainer is gone, TrainerError if it refuses.
     """
 
     def __init__(self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None) -> None:
@@ -118,7 +105,6 @@ class TrainerClient:
         self._version_changed = asyncio.Event()
 
     async def train(self, batch: Batch) -> TrainResponse:
-        """Train on one batch. Raises TrainerError if it is refused."""
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
             report = await self._retried(lambda: self._train(batch))
         self._reached(report.policy_version)
@@ -130,12 +116,11 @@ class TrainerClient:
         return self.policy_version
 
     async def begin_export(self) -> int:
-        """Begin to export the newest weights in parallel with the next step; return their version."""
+        """Begin to export the newest weights; return their version."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return (await self._call("/begin_export", b"", TrainerHealth)).policy_version
 
     async def export(self) -> ExportResponse:
-        """Wait for the export in progress, or export the newest weights."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return await self._call("/export", b"", ExportResponse)
 
@@ -145,41 +130,39 @@ class TrainerClient:
             return await self._call("/export_chunk", request, ExportChunkResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the weights to the engines. Never repeated: the engines in the group have failed too."""
+        """Send the weights to the engines. Never repeated."""
         self._check_up()
         return await self._post("/broadcast", request, BroadcastResponse)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
-        """Move these parts off the trainer's device. Idempotent. After an error nothing has moved."""
+        """Idempotent. After an error nothing has moved."""
         return await self._call("/offload", OffloadRequest(parts=list(parts)), TransferStats)
 
     async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
         return await self._call("/onload", OffloadRequest(parts=list(parts)), TransferStats)
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write weights and tokenizer as a Hugging Face folder; not `merged`: adapters as a peft folder."""
+        """Write a Hugging Face folder; not `merged`: a peft folder."""
         with waiting(f"the saved weights of policy_version {self.policy_version}", on=self._caller.name):
             await self._call("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
-        """Begin to save the state into the new folder `path`; return its version. Never repeated.
-
-        Raises CheckpointError, which does not affect training, and TrainerLost.
+        """Begin to save the state; return its version. Never repeated. Raises CheckpointError,
+        TrainerLost.
         """
         with waiting(f"the copy of the state of policy_version {self.policy_version}", on=self._caller.name):
             saved = await self._post_state("/begin_save_state", StateRequest(path=str(path)))
         return saved.policy_version
 
     async def wait_save_state(self) -> None:
-        """Wait until the state is on disk. Raises like begin_save_state."""
         with waiting("the state of the trainer on disk", on=self._caller.name):
             await self._post_state("/wait_save_state", b"")
 
     async def recover(
         self, state: Path | None, batches: Callable[[], AsyncIterator[Batch]], on_step: OnStep
     ) -> None:
-        """Load a checkpoint's state (None: keep the start) and train on `batches()`. If the trainer dies,
-        start over; `on_step` sees each batch once.
+        """Load a state (None: keep the start) and train on `batches()`; start over if the trainer dies.
+        `on_step` sees each batch once.
         """
         reported = -1
 
@@ -192,7 +175,7 @@ class TrainerClient:
         await self._retried(lambda: self.catch_up(state, batches(), once))
 
     async def catch_up(self, state: Path | None, batches: AsyncIterator[Batch], on_step: OnStep) -> None:
-        """Load a state and train on these batches, without repeating lost calls."""
+        """Load a state and train, without repeating lost calls."""
         with waiting("the journaled batches to be trained on again", on=self._caller.name, who="catching up"):
             if state is not None:
                 await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
@@ -202,14 +185,12 @@ class TrainerClient:
         self._reached(max(health.policy_version, self.policy_version))
 
     async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
         await self._caller.aclose()
 
     async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
         return await call()
 
-    def _check_up(self) -> None:
-        """Raise TrainerLost during a restart."""
+    def _check_up(self) -> None: ...
 
     async def _call(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
         return await self._retried(lambda: self._post(path, body, answer))
@@ -217,7 +198,6 @@ class TrainerClient:
     async def _post(
         self, path: str, body: BaseModel | bytes | None, answer: type[Answer], timeout_s: float | None = None
     ) -> Answer:
-        """POST once, or GET without a body."""
         timeout_s = timeout_s or self._timeout_s
         try:
             if body is None:
@@ -264,9 +244,7 @@ class TrainerClient:
 
 
 def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
-    """Return header and packed arrays of a batch, ordered by group, sample and branch. Raises TrainerError
-    for trajectories with contradictory spans.
-    """
+    """Return a batch ordered by group, sample and branch. Raises TrainerError for contradictory spans."""
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     headers = list[TrajectoryHeader]()
     grammars = dict[str, int]()
@@ -314,7 +292,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
 
 
 def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
-    """Return each token's version, int32 [T], and engine number, int16 [T]; -1 if not sampled or unknown."""
+    """Return each token's version, int32 [T], and engine number, int16 [T]; -1 if unknown."""
     versions = np.full(len(trajectory.token_ids), -1, np.int32)
     engines = np.full(len(trajectory.token_ids), -1, np.int16)
     for span in trajectory.version_spans:
@@ -333,7 +311,6 @@ def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDAr
 
 
 def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | None:
-    """Return the experts of all tokens, NO_EXPERT where unknown; None if all are unknown."""
     width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
     if width is None:
         return None
@@ -346,9 +323,7 @@ def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | Non
 
 
 def _teacher_logprobs(trajectory: Trajectory) -> npt.NDArray[np.float32]:
-    """Return the teacher's logprobs; grammar-constrained tokens get the behaviour's, since the teacher saw no
-    grammar.
-    """
+    """Return the teacher's logprobs; grammar-constrained tokens get the behaviour's."""
     assert trajectory.teacher_logprobs is not None
     logprobs = trajectory.teacher_logprobs.copy()
     for span in trajectory.grammars:

@@ -166,7 +166,7 @@ def vllm_config(bench: Bench, sections: dict[str, dict[str, Any]]) -> dict[str, 
 def with_vllm(bench: Bench, case: str) -> None:
     """The runs of one row; not run without vLLM, where it is the engine, or two devices."""
     import torch
-    from engine_servers import has_vllm
+    from common import has_vllm
 
     runs = CASES[case]
     engines = {sections.get("rollout", {}).get("engine", "vllm") for sections in runs.values()}

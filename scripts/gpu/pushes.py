@@ -46,7 +46,7 @@ def by_chunks(bench: Bench, shape: str) -> None:
 
 
 async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
-    from engine_servers import engine_server
+    from common import engine_server
     from publish import keep_generating
 
     clear_stale_staging()
@@ -133,7 +133,7 @@ async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, v
 
 
 def _tell(bench: Bench, times: list[Times], num_bytes: int, peer: str) -> None:
-    from offload import copy_costs
+    from common import copy_costs
 
     size = min(num_bytes, COPY_BYTES)
     (copy_s, _), _ = copy_costs(size, torch.device(bench.device))

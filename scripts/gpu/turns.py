@@ -1,78 +1,59 @@
-"""Part 3: what it costs that trainer and embedded engine take turns on one device."""
+"""Part 3: the cost of trainer and embedded engine colocated on one device."""
 
 from __future__ import annotations
 
-import asyncio
 from statistics import median
-from typing import Literal
 
 import torch
 
-from asyncrl.base.staging import clear_stale_staging
-from asyncrl.job import servers
+from gpu.jobs import run_job
 from gpu.models import make_folder
 from gpu.rows import Bench
 
-MIB = 2**20
+COPY_BYTES = 2**29
+CONFIG = """
+model: {{path: {model}, dtype: {dtype}}}
+task: {{python: "asyncrl.tasks.toy:Letters", reward_pool: inline}}
+rollout: {{group_size: 8, slots: 16, max_tokens: 64, max_prompt_tokens: 32}}
+buffer: {{max_staleness: 0}}
+trainer: {{num_groups: 4, num_steps: {num_steps}, learning_rate: 1.0e-5}}
+weight_sync: {{transport: {transport}}}
+placement: {{trainer: {device}, rollout: trainer}}
+checkpoint: {{every: null}}
+"""
 
 
-def handover(bench: Bench, way: Literal["ipc", "shm"]) -> None:
-    """Turns of benchmarks/colocation.py with the 0.6B shape. ipc: chunks lie in memory that both sides open;
-    shm: in files.
-    """
-    import colocation
-    from offload import copy_costs
+def handover(bench: Bench, way: str) -> None:
+    """Execute a colocated run of the 0.6B shape. ipc: chunks in shared device memory; shm: in files."""
+    from common import copy_costs
 
-    clear_stale_staging()
-    model = make_folder(bench, "0.6B")
-    if way == "shm":
-        servers.chunk_devices = lambda *_: ()
-    config = colocation.make_config(model, bench.device, 256 * MIB, is_shared=True)
-    dtype = "bfloat16" if bench.device == "cuda" else "float32"
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    seconds = 0.0 if bench.is_tiny else 30.0
-    if bench.is_tiny:
-        colocation.MIN_TURNS = 1
-    measured = colocation.measure(config, model, way, bench.device, seconds, bench.folder / "turns")
-    case = asyncio.run(measured)
-    size = 16 * MIB if bench.is_tiny else colocation.COPY_BYTES
+    is_cuda = bench.device == "cuda"
+    config = bench.folder / "turns.yaml"
+    config.write_text(
+        CONFIG.format(
+            model=make_folder(bench, "0.6B"),
+            dtype="bfloat16" if is_cuda else "float32",
+            num_steps=3 if bench.is_tiny else 20,
+            transport=way if is_cuda else "shm",
+            device=bench.device,
+        )
+    )
+    steps = run_job(bench, config, "turns", [], limit_s=bench.limit_s - 20.0)
+    counted = steps[1:-1]  # the first step warms up; after the last one the engine gets nothing
+    seconds = {
+        name: median(step[f"perf/{name}_s"] for step in counted)
+        for name in ("to_trainer", "to_engines", "handover")
+    }
+    size = 2**24 if bench.is_tiny else COPY_BYTES
     (copy_s, _), _ = copy_costs(size, torch.device(bench.device))
-    moved, copies_s = median(case.moved), median(case.moved) * copy_s / size
-    bench.tell(
-        "to the trainer, seconds", f"{median(case.to_trainer_s):.3f}", against=f"{len(case.moved)} turns"
-    )
-    bench.tell(
-        "to the engine, seconds", f"{median(case.to_engines_s):.3f}", against="with the push of new weights"
-    )
-    for name in case.phases[0]:
-        bench.tell(f"  {name}", f"{median(phase[name] for phase in case.phases):.3f}")
-    bench.tell(
-        "bytes moved in both, GB", f"{moved / 1e9:.3g}", against="state of the trainer twice, and the push"
-    )
-    against = f"{case.handover_s / copies_s:.2f} of them in both handovers, {case.handover_s:.3f} s"
+    num_bytes = median(step["perf/handover_bytes"] for step in counted)
+    copies_s = copy_s * num_bytes / size
+    bench.tell("to the trainer, seconds", f"{seconds['to_trainer']:.3f}", against=f"{len(counted)} turns")
+    bench.tell("to the engine, seconds", f"{seconds['to_engines']:.3f}", against="with the push")
+    against = f"{seconds['handover'] / copies_s:.2f} of it in both handovers, {seconds['handover']:.3f} s"
+    bench.tell("bytes of both handovers, GB", f"{num_bytes / 1e9:.3g}")
     bench.tell("memory copy of as many, pinned, seconds", f"{copies_s:.3f}", against=against)
-    bench.tell("first turn, both handovers, seconds", f"{case.first_s:.3f}")
-    bench.tell("most memory of both, GB", f"{case.memory.peak(case.ready_s) / 1e9:.2f}")
-    _plot(bench, case.memory.samples, case.memory.marks, way)
-
-
-def _plot(
-    bench: Bench, samples: list[tuple[float, int, int]], marks: list[tuple[float, str]], way: str
-) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    begin = samples[0][0]
-    figure, axis = pyplot.subplots(figsize=(10, 4))
-    times = [at_s - begin for at_s, *_ in samples]
-    axis.step(times, [(trainer + engine) / 1e9 for _, trainer, engine in samples], where="post")
-    for at_s, what in marks:
-        if what in ("generating", "training"):
-            axis.axvline(at_s - begin, color="green" if what == "generating" else "red", linewidth=0.5)
-    axis.set(xlabel="seconds; green: generating begins; red: training begins", ylabel="GB on the device")
-    axis.set_title(f"{bench.label}: turns, {way}")
-    path = bench.out / f"{bench.label}-turns-{way}.png"
-    figure.savefig(path, dpi=100, bbox_inches="tight")
-    bench.tell("memory over time", path.name)
+    bench.tell("first handovers, seconds", f"{steps[0]['perf/handover_s']:.3f}")
+    if is_cuda:
+        peak = max(step["perf/device_memory_bytes"] for step in steps)
+        bench.tell("peak memory of the trainer, GB", f"{peak / 1e9:.2f}")

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint over an EnginePool, the record of sampled tokens, and the work queue."""
+"""An OpenAI-compatible endpoint over an EnginePool."""

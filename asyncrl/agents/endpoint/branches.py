@@ -1,5 +1,3 @@
-"""Branches of a rollout from recorded completions, with the reward of each token."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +19,7 @@ Path = list["ChatNode"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """A chat with its answer. `key`: in a Chain; `text`: of all ids, None if the template writes another."""
+    """`key`: in a Chain; `text`: of all ids, or None."""
 
     num_messages: int
     key: bytes
@@ -32,9 +30,9 @@ class RecordedChat:
 class ChatNode:
     """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
 
-    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `name`:
-    id of the answer. `order`: (number of the call, choice). `num_path_ids`, `path_hash`: of all_ids(), as
-    little-endian int32. A prompt of ids has no `chat`. Not `is_trained`: its tokens are context.
+    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token.
+    `order`: (number of the call, choice). `path_hash`: of all_ids(). A prompt of ids has no `chat`. Not
+    `is_trained`: context.
     """
 
     name: str
@@ -74,7 +72,7 @@ class ChatNode:
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """Sort key that depends neither on arrival nor on engine."""
+        """Return a sort key independent of arrival and engine."""
         spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
         ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
@@ -91,24 +89,20 @@ class ChatNode:
 
 
 def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-    """Return the branches, ordered by ids. Each sampled token has its loss in the first branch that contains
-    it.
+    """Return the branches, ordered by ids. A sampled token has its loss in the first branch that contains it.
 
-    Order and unit numbers depend only on contents, since concurrent calls arrive in any order. Raises
-    RolloutFailure if nothing trained was sampled or the outcome names wrong completions.
+    Concurrent calls arrive in any order, so results depend only on contents. Raises RolloutFailure.
     """
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_trained])
     if not paths and (num_sampled := sum(node.num_sampled for node in nodes)):
         what = f"none of the {num_sampled} tokens that the harness sampled is trained"
-        rule = "a call is trained if it was sampled from the run's own distribution"
-        way_out = "make at least one call with the run's own temperature and top_p."
+        rule = "only calls sampled from the run's distribution are trained"
+        way_out = "make a call with the run's temperature and top_p."
         raise RolloutFailure(what, rule=rule, way_out=way_out)
     if not paths:
         what = f"the harness ended with {len(nodes)} completions and not one sampled token"
-        raise RolloutFailure(
-            what, way_out="let it call the model with its session's key, and read the answers."
-        )
+        raise RolloutFailure(what, way_out="let it call the model with its session's key.")
     owners: dict[ChatNode, int] = {}
     for branch, path in enumerate(paths):
         for node in path:
@@ -123,7 +117,6 @@ def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome,
 
 
 def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
-    """Sort nodes by contents from the root on. A continued completion follows an equal one."""
     parents = {node.parent for node in nodes}
     reward = {**outcome.branch_rewards, **outcome.turn_rewards}
     own = {}
@@ -134,7 +127,6 @@ def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _paths(nodes: Sequence[ChatNode]) -> list[Path]:
-    """Return the paths to the leaves."""
     inner: set[ChatNode] = set()
     for node in nodes:
         inner.update(node.path()[:-1])
@@ -214,8 +206,8 @@ def _of_branch(paths: Sequence[Path], rewards: Mapping[str, float]) -> dict[int,
 
 
 def _wrong_rewards(what: str) -> RolloutFailure:
-    rule = "turn_rewards names every completion, branch_rewards one completion that only its branch contains"
-    way_out = "name every answer of this session by its `id`; 0.0 is a reward too."
+    rule = "turn_rewards names every completion, branch_rewards a completion of only one branch"
+    way_out = "name every answer by its `id`; 0.0 is a reward too."
     return RolloutFailure(what, rule=rule, way_out=way_out)
 
 

@@ -1,5 +1,3 @@
-"""Exact tokens of one session, as a tree of completions. Pure: no HTTP, no engine."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +29,6 @@ from asyncrl.messages.work import ChatRenderer, answer_text, new_hash
 
 @dataclass(slots=True)
 class GatewayStats:
-    """Counts so far: calls by How (the rest were new), tokens of finished calls, refusals by status."""
-
     calls: int = 0
     extended: int = 0
     realigned: int = 0
@@ -46,9 +42,7 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """A call ready to send. Its prompt is the parent's `num_reused` ids, then `added`. A prompt of ids has no
-    `match`.
-    """
+    """The parent's `num_reused` ids, then `added`."""
 
     number: int
     how: How
@@ -64,31 +58,28 @@ class PromptPlan:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """Return a new int32 [num_prompt] array."""
         before = [] if self.parent is None else [self.parent.all_ids()]
         return np.concatenate([*before, self.added])
 
 
 class Capture:
-    """Record of sent and sampled ids; finds the completion that a new call continues.
+    """Record sent and sampled ids of a session; find the completion that a new call continues.
 
-    Life: match -> plan -> the engine samples -> record each delivered choice -> ... -> rollout. Calls may
-        overlap.
-    Invariant: a planned prompt that reuses a node's ids begins with exactly the ids that the node's call sent
-        and sampled, so each sampled token in a branch has the engine's context.
+    Invariant: a prompt that reuses a node's ids begins with exactly the ids that its call sent and sampled.
+    Calls may overlap.
     """
 
     def __init__(self, renderer: ChatRenderer, counts: GatewayStats, thinking: Marks = THINKING) -> None:
         self._renderer = renderer
         self._counts = counts
         self._thinking = thinking
-        self._nodes: dict[str, ChatNode] = {}  # by name
+        self._nodes: dict[str, ChatNode] = {}
         self._recorded = Recorded()
         self._num_calls = 0
         self._has_root = False
         self._gone_on_from: set[ChatNode] = set()
         self.num_branch_tokens = 0
-        """Tokens of all current branches; shared prefixes count in each."""
+        """Tokens of all branches, shared prefixes in each."""
 
     @property
     def num_completions(self) -> int:
@@ -102,10 +93,10 @@ class Capture:
         prefill: Prefill = no_prefill,
         settings: Mapping[str, Any] | None = None,
     ) -> PromptMatch:
-        """Find the prompt of a chat. Raises ValueError if the template refuses the chat or omits a message,
-        or if the chat is invalid Unicode or nested too deep. May run in a thread in parallel with record().
+        """Raises ValueError if the template refuses the chat or omits a message. May run in a thread in
+        parallel with record().
 
-        `prefill`: beginning of the answer, after an open thought. `settings`: template variables.
+        `prefill`: beginning of the answer, after an open thought.
         """
         try:
             chain = Chain(messages, tools, self._thinking, self._recorded.settled)
@@ -118,10 +109,9 @@ class Capture:
         return self._planned(match.how, np.array(ids, dtype=np.int32), match.parent, match)
 
     def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
-        """Continue the longest recorded prompt and completion that the ids begin with."""
         ids = np.asarray(prompt_ids, dtype=np.int32)
         ends: dict[ChatNode | None, int] = {None: 0}
-        for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
+        for node in sorted(self._nodes.values(), key=lambda node: node.order):
             start = ends.get(node.parent)
             if start is not None and np.array_equal(ids[start : start + len(node.ids)], node.ids):
                 ends[node] = start + len(node.ids)
@@ -143,7 +133,7 @@ class Capture:
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
-        """Record a delivered answer. Not `is_trained`: sampled from another distribution than the run's."""
+        """Not `is_trained`: not sampled from the run's distribution."""
         assert name not in self._nodes, f"{name} is recorded already"
         if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten since planning
             planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
@@ -173,15 +163,15 @@ class Capture:
         self._nodes[name] = node
         self._count_branch(node)
         if match is not None:
-            # with its special tokens, which may enclose a thought
+            # special tokens may enclose a thought
             shown = answer_text(self._renderer, sampled.tolist(), shows_special=True)
             forms = answer_forms(message, shown, self._thinking)
             self._recorded.add(node, map(match.chain.key_with, forms))
 
     def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[ChatNode, ...]:
-        """Keep the most recently continued conversations; return the completions of the others."""
+        """Keep the latest conversations; return the completions of the others."""
         trees, root_of = dict[ChatNode, list[ChatNode]](), dict[ChatNode, ChatNode]()
-        for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
+        for node in sorted(self._nodes.values(), key=lambda node: node.order):
             root_of[node] = node if node.parent is None else root_of[node.parent]
             trees.setdefault(root_of[node], []).append(node)
         kept: list[ChatNode] = []
@@ -205,7 +195,6 @@ class Capture:
             self._count_branch(node)
 
     def last_text(self, *, shows_special: bool) -> str:
-        """Raises RolloutFailure if there is no completion."""
         if not self._nodes:
             way_out = "let it call the model with its session's key, or return a reward."
             raise RolloutFailure("the harness ended without a completion or a reward", way_out=way_out)

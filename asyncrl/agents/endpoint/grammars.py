@@ -1,5 +1,3 @@
-"""Grammars of constrained answers: `response_format`, a forced `tool_choice`, strict tools."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,9 +23,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "addition
 
 
 def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> Prefill:
-    """Return the beginning of an answer that forces the requested tool call. Empty if the model may think
-    first: the grammar then forces the call. Raises ApiError.
-    """
+    """Return the beginning of an answer that forces a call; empty if the model may think first."""
     if not isinstance(asked, ChatRequest) or not asked.tools:
         return no_prefill
     if tool_format.refusal:
@@ -48,7 +44,6 @@ def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTok
 def grammar_of(
     asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer, *, prefill: str, prompt: str
 ) -> str | None:
-    """Return the answer's grammar; None if unconstrained. Raises ApiError. `prompt` may open a thought."""
     if not isinstance(asked, ChatRequest):
         return None
     rules = _Rules(tokenizer, tool_format)
@@ -71,7 +66,6 @@ def grammar_of(
 
 
 def asks_strict_alone(asked: AnyRequest) -> bool:
-    """Return whether strict tools are the only reason for a grammar."""
     return (
         isinstance(asked, ChatRequest)
         and (asked.tool_choice, asked.response_format) == ("auto", None)
@@ -92,8 +86,6 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
 
 
 class _Rules:
-    """Rules of one grammar, in llguidance's Lark. Methods add rules and return expressions of them."""
-
     def __init__(self, tokenizer: GatewayTokenizer, tool_format: ToolFormat) -> None:
         self._tokenizer = tokenizer
         self._format = tool_format
@@ -109,8 +101,7 @@ class _Rules:
         return self.json(given.get("schema") or ANY_OBJECT, is_strict=_is_strict(given))
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        """Unless strict, keywords that llguidance does not support are ignored."""
-        self._num_bytes += len(to_json(schema))  # takes a tenth of the time of the lines below
+        self._num_bytes += len(to_json(schema))  # ten times as fast as below
         if self._num_bytes > MAX_GRAMMAR_BYTES:
             what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
             raise invalid(f"{what}. Make the schema smaller or simpler.")
@@ -121,7 +112,6 @@ class _Rules:
             raise invalid("A schema is nested too deep.") from None
 
     def calls(self, tools: Sequence[Mapping[str, Any]], prefill: str, *, is_one: bool) -> str | None:
-        """Return None if the format has no grammar."""
         written: list[tuple[str, str]] = []
         for tool in tools:
             around = self._format.around(tool["name"])
@@ -138,8 +128,8 @@ class _Rules:
         return f"{call} {self._add('next', others)}*"
 
     def free(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> str | None:
-        """Return any text up to calls with valid arguments for strict tools, objects for others. None if no
-        tool is strict or no marker begins a call.
+        """Allow text up to calls with valid arguments for strict tools, objects for others. None if no tool
+        is strict or no marker begins a call.
         """
         if not any(_is_strict(tool) for tool in tools):
             return None
@@ -161,7 +151,6 @@ class _Rules:
         return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", "SPACE: /[ \\t\\r\\n]*/", *self._rules])
 
     def spelled(self, text: str) -> str:
-        """Return the text in Lark, with special tokens as tokens."""
         pattern = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return " ".join(
@@ -186,14 +175,13 @@ class _Rules:
 
 
 NUM_CHECKING = 4
-"""Grammars checked at once. Each takes a process and a core."""
 _NUM_KNOWN = 1024
 
 
 class GrammarChecks:
-    """Checks of grammars, with their verdicts by hash.
+    """Grammar verdicts by hash.
 
-    Waits: wait_checked() waits for a process that checks one grammar, at most CHECK_TIMEOUT_S.
+    Waits: for a process, at most CHECK_TIMEOUT_S.
     """
 
     def __init__(self) -> None:
@@ -201,7 +189,6 @@ class GrammarChecks:
         self._checking = asyncio.Semaphore(NUM_CHECKING)
 
     async def wait_checked(self, text: str, param: str) -> None:
-        """Raise ApiError if the grammar is not supported."""
         key = blake2b(text.encode(), digest_size=16).digest()
         if key not in self._known:
             async with self._checking:

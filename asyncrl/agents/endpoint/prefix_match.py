@@ -1,11 +1,9 @@
-"""Find the recorded completion that a chat continues, and the prompt text after its ids. Pure.
+"""Find the recorded completion that a chat continues. Pure.
 
-The rule: a prompt whose text begins with recorded text keeps the recorded ids, and only the rest is encoded
-(extended). An edited history starts a branch.
+A prompt that begins with recorded text keeps the recorded ids (extended). An edited history starts a branch.
 
-Many templates rewrite history: they strip thoughts or reformat calls. Then the text after the last recorded
-answer is taken from a trial render with a placeholder for the answer (realigned). It must contain every later
-message.
+Many templates strip thoughts or reformat calls. Then the text after the last recorded answer is taken from a
+trial render with a placeholder for the answer (realigned). It must contain every later message.
 """
 
 from __future__ import annotations
@@ -26,12 +24,11 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
 How = Literal["new", "extended", "realigned", "edited", "uncut"]
-"""Origin of a prompt. new: the session's first. edited and uncut start a branch: the chat's last answer was
-edited or never recorded, or the text has no place to cut after it.
+"""Origin of a prompt. edited and uncut start a branch: the chat's last answer was edited, or the text cannot
+be cut after it.
 """
 
 Prefill = Callable[[str], str]
-"""Maps the end of a prompt to the beginning of its answer."""
 
 
 def no_prefill(prompt: str) -> str:
@@ -50,7 +47,6 @@ class TextHash:
         return self.num_chars, self.state.digest()
 
     def then(self, text: str) -> TextHash:
-        """Raises ValueError for invalid Unicode."""
         state = self.state.copy()
         state.update(text.encode())
         return TextHash(self.num_chars + len(text), state)
@@ -58,9 +54,7 @@ class TextHash:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptMatch:
-    """Prompt of a chat: the ids of `parent`, then `text`, which ends with `prefill`. `text_hash`: the text of
-    all prompt ids; None if the template writes another text.
-    """
+    """The ids of `parent`, then `text`, which ends with `prefill`. `text_hash`: of all text."""
 
     text: str
     how: How
@@ -77,9 +71,7 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 class Chain:
-    """Hash of a chat, message by message. `settled` maps a chat that ends with any form of a recorded answer
-    to the key of its delivered form, so that the form does not matter.
-    """
+    """Hash of a chat, message by message. `settled` maps forms of recorded answers to the delivered form."""
 
     def __init__(
         self,
@@ -91,7 +83,7 @@ class Chain:
         self._marks = marks
         self._state = new_hash(_to_json(tools or None).encode())
         self.answers: list[tuple[int, bytes]] = []
-        """(index of an assistant message, key of the chat through it)."""
+        """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 self._state.update(_canonical(message, marks))
@@ -110,8 +102,8 @@ class Chain:
 
 
 def _canonical(message: Message, marks: Marks) -> bytes:
-    """Serialize a message. None fields, key order, JSON spacing, white space around content and thought, and
-    the place of the thought do not count, because harnesses change them.
+    """Serialize a message without None fields, key order, JSON spacing, outer white space, and the place of
+    the thought: harnesses change them.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
@@ -143,9 +135,7 @@ def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Messa
 
 
 class Recorded:
-    """A session's completions by chat and by text. Reads may run in a thread in parallel with add(). The
-    choice among equal completions does not depend on arrival.
-    """
+    """A session's completions by chat and by text. Reads may run in a thread in parallel with add()."""
 
     def __init__(self) -> None:
         self._by_chat: dict[bytes, ChatNode] = {}
@@ -153,12 +143,12 @@ class Recorded:
         self._by_text: dict[tuple[int, bytes], ChatNode] = {}
 
     def add(self, node: ChatNode, keys: Iterable[bytes]) -> None:
-        """Index a completion. `keys`: forms of its chat; the delivered form precedes the others."""
+        """`keys`: forms of its chat, the delivered form first."""
         assert node.chat is not None, "it answers a chat"
         for key in keys:
             if _rank(node, key) < _rank(self._by_chat.get(key), key):
                 self._by_chat[key] = node
-            self._settled.setdefault(key, node.chat.key)  # kept for the chats that continue it
+            self._settled.setdefault(key, node.chat.key)
         self._settled[node.chat.key] = node.chat.key
         if node.text is not None and _rank(node) < _rank(self._by_text.get(node.text.place)):
             self._by_text[node.text.place] = node
@@ -172,14 +162,13 @@ class Recorded:
         return self._settled.get(key)
 
     def last_answer(self, chain: Chain) -> tuple[int, ChatNode | None]:
-        """Return (index, completion) of the chat's last recorded answer, or (-1, None)."""
+        """Return (index, completion), or (-1, None)."""
         for index, key in reversed(chain.answers):
             if key in self._by_chat:
                 return index, self._by_chat[key]
         return -1, None
 
     def longest(self, text: str) -> ChatNode | None:
-        """Return the completion with the longest text that this text begins with."""
         hashed = new_hash()
         found: ChatNode | None = None
         at = 0
@@ -191,7 +180,6 @@ class Recorded:
 
 
 def _rank(node: ChatNode | None, key: bytes | None = None) -> tuple[Any, ...]:
-    """Return the sort key among completions with equal key or text; none comes last."""
     if node is None or node.chat is None:
         return (2,)
     return key is not None and node.chat.key != key, node.order[1], node.content
@@ -212,9 +200,7 @@ class ChatMatcher:
     chain: Chain
 
     def match(self) -> PromptMatch:
-        """Continue the last recorded answer in the messages, or a later answer in the text. Raises ValueError
-        if the template refuses the chat or omits a message.
-        """
+        """Raises ValueError if the template refuses the chat or omits a message."""
         at, known = self.recorded.last_answer(self.chain)
         try:
             text = self._render(self.messages)
@@ -233,7 +219,7 @@ class ChatMatcher:
         if index is not None:
             what = f"the chat template leaves out what messages[{index}] says"
             rule = f"it has no place there for role {self.messages[index]['role']}"
-            way_out = "send no such message, or set model.chat_template to one that writes it"
+            way_out = "send no such message, or set another model.chat_template"
             raise ValueError(f"{what}: {rule}; {way_out}")
         whole = text + self._begun(text)
         how = self._how("extended", 0, at)
@@ -255,9 +241,7 @@ class ChatMatcher:
         return None
 
     def _how(self, how: How, num_covered: int, known_at: int) -> How:
-        """Return `how` if the `num_covered` messages in recorded ids contain the last answer, else the
-        reason. `known_at`: index of the last recorded answer.
-        """
+        """Return `how` if the recorded ids contain the last answer, else the reason."""
         last = self.chain.answers[-1][0] if self.chain.answers else -1
         if last < num_covered > 0:
             return how
@@ -280,10 +264,9 @@ class ChatMatcher:
         return self.renderer.render(messages, tools=self.tools, settings=self.settings)
 
     def _cuts(self, at: int, node: ChatNode) -> Iterator[str]:
-        """Yield candidates for the text after the recorded answer messages[at], best first.
+        """Yield texts after the recorded answer messages[at], best first.
 
-        The answer's calls stay, since a template may use them to write results. The text that closes the last
-        call ends the sampled text, unless the call was written in another form.
+        The answer's calls stay, since a template may need them for results.
         """
         ids = node.sampled_ids.tolist()
         is_ended = bool(ids) and ids[-1] in self.renderer.end_ids
@@ -301,9 +284,7 @@ class ChatMatcher:
             yield rest if found and not between.strip() else after
 
     def _after(self, placeholder: str, at: int, answer: Message) -> str:
-        """Render the chat with another answer at messages[at], if needed with one call per answer; return the
-        text after the placeholder, empty if the template refuses.
-        """
+        """Return the text after the placeholder at messages[at]; empty if the template refuses."""
         shown = [*self.messages[:at], answer, *self.messages[at + 1 :]]
         single = [
             {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
@@ -317,14 +298,14 @@ class ChatMatcher:
 
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Replaces an answer in a trial render. No template treats it specially, no harness can guess it."""
+"""Replaces an answer in a trial render; not guessable."""
 NUMBER = 10**17 + secrets.randbelow(9 * 10**17)
-"""Replaces arguments in a trial render; the text after the last NUMBER closes the call."""
+"""Replaces arguments in a trial render."""
 
 
 def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
-    """Return the placeholder for an answer with these calls. With calls it has no content, which a template
-    may write after them, or even after their results.
+    """Return the placeholder for an answer with these calls; then without content, which a template may write
+    after them or their results.
     """
     if not calls:
         return {"role": "assistant", "content": SENTINEL}
@@ -339,7 +320,6 @@ MAX_CLOSING = 200
 
 
 def _closing(sampled: str, behind: str) -> int:
-    """Return the length of the longest prefix of `behind` that ends `sampled`, apart from white space."""
     squeezed = "".join(sampled[-2 * MAX_CLOSING :].split())
     for length in range(min(len(behind), MAX_CLOSING), 0, -1):
         head = behind[:length]
@@ -353,8 +333,7 @@ def _closing(sampled: str, behind: str) -> int:
 
 def left_out(messages: Messages, text: str, marks: Marks) -> int | None:
     """Return the index of the first message missing from the text. White space, case and JSON escapes do not
-    count. Of an answer, only the last line or the calls' names must be present, since templates omit the
-    rest.
+    count; of an answer, only the last line or the calls' names.
     """
     squeezed = _squeezed(text) if messages else ""
     at = 0

@@ -1,4 +1,4 @@
-"""Thoughts: their marks in a prompt or message, and their removal from a streamed answer."""
+"""Thoughts in prompts, messages and streamed answers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 Marks = tuple[str, str]
-"""Opening and closing text of a thought. A template may write the first into the prompt."""
+"""Opening and closing text of a thought."""
 
 THINKING: Marks = ("<think>", "</think>")
 
 
 def opens_thought(prompt: str, marks: Marks) -> bool:
-    """Return whether the prompt ends inside an open thought."""
     return prompt.rstrip().endswith(marks[0].rstrip())
 
 
 def close_thought(prompt: str, marks: Marks) -> str:
-    """Return the text that closes the prompt's open thought, as templates write an empty one."""
     if not opens_thought(prompt, marks):
         return ""
     return f"\n{marks[1]}\n\n" if prompt.endswith("\n") else marks[1]
 
 
 def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
-    """Return (thought, rest of the content), stripped. A thought in the content may lack its opening mark."""
+    """Return (thought, rest of the content). The opening mark may be missing."""
     begin, end = marks
     content = str(message.get("content") or "")
     apart = str(message.get("reasoning_content") or "").strip()
@@ -44,14 +42,10 @@ def overlap(text: str, marker: str) -> int:
 
 
 class ReasoningSplitter:
-    """Split a streamed answer into its leading thought and the text after it, in final pieces.
+    """Split a streamed answer into its leading thought and the text after it.
 
-    Marks and white space around the thought are dropped. An unclosed thought takes the whole answer. An
-    answer is all text unless it begins with the opening mark or the prompt ends with it (`is_open`).
-
-    Life: feed() for each piece of text, then finish() once.
-    Invariant: the joined pieces do not depend on the split into feeds. No possible part of a mark is
-        returned.
+    Marks and outer white space are dropped. An unclosed thought takes the whole answer. Without an opening
+    mark in answer or prompt (`is_open`), all is text.
     """
 
     def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
@@ -66,7 +60,6 @@ class ReasoningSplitter:
         return self._has_thought and self._state in ("between", "behind")
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Add text; return the final new pieces (thought, text after it)."""
         self._held += text
         thought = ""
         if self._state == "before":
@@ -112,7 +105,7 @@ class ReasoningSplitter:
 
 
 def num_until(token_ids: Sequence[int], mark: Sequence[int]) -> int | None:
-    """Count tokens up to and including the first `mark`; None if absent."""
+    """Count tokens through the first `mark`, if any."""
     wanted = tuple(mark)
     for end in range(len(mark), len(token_ids) + 1):
         if token_ids[end - 1] == wanted[-1] and tuple(token_ids[end - len(mark) : end]) == wanted:
@@ -121,7 +114,7 @@ def num_until(token_ids: Sequence[int], mark: Sequence[int]) -> int | None:
 
 
 def signature_of(thought: str) -> str:
-    """Return a signature that detects altered thoughts. Not a secret."""
+    """Return a signature that detects altered thoughts; no secret."""
     digest = blake2b(thought.encode(), digest_size=24, person=b"asyncrl thought").digest()
     return base64.b64encode(digest).decode()
 
@@ -134,7 +127,7 @@ def sealed(thought: str) -> str:
 
 
 def unsealed(text: str) -> str:
-    """Raises ValueError if sealed() did not make it."""
+    """Invert sealed(). Raises ValueError."""
     if not text.startswith(_SEALED):
         raise ValueError("it does not come from this gateway")
     return base64.b64decode(text.removeprefix(_SEALED), validate=True).decode()

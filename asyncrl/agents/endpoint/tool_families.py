@@ -1,4 +1,4 @@
-"""Tool-call formats of model families, as data, and their selection."""
+"""Tool-call formats of model families."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _JSON_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 
 
 def _hermes() -> list[MarkedFormat]:
-    """Hermes, Qwen 2.5 and 3: a call in each <tool_call>; SmolLM2: a list of calls. Both are read."""
+    """Hermes, Qwen 2.5 and 3: a call in each <tool_call>; SmolLM2: a list of calls."""
     call = f"{OPEN}\n{_JSON_CALL}\n{CLOSE}"
     read = json_calls(rf"{CLOSE}|\Z")
     plain = MarkedFormat("hermes", [OPEN, CLOSE], call, read, close=CLOSE, joint="\n")
@@ -76,7 +76,7 @@ def _qwen3_coder() -> MarkedFormat:
 
 
 def _glm() -> MarkedFormat:
-    # a name that was cut off is no call: a line or an argument must have ended before the end
+    # a name that was cut off is no call
     tail = rf"\s*{CLOSE}|\n\s*\Z|(?<=</arg_value>)\Z"
     read = named_calls(r"(?P<name>[^\s<]+)", tagged(_ARGUMENT), tail)
     return MarkedFormat("glm", [OPEN, CLOSE], f"{OPEN}NAME", read, close=CLOSE)
@@ -101,7 +101,7 @@ def _deepseek_v32() -> MarkedFormat:
 
 
 def _deepseek() -> list[MarkedFormat]:
-    """V3 and R1: `function`, then the name and a JSON block; V3.1: the name, then JSON. Both are read."""
+    """V3 and R1: `function`, then the name and a JSON block; V3.1: the name, then JSON."""
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     opens, sep, close = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     head = rf"{opens}(?:function{sep}(?=[^\s{{]))?(?P<name>[^\s<]+)(?:{sep}|\s*```json)"
@@ -125,7 +125,7 @@ def _kimi() -> MarkedFormat:
 
 def _mistral() -> list[MarkedFormat]:
     """`[TOOL_CALLS] [{"name": ...}, ...]`; since tokenizer version 11, `[TOOL_CALLS]NAME[ARGS]{...}` for each
-    call. Both are read.
+    call.
     """
     begin = "[TOOL_CALLS]"
     head = r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)"
@@ -162,7 +162,6 @@ def _lfm2(outer: str = "") -> MarkedFormat:
 
 
 _LFM2_RAW = r"'(?P<raw>.*?)'(?=\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z))))"
-"""Texts without escapes, as some LFM 2.5 templates write them."""
 
 
 def _gpt_oss() -> ChannelFormat:
@@ -207,9 +206,7 @@ def _muse_glimmer() -> ChannelFormat:
 
 @cache
 def families() -> list[tuple[tuple[str, ...], ToolFormat]]:
-    """Return (substrings of chat templates, format). The first match counts. Without a match, a name means
-    the last format of that name.
-    """
+    """Return (substrings of chat templates, format); the first match counts, or the last format of a name."""
     smol_lm2, hermes = _hermes()
     deepseek_v3, deepseek = _deepseek()
     mistral_v11, mistral = _mistral()
@@ -251,8 +248,8 @@ NO_TOOLS = (
 
 
 def find_tool_format(name: str, template: str, response_template: Any = None) -> ToolFormat:
-    """Return the format `name`; auto: the format that the chat template shows, else the tokenizer's
-    response template, else none. Raises ConfigError.
+    """Return the format `name`. auto: by the chat template, else the tokenizer's response template. Raises
+    ConfigError.
     """
     if ":" in name:
         return UserFormat.of(name)

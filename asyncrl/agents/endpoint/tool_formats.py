@@ -1,4 +1,4 @@
-"""Kinds of tool-call formats: how models write calls as text, and their parsers."""
+"""Tool-call formats and their parsers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 
 MAX_TOOLS = 128
-"""Limit of tools in a request and of calls in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """`content`: text outside the calls, None if empty; without calls, the whole answer verbatim."""
+    """`content`: text outside the calls, None if empty."""
 
     content: str | None
     tool_calls: tuple[ToolCall, ...] = ()
@@ -41,32 +40,26 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Parser of one tool-call format. This base, `none`, finds no calls."""
+    """Format without calls, and base of others."""
 
     name: str = "none"
     marks: Sequence[str] = ()
     call: str = ""
-    """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS up to its end. Empty if a call
-    cannot be forced.
-    """
+    """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS. Empty: no call can be forced."""
     _: KW_ONLY
     close: str | None = None
-    """Text that ends each call; a single-call answer stops at it."""
     joint: str | None = None
-    """Text between two calls; None allows one call per answer."""
+    """Text between calls; None: one call per answer."""
     thinking: Marks = THINKING
     refusal: str = ""
-    """Reason to refuse tools, if they are refused."""
 
     @property
     def opens(self) -> Sequence[str]:
-        """Markers of calls and thoughts. If special tokens, AnswerText(keep_special=opens) shows them."""
+        """Markers of calls and thoughts."""
         return (*self.marks, *self.thinking)
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Parse a whole answer, including its prefill. An answer with a malformed call is all text. `tools`
-        give unquoted arguments their types.
-        """
+        """An answer with a malformed call is all text. `tools` give unquoted arguments their types."""
         try:
             content, calls = self._read(text, tools)
         except MALFORMED:
@@ -74,25 +67,25 @@ class ToolFormat:
         return ParsedAnswer(content or None, tuple(calls)) if calls else ParsedAnswer(text)
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
-        """Return (text outside the calls, calls). Raises MALFORMED errors."""
+        """Raises MALFORMED errors."""
         return text, ()
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        """Return (final text from `start` on, the next start). A possible call is held back, with the white
-        space before it. The joined pieces are a prefix of parse(...).content.
+        """Return (final text from `start` on, the next start). The joined pieces are a prefix of
+        parse(...).content.
         """
         return text[start:], len(text)
 
     def prefill(self, name: str | None) -> str | None:
-        """Return the beginning of an answer that forces a call of this tool, or of any; None if not
-        supported. It does not end with a space, which is part of the next token.
+        """Return the beginning of an answer that forces a call of this or any tool. It must not end with a
+        space, part of the next token.
         """
         head = self.call.partition("ARGUMENTS")[0]
         head = head.partition("NAME")[0] if name is None else head.replace("NAME", name)
         return head.rstrip() or None
 
     def around(self, name: str) -> tuple[str, str] | None:
-        """Return the text before and after a call's JSON arguments; None if they are not JSON."""
+        """Return the text around a call's JSON arguments."""
         head, found, tail = self.call.partition("ARGUMENTS")
         return (head.replace("NAME", name), tail) if found else None
 
@@ -102,7 +95,6 @@ class ToolFormat:
 
 
 def _show_until(marker: str, text: str, start: int) -> tuple[str, int]:
-    """Hold back a marker, which may be incomplete at the end of the text."""
     at = text.find(marker, start)
     if at < 0:
         at = max(start, len(text) - overlap(text, marker))
@@ -112,8 +104,6 @@ def _show_until(marker: str, text: str, start: int) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class MarkedFormat(ToolFormat):
-    """Calls after the first of `marks`, with text before and between."""
-
     read: ReadCalls = json_calls("")
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
@@ -141,7 +131,7 @@ _BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 class LlamaFormat(ToolFormat):
     """Llama 3.1 to 3.3: JSON objects with "parameters" or "arguments", separated by `;`.
 
-    Text may precede only <|python_tag|>; JSON within text, and code after <|python_tag|>, is text.
+    Text may precede only <|python_tag|>; JSON within text, and code, is text.
     """
 
     name: str = "llama"
@@ -173,11 +163,11 @@ _START, _MESSAGE = "<|start|>assistant", "<|message|>"
 class ChannelFormat(ToolFormat):
     """Messages with a head that names their channel: a thought, a call, or the user.
 
-    `head`: pattern with a group `thought` or `call`, none for the user. `ends`: possible ends of a message.
-    `read`: returns the calls of (head, body, tools).
+    `head`: pattern with a group `thought` or `call`, none for the user. `read`: returns the calls of (head,
+    body, tools).
 
-    Content is the user's text without thoughts, which the templates refuse when sent back. From an unreadable
-    message on, or from the first call if a later message is unreadable, all text is content, without marks.
+    Templates refuse thoughts sent back, so they are dropped. From an unreadable message on, or from the first
+    call if a later message is unreadable, all text is content.
     """
 
     _: KW_ONLY
@@ -221,7 +211,7 @@ class ChannelFormat(ToolFormat):
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         pieces: list[str] = []
         shown = start
-        with contextlib.suppress(ValueError):  # an incomplete or invalid head
+        with contextlib.suppress(ValueError):
             for _, channel, body, end, behind in self._messages(text, max(text.rfind(_START, 0, start), 0)):
                 if channel == "call":
                     break
@@ -235,7 +225,7 @@ class ChannelFormat(ToolFormat):
         return "".join(pieces), shown
 
     def _messages(self, text: str, at: int) -> Iterator[tuple[str, str | None, int, int, int]]:
-        """Yield (head, channel, start and end of the body, start of the next message). Raises ValueError."""
+        """Yield (head, channel, start and end of the body, next start)."""
         while at < len(text):
             start = at + (len(_START) if text.startswith(_START, at) else 0)
             body = text.find(_MESSAGE, start)
@@ -254,7 +244,7 @@ class ChannelFormat(ToolFormat):
 
 @dataclass(frozen=True)
 class ResponseTemplateFormat(ToolFormat):
-    """A tokenizer's `response_template`, parsed by transformers. Text after the first call is dropped."""
+    """`response_template` of a tokenizer, parsed by transformers."""
 
     name: str = "response_template"
     _: KW_ONLY
@@ -262,7 +252,7 @@ class ResponseTemplateFormat(ToolFormat):
 
     @classmethod
     def of(cls, template: Any) -> ResponseTemplateFormat:
-        """Raises ConfigError if the template parses no tool calls."""
+        """Raises ConfigError if the template parses no calls."""
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -303,26 +293,22 @@ USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), 
 
 @dataclass(frozen=True)
 class UserFormat(ToolFormat):
-    """User-defined `parse(text)` of a whole answer. Arguments are a dict or a JSON text. A ValueError marks a
-    malformed call. Answers stream in one piece.
-    """
+    """User-defined `parse(text)` of a whole answer."""
 
     _: KW_ONLY
     function: Callable[[str], Any]
 
     @classmethod
     def of(cls, spec: str) -> UserFormat:
-        """Raises ConfigError if there is no such function of one text."""
         found = load_function(spec, "gateway.tool_format", usage=USAGE, arguments=("",))
         return cls(name=spec, function=found)
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
-        """Raises RolloutFailure for other errors or results."""
         try:
             found: Any = self.function(text)
         except (ValueError, RecursionError):
             return text, ()
-        except Exception as error:  # an error in user code is data, as in a reward function
+        except Exception as error:  # user errors are data, as in a reward function
             raise self._misused(raised(error)) from error
         has_content = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None)
         content, pairs = found if has_content else (None, found)

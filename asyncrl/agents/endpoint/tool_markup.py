@@ -1,4 +1,4 @@
-"""Read tool calls and arguments as models write them: JSON, tagged text, Python."""
+"""Parsers of tool calls: JSON, tagged text, Python."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""Tools of a request: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
+"""`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
-"""Errors of text that stays text."""
 _DECODER = json.JSONDecoder()
 
 
@@ -29,13 +28,12 @@ class ToolCall:
 
 
 ReadArguments: TypeAlias = Callable[[str, int, Mapping[str, Any]], tuple[dict[str, Any], int]]
-"""(text, start, parameter schema) -> (arguments, end)."""
+"""(text, start, schema) -> (arguments, end)."""
 ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int]]
-"""(text, end of the marker, tools) -> (calls, end)."""
+"""(text, start, tools) -> (calls, end)."""
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value at `at` and the start of the next token."""
     value, end = _DECODER.raw_decode(text, skip(SPACE, text, at))
     return value, skip(SPACE, text, end)
 
@@ -51,7 +49,6 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """Raises ValueError for a call that no harness could send back."""
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
         raise ValueError("a call needs the name of a tool and an object of arguments")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -60,13 +57,12 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
 
 
 def call_of(value: Any, keys: Sequence[str]) -> ToolCall:
-    """Return the call `{"name": ..., KEY: {...}}`, where exactly one key of `keys` is present."""
+    """Return the call `{"name": ..., KEY: {...}}` with a key of `keys`."""
     (arguments,) = [value[key] for key in keys if key in value]
     return make_call(value.get("name"), arguments)
 
 
 def json_calls(end: str) -> ReadCalls:
-    """Read JSON calls, or lists of them, followed by `end`."""
     ends = re.compile(end)
 
     def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
@@ -86,7 +82,7 @@ def named_calls(
     head: str, read_arguments: ReadArguments, tail: str, *, between: str | None = None, end: str = ""
 ) -> ReadCalls:
     """Read calls that begin with their name. Patterns: `head` has a group `name`, `tail` ends a call,
-    `between` separates calls (None: a single call), `end` follows the last.
+    `between` separates calls, `end` follows the last.
     """
     heads, tails, ends = map(re.compile, (head, tail, end))
     gaps = None if between is None else re.compile(between)
@@ -126,9 +122,7 @@ def json_arguments(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[
 
 
 def tagged(pattern: str) -> ReadArguments:
-    """Read tagged arguments with the schema's types. Groups: `key`, `value`, optionally `string` ("true": the
-    value is text).
-    """
+    """Read tagged arguments. Groups: `key`, `value`, optionally `string` ("true": text)."""
     arguments = re.compile(pattern, re.DOTALL)
 
     def read(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -149,7 +143,7 @@ def rewritten(tokens: str, outer: str = "") -> ReadArguments:
     """Read `{key:value}` or `(key=value)` by rewriting its tokens to JSON.
 
     `tokens`: pattern of strings (group `raw`, or `escaped` with Python escapes) and unquoted keys (`key`).
-    `outer`: tokens that take precedence outside of lists and objects.
+    `outer`: tokens outside of lists and objects.
     """
     inner = rf"[ \t\n\r]+|{tokens}|(?P<word>[-+.\w]+)|(?P<mark>[{{}}()\[\],:=])"
     in_depth = re.compile(inner, re.DOTALL)
@@ -178,7 +172,6 @@ _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)|\"", re.DOTALL)
 
 
 def _escaped(text: str) -> str:
-    """Return the JSON of a Python string. Unknown escapes stay unchanged."""
     return f'"{_ESCAPE.sub(_escape, text)}"'
 
 
@@ -201,15 +194,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- types of unquoted arguments
 
 MAX_SCHEMAS = 64
-"""Limit of schema parts searched for a type."""
 _TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 
 
 def typed(raw: str, key: str, schema: Mapping[str, Any]) -> Any:
     """Parse `raw` as JSON if the parameter's type allows it; otherwise it is text.
 
-    Without a type, quoted strings stay text, because templates write text unquoted. True, False and None need
-    a schema with their type.
+    Without a type, quoted strings stay text, because templates write text unquoted.
     """
     properties = schema.get("properties")
     types = _types(properties.get(key), schema) if isinstance(properties, Mapping) else set()
@@ -228,7 +219,6 @@ def typed(raw: str, key: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it is silent or too long."""
     found: set[str] = set()
     waiting = [schema]
     for _ in range(MAX_SCHEMAS):
@@ -250,7 +240,6 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
 
 def _at_path(root: Any, path: str) -> Any:
-    """Return the schema at a path such as "#/$defs/Color", or None."""
     for step in path.split("/")[1:]:
         root = root.get(step) if isinstance(root, Mapping) else None
     return root

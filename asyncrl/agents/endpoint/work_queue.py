@@ -1,4 +1,4 @@
-"""Queued and held work items, and their workers. Pure: no HTTP, no clock."""
+"""Work items and their workers. Pure: no HTTP, no clock."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import WorkItem
 
 WorkerId = tuple[str, str]
-"""Worker name, and a random text of its process, since names may repeat."""
+"""(name, random text of the process)."""
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
-    """Return a 403: a session's key sets no reward."""
     why = f"This key samples and sets no reward: generator.outcomes={outcomes} says where rewards come from."
     return ApiError(403, why, code="outcome_refused", headers=NO_RETRY)
 
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """A work item. `started` is called whenever a worker takes it, `ended` once, with the result."""
+    """`started` may be called repeatedly, `ended` once."""
 
     item: WorkItem
     started: Callable[[], None]
@@ -43,17 +42,15 @@ class WorkerRecord:
     last_seen_s: float = 0.0
     slots: int = 0
     last_number: int = -1
-    """Number of its last request for work."""
     held: dict[str, QueuedItem] = field(default_factory=dict)
 
 
 class WorkItems:
     """Work items between run() and their end.
 
-    Life: add -> queued -> take -> held -> ended, by a result, by its worker's silence, or withdrawn. An item
-        that never reached its worker returns to the front of the queue.
-    Invariant: every item ends once, in _end; a held item is in `held` of one worker, a queued item in none.
-        Rewards have only the source that `outcomes` names (_counted).
+    Life: queued -> held -> ended, by a result, by its worker's silence, or withdrawn.
+
+    Invariant: every item ends once, in _end.
     """
 
     def __init__(self, outcomes: Outcomes) -> None:
@@ -61,7 +58,7 @@ class WorkItems:
         self._items: dict[str, QueuedItem] = {}
         self._by_key: dict[str, QueuedItem] = {}
         self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
-        self._ended = Expired(3 * MAX_EXPIRED)  # by item, and by its two keys
+        self._ended = Expired(3 * MAX_EXPIRED)  # by item, and by both keys
         self.workers: dict[WorkerId, WorkerRecord] = {}
 
     @property
@@ -81,9 +78,7 @@ class WorkItems:
         self.workers.setdefault(worker_id, WorkerRecord()).last_seen_s = now_s
 
     def ask(self, worker_id: WorkerId, number: int, holding: Collection[str]) -> bool:
-        """Begin a request for work; return false for an old one. Requeue items that the worker did not
-        receive.
-        """
+        """Return false for an old request. Requeue items lost in transit."""
         worker = self.workers[worker_id]
         if number <= worker.last_number:
             return False
@@ -112,9 +107,7 @@ class WorkItems:
         return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
 
     def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> str | None:
-        """Accept a worker's result; of an outcome, only the parts that `outcomes` allows. Return the reason
-        for a refusal.
-        """
+        """Accept a worker's result, or return the reason for a refusal."""
         item = self._items.get(item_id)
         if item is None or item.worker != worker_id:
             return self._why(item_id)
@@ -124,9 +117,7 @@ class WorkItems:
         return None
 
     def find_postable(self, key: str) -> QueuedItem:
-        """Return the item whose outcome is posted with this key; the last post counts. Raises ApiError: 401
-        for an unknown key, 403 for a session's key, 410 for an ended item.
-        """
+        """Raises ApiError: 401 for an unknown key, 403 for a session's key, 410 for an ended item."""
         item = self._by_key.get(key)
         if item is None:
             raise self._ended.error(key)
@@ -139,7 +130,6 @@ class WorkItems:
             self._end(item, None, why)
 
     def drop_worker(self, worker_id: WorkerId, what: str, *, rule: str, way_out: str) -> int:
-        """Remove a worker and fail its items as data; return their number."""
         worker = self.workers.pop(worker_id)
         why = f"worker {worker_id[0]} {what}"
         for item in list(worker.held.values()):

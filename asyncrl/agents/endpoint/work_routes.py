@@ -1,7 +1,4 @@
-"""HTTP routes that give work items to harness workers, which long-poll.
-
-Each message is a sign of life for all of a worker's items.
-"""
+"""HTTP routes for harness workers, which long-poll."""
 
 from __future__ import annotations
 
@@ -35,28 +32,25 @@ FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
 Handler = Callable[[Request], Awaitable[Message]]
 CHECKS_PER_LEASE = 20
 LATE_S = 1.0
-"""Delay of a silence check that means this process was stopped; waiting messages are read before the next."""
+"""A check this late means that this process was stopped."""
 
 _WITHDRAWN = "the rollout ran past rollout.timeout_s, its group was requeued, or the run ends"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RolloutQueue:
-    """WorkQueue for harness workers, on the gateway's port.
+    """WorkQueue for harness workers.
 
-    Life: made inside the loop -> routes() mounted -> aclose().
     Waits: run waits for a result, or until its worker has been silent for lease_timeout_s of running event
-        loop. A /work/take poll waits for work, MAX_WAIT_S at most. wait_no_workers waits until the last
-        worker has left or is dropped.
-    Invariant: each run() ends once, by its worker's one accepted result or by a RolloutFailure; see
-        WorkItems.
+    loop. A /work/take poll waits for work, MAX_WAIT_S at most.
+
+    Invariant: each run() ends once, by its worker's one accepted result or by a RolloutFailure.
     """
 
     worker_key: str
     model: str
     lease_timeout_s: float
     task_seed: Callable[[Work], int]
-    """Seed for the harness's own draws."""
     outcomes: Outcomes = "returned"
     give_answer: bool = False
 
@@ -71,7 +65,7 @@ class RolloutQueue:
         self._last_seen_s = self._clock()
         self._is_closed = False
         self.is_over = False
-        """The run is done: workers are dismissed. Set before aclose."""
+        """Workers are dismissed. Set before aclose."""
         self._num_given = 0
         self._num_lost = 0
 
@@ -79,7 +73,6 @@ class RolloutQueue:
         workers = self._items.workers.values()
         return {
             "harness/queued": self._items.num_queued,
-            "harness/leased": self._items.num_held,
             "harness/workers": len(workers),
             "harness/unseen_s": self._clock() - self._last_seen_s,
             "harness/leases": self._num_given,
@@ -91,12 +84,11 @@ class RolloutQueue:
         return f"harnesses ({queued} wait for a worker, {held} run on {workers} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Run the work on a worker. `started` is called again if the item never reached the first worker."""
         item = self._make_item(work)
         done: asyncio.Future[Outcome | RolloutFailure] = asyncio.get_running_loop().create_future()
 
         def ended(result: Outcome | RolloutFailure) -> None:
-            if not done.done():  # run() was just cancelled otherwise
+            if not done.done():
                 done.set_result(result)
 
         self._items.add(QueuedItem(item, started, ended))
@@ -122,14 +114,13 @@ class RolloutQueue:
         self._takers |= {key: take, sampling_key: None}
 
     async def aclose(self) -> None:
-        """Answer waiting polls, and give out no more work; accept results. Idempotent."""
+        """Answer waiting polls, and give out no more work."""
         self._is_closed = True
         self._wake()
         if self._silence is not None:
             self._silence.cancel()
 
     async def wait_no_workers(self) -> None:
-        """Wait until `harness/workers` is 0. After aclose, silent workers are not dropped."""
         while self._items.workers:
             await self._changed.wait()
 
@@ -155,7 +146,7 @@ class RolloutQueue:
 
     async def _take(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.TakeRequest)
-        if self._is_closed and not self.is_over:  # after an empty answer it would ask again at once
+        if self._is_closed and not self.is_over:  # it would ask again at once
             raise Refused(503, "the run ends", way_out="wait until it is started again.")
         self._items.workers[worker_id].slots = message.slots
         is_new = self._items.ask(worker_id, message.number, message.holding)
@@ -171,11 +162,10 @@ class RolloutQueue:
     async def _wait_items(
         self, request: Request, message: wire.TakeRequest, worker_id: WorkerId
     ) -> list[QueuedItem]:
-        """Return none after the time limit, or if the worker asked again or left."""
         worker = self._items.workers[worker_id]
         wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
         until_s = asyncio.get_running_loop().time() + wait_s
-        self._wake()  # items lost in transit were queued again; an older poll of this worker ends
+        self._wake()  # ends this worker's older poll
         while True:
             is_known = self._items.workers.get(worker_id) is worker and worker.last_number == message.number
             if self._is_closed or not is_connected(request) or not is_known:
@@ -206,7 +196,6 @@ class RolloutQueue:
         return wire.Accepted()
 
     async def _outcome(self, request: Request) -> Response:
-        """Raises ApiError, since a harness posts. Check the key before reading the body."""
         key = shown_key(request)
         take = self._takers.get(key)
         if take is None and key in self._takers:
@@ -235,16 +224,13 @@ class RolloutQueue:
         return message, worker_id
 
     def _check_silence(self, due_s: float) -> None:
-        """Drop silent workers, and check again as long as there are workers."""
         now_s = self._clock()
         if now_s - due_s < LATE_S:
             for worker_id, worker in list(self._items.workers.items()):
                 silent_s = now_s - worker.last_seen_s
                 if silent_s > self.lease_timeout_s:
                     rule = f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit"
-                    way_out = (
-                        "read its log; run what blocks its event loop in asyncio.to_thread, or raise it."
-                    )
+                    way_out = "read its log; run blocking calls in asyncio.to_thread, or raise it."
                     what = f"gave no sign of life for {silent_s:.1f} s"
                     self._drop(worker_id, what, rule=rule, way_out=way_out)
         self._silence = None
@@ -288,7 +274,7 @@ class RolloutQueue:
 
 
 async def _read(request: Request, parse: Callable[[bytes], Read], max_bytes: int) -> Read:
-    """Raises Refused: 413 if it is too large, 422 with the first wrong field."""
+    """Raises Refused: 413 if too large, 422 with the first wrong field."""
     try:
         return parse(await read_body(request, max_bytes))
     except ApiError as error:

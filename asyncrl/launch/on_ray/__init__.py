@@ -1,1 +1,1 @@
-"""Start processes of a run on the nodes of a Ray cluster."""
+"""Launcher for Ray clusters."""

@@ -1,4 +1,4 @@
-"""Download exported weights from the trainer's node, once for all engines of a node."""
+"""Download of exported weights, once per node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_st
 from asyncrl.messages.engine_api import FileRequest
 
 NUM_KEPT = 2
-"""The current file and the next one."""
 RETRY_S = 0.5
 SILENT_S = 10.0
 """Silence after which the trainer is lost."""
@@ -20,19 +19,15 @@ CHUNK_BYTES = 2**22
 
 
 class FetchedFiles:
-    """Weight files in the shared memory of one node."""
-
     def __init__(self) -> None:
-        """Raises RoomError without a place for the files. Blocks."""
+        """Raises RoomError without space. Blocks."""
         clear_stale_staging()
         self.folder = new_staging_dir()
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._kept = defaultdict[str, list[Path]](list)
 
     async def fetch(self, request: FileRequest) -> str:
-        """Return the local path, after a download if needed. Raises OSError if the file does not fit, or
-        the trainer is silent or refuses it.
-        """
+        """Return the local path. Raises OSError."""
         async with self._locks[request.purpose]:
             path = self.folder / f"{request.purpose}-{request.key}.safetensors"
             kept = self._kept[request.purpose]
@@ -52,7 +47,7 @@ class FetchedFiles:
 
 
 async def download(request: FileRequest, path: Path) -> None:
-    """Download a file, again if the connection breaks. Raises ConnectionError after SILENT_S without data."""
+    """Raises ConnectionError after SILENT_S without data."""
     clock = asyncio.get_running_loop().time
     part = path.with_suffix(".part")
     limits = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S)

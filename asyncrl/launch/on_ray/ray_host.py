@@ -1,8 +1,4 @@
-"""Ray actor that holds the processes of a run on one node. The controller's end is ray_node.py.
-
-The processes are children of the actor: when it ends in any way, their standard inputs close, and they clean
-up and exit, as on one machine. Logs and specs go to the run directory, which all nodes share.
-"""
+"""Ray actor that holds a node's processes: when it ends, their standard inputs close and they clean up."""
 
 from __future__ import annotations
 
@@ -23,27 +19,20 @@ from asyncrl.launch.processes import ChildProcess, ProcessSpec, free_port_at
 from asyncrl.messages.engine_api import FileRequest
 
 RUNTIME_ENV = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
-"""Keeps Ray from sending SIGKILL to our processes, which would leave weights in shared memory."""
+"""Ray's SIGKILL would leave weights in shared memory."""
 REMOVE_AFTERWARDS = 'cat > /dev/null; rm -rf "$0"'
-"""Script that removes a folder once its standard input ends."""
 
 
 def describe(num_cuda: int) -> tuple[Machine, NodeReport]:
-    """Return this node with its first `num_cuda` devices. Runs in a Ray task, which hides devices."""
+    """Return this node with its first `num_cuda` devices; Ray tasks hide devices."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     machine = replace(this_machine(), cuda=find_cuda_devices()[:num_cuda])
     return machine, inspect_node(NodeRequirements())
 
 
 class Host:
-    """Starts, watches and ends the processes of a run on its node.
-
-    Life: ready() -> start(), any number -> ends() reports exit codes -> end().
-    Waits: ends() sleeps at most as long as its caller allows.
-    """
-
     def __init__(self, address: str, numbers: Sequence[int]) -> None:
-        """Initialize. `numbers`: the CUDA devices' numbers in the placement, in Ray's order."""
+        """`numbers`: placement numbers of the CUDA devices, in Ray's order."""
         self._address = address
         self._numbers = numbers
         self._files = FetchedFiles()
@@ -65,7 +54,7 @@ class Host:
         return await asyncio.to_thread(inspect_node, requirements)
 
     async def start(self, key: str, spec: ProcessSpec) -> tuple[str, int | None] | ConfigError:
-        """Start a process under a new key; return its URL and process id."""
+        """Return (URL, process id) of a process under a new key."""
         if fork_server.current is None and spec.python is None:
             fork_server.current = fork_server.ForkServer()
         child = ChildProcess(spec, child_environ(spec.devices, self._cuda), self._address)
@@ -79,7 +68,7 @@ class Host:
         return child.url, child.pid
 
     async def ends(self, wait_s: float) -> Mapping[str, int]:
-        """Return the exit codes of ended processes, after at most `wait_s` seconds."""
+        """Return exit codes of ended processes, after at most `wait_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
@@ -88,9 +77,9 @@ class Host:
         return {key: code for key, code in codes.items() if code is not None}
 
     async def end(self, key: str) -> tuple[int | None, str]:
-        """End a process and its group; return its exit code and describe survivors."""
+        """End a process group; return (exit code, survivors as text)."""
         child = self._children.get(key)
-        if child is None:  # its start was refused
+        if child is None:
             return None, ""
         await child.aclose()
         self._children.pop(key)

@@ -1,8 +1,7 @@
-"""Start the processes of a run on the nodes of an existing Ray cluster.
+"""Start processes on an existing Ray cluster.
 
-On each node an actor (ray_host.py) holds them, in a bundle of one placement group pinned to the node: a CPU
-per process, and the CUDA devices. The controller joins as a driver: when it ends in any way, Ray ends the
-actors, and so the processes.
+One placement group has a bundle and an actor (ray_host.py) per node. Ray ends the actors with the controller,
+its driver.
 """
 
 from __future__ import annotations
@@ -32,24 +31,21 @@ from asyncrl.messages.engine_api import FileRequest
 logger = logging.getLogger("asyncrl.launch.on_ray.ray_launcher")
 
 DESCRIBE_S = 120.0
-"""Limit for each node's first answer: Ray starts a Python there."""
+"""Limit for a node's first answer, from a new Python."""
 HOLD_S = 600.0
-"""Limit on waiting for resources that others hold."""
 ANSWER_S = 5.0
-"""Limit for the head to accept a connection."""
 CLOSE_S = 10.0
 PIN = 0.001
-"""Amount of a node's unique resource, which pins a bundle there."""
+"""It pins a bundle to its node."""
 
 
 class RayLauncher(Launcher):
-    """Launcher on Ray. `address`: HOST:PORT of the head; "": RAY_ADDRESS, or the cluster on this machine."""
+    """`address`: HOST:PORT of the head; "": RAY_ADDRESS, or the local cluster."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self._resources = list[dict[str, float]]()
         self._versions = dict[str, str]()
-        """Versions of packages that all nodes share."""
         self._held = dict[int, RayNode]()
         self._group: Any = None
 
@@ -92,7 +88,7 @@ class RayLauncher(Launcher):
                 log_to_driver=False,
                 configure_logging=False,
             )
-            # Ray prints node failures with pages of logs, even with logs off; we report them ourselves
+            # Ray logs node failures by the page; we report them
             ray._private.worker._worker_logs_enabled = False
         except (OSError, RuntimeError, ValueError) as error:
             where = f"at {address}" if address else "here, and RAY_ADDRESS names none"
@@ -104,7 +100,6 @@ class RayLauncher(Launcher):
             ) from error
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
-        """Reserve one bundle per node, in one placement group, and start an actor in each."""
         bundles = list[dict[str, float]]()
         for number, devices in parts.items():
             num_cuda = len({name for name in devices if name.startswith("cuda:")})
@@ -126,13 +121,13 @@ class RayLauncher(Launcher):
                 raise ConfigError(
                     f"the run takes {value:g} {name} of the node {node}, which has {has:g} for Ray",
                     rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
-                    way_out=f"place less there, or use `ray start ... --num-{name.lower()}s={value:g}`.",
+                    way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
                 )
 
     async def _reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
         group = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
         with waiting("the devices of the run, until Ray frees them", on="Ray"):
-            for _ in range(int(HOLD_S)):  # short waits leave no thread in Ray at the end
+            for _ in range(int(HOLD_S)):  # short waits leave no thread in Ray
                 if await asyncio.to_thread(group.wait, 1.0):
                     self._group = group
                     return
@@ -141,11 +136,11 @@ class RayLauncher(Launcher):
             "launcher",
             f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
             rule="the devices of a run are reserved until it ends",
-            way_out="end other programs there (`ray status` lists the usage), or place less.",
+            way_out="end other programs (see `ray status`), or place less.",
         )
 
     def _make_actor(self, index: int, node: Node, devices: Sequence[str]) -> Any:
-        """Create the actor of a node. Raises ConnectionError if Ray has no node at its address."""
+        """Raises ConnectionError if Ray lacks the node."""
         if node.address not in {record["NodeManagerAddress"] for record in _alive()}:
             raise ConnectionError(f"Ray has no node at {node.address}")
         numbers = sorted({int(name[5:]) for name in devices if name.startswith("cuda:")})
@@ -180,7 +175,6 @@ class RayLauncher(Launcher):
             self._group = None
 
     def close(self) -> None:
-        """Leave the cluster, without waiting for a lost head."""
         leaving = threading.Thread(target=ray.shutdown, name="leave Ray", daemon=True)
         leaving.start()
         leaving.join(CLOSE_S)

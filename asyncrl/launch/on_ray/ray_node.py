@@ -1,4 +1,4 @@
-"""Controller's end of a Ray node: its actor (ray_host.py) and processes."""
+"""Controller's end of a Ray node."""
 
 from __future__ import annotations
 
@@ -23,26 +23,21 @@ from asyncrl.launch.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, Process, P
 logger = logging.getLogger("asyncrl.launch.on_ray.ray_node")
 
 POLL_S = 5.0
-"""Longest wait of a poll for ended processes."""
 RETRY_S = 0.5
 LOST_S = 15.0
-"""Silence after which a node is lost."""
 ACTOR_S = 120.0
-"""Limit for a new actor's first answer: Ray starts a Python."""
 START_S = 180.0
-"""Limit for a start, which may include a fork server's imports from a slow disk."""
+"""Limit for a start, with imports from a slow disk."""
 END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
 LOST_ERRORS = (TimeoutError, ConnectionError, RayError)
-"""Raised if the actor, the node or the head is lost or silent."""
 _keys = itertools.count()
 
 
 class RayNode:
-    """A node of the run and its actor.
+    """A node and its actor.
 
-    Life: open() -> up -> lost: the actor died, or gave no answer for LOST_S -> open(), with a new actor ->
-        aclose().
-    Waits: one task polls the actor for ended processes; each call has a limit.
+    Life: open() -> up -> lost (actor died, or silent for LOST_S) -> open() with a new actor -> aclose().
+    Waits: one task polls for ended processes; each call has a limit.
     """
 
     def __init__(
@@ -52,10 +47,8 @@ class RayNode:
         requirements: NodeRequirements,
         versions: dict[str, str],
     ) -> None:
-        """Initialize. `make` creates the actor; `versions`: of the packages of all nodes."""
         self.node = node
         self.processes = dict[str, RayProcess]()
-        """Running ones by key."""
         self._make = make
         self._requirements = requirements
         self._versions = versions
@@ -65,7 +58,6 @@ class RayNode:
         self._turn = asyncio.Lock()
 
     def gone(self, name: str, how: str = "") -> NodeLost:
-        """Return the loss of this node, as the end of a process on it."""
         return NodeLost(
             name,
             f"the node {self.node.name} ({self.node.address}) {how or f'is gone: {self._lost}'}",
@@ -74,7 +66,7 @@ class RayNode:
         )
 
     async def open(self) -> None:
-        """Start an actor unless one answers. Raises NodeLost, ConfigError for unmet requirements."""
+        """Start an actor unless one answers. Raises NodeLost or ConfigError."""
         async with self._turn:
             if not self._lost:
                 return
@@ -92,7 +84,7 @@ class RayNode:
             self._polling = asyncio.ensure_future(self._poll())
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
-        """Call a Host method. Raises NodeLost without an answer, RoomError if the method raised."""
+        """Call a Host method. Raises NodeLost without an answer, RoomError if it raised."""
         if self._lost:
             raise self.gone(self.node.name)
         try:
@@ -130,7 +122,7 @@ class RayNode:
             return await asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
 
     async def _poll(self) -> None:
-        """Ask for ended processes until the node is lost. A broken connection may come back within LOST_S."""
+        """Connections may recover within LOST_S."""
         clock = asyncio.get_running_loop().time
         heard_s = clock()
         while True:
@@ -156,10 +148,7 @@ class RayNode:
 
 
 class RayProcess(Process):
-    """Process on a Ray node."""
-
     def __init__(self, on: RayNode, spec: ProcessSpec, *, is_here: bool) -> None:
-        """Initialize. `is_here`: the node is the controller's own machine."""
         super().__init__(spec.name, spec.log_path)
         self.key = f"{spec.name}-{next(_keys)}"
         self._on = on
@@ -188,7 +177,7 @@ class RayProcess(Process):
         return f"{self._place()} {how}"
 
     async def start(self) -> None:
-        """Start without waiting for readiness. Raises NodeLost, or ConfigError if its Python is missing."""
+        """Raises NodeLost or ConfigError."""
         with contextlib.suppress(OSError):
             self._log_start = self._spec.log_path.stat().st_size
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
@@ -209,7 +198,6 @@ class RayProcess(Process):
         return RayProcess(self._on, self._spec, is_here=self._is_here)
 
     async def wait(self) -> None:
-        """Sleep until the process or its node is gone."""
         await self._ended.wait()
 
     def death(self) -> RoomError:
@@ -248,7 +236,6 @@ class RayProcess(Process):
 
 
 def _reason(error: Exception) -> str:
-    """Return the line with the reason, without the long texts of Ray and gRPC."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = next(
         (line for line in lines if "because" in line or "detail" in line), (lines or ["no answer"])[-1]

@@ -45,12 +45,12 @@ Curve = dict[str, list[float | None]]
 """`mean`, `low` and `high` of each bucket of neighboring steps; only `mean` if each bucket is one step."""
 
 
-def view_run(run_dir: str | Path, steps: Steps | None = None) -> dict[str, Any]:
-    """Return the data of a run for the page; `problems` lists unreadable data. `steps`: read already.
+def view_run(run_dir: str | Path) -> dict[str, Any]:
+    """Return the data of a run for the page; `problems` lists unreadable data.
 
     Raises ConfigError if `run_dir` is not a run directory or its config cannot be read.
     """
-    files = read_files(run_dir, steps)
+    files = read_files(run_dir)
     folder = files.run_dir
     config = files.config
     steps = files.steps

@@ -21,7 +21,6 @@ from asyncrl.base.errors import AsyncrlError
 from asyncrl.observe.page.render import make_page, render
 from asyncrl.observe.page.view import view_run
 from asyncrl.observe.run_dir import CONFIG_FILE
-from asyncrl.observe.run_numbers import GrowingSteps
 from asyncrl.observe.web import IDLE_S, MAX_CONNECTIONS, bind, is_local, make_app
 
 READ_SHARE = 0.2
@@ -33,7 +32,7 @@ class LivePage:
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
         self.page = make_page([], is_live=True)
-        self._steps = {run_dir: GrowingSteps(run_dir) for run_dir in run_dirs}
+        self._run_dirs = run_dirs
         self._seen: Any = None
         self._next_s = 0.0
         self._reading = asyncio.Lock()
@@ -49,13 +48,12 @@ class LivePage:
             return self.page
 
     def _read(self) -> None:
-        runs = [folder for folder in self._steps if (folder / CONFIG_FILE).is_file()]
+        runs = [folder for folder in self._run_dirs if (folder / CONFIG_FILE).is_file()]
         try:
             stats = [(path, path.stat()) for folder in runs for path in sorted(folder.glob("*.json*"))]
             seen = runs, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
             if seen != self._seen:
-                views = [view_run(folder, self._steps[folder].read()) for folder in runs]
-                self.page = make_page(views, is_live=True)
+                self.page = make_page(list(map(view_run, runs)), is_live=True)
                 self._seen = seen
         except (AsyncrlError, OSError):  # a file that is being replaced: keep the last page
             return

@@ -1,1 +1,1 @@
-"""The trainer's policy model: construction, sharding, packing, evaluation."""
+"""The trainer's policy model."""

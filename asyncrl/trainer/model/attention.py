@@ -1,13 +1,7 @@
-"""Attention over packed tokens without padding; shared tokens exist once.
+"""Attention over packed tokens without padding; shared prefixes are computed once (tree.py).
 
-A path's tokens attend causally to their own path, and to earlier paths up to the branching point (tree.py).
-Partial results are merged exactly by their log-sum-exps. In the backward pass each partial flash kernel gets
-the merged output and log-sum-exp, so the gradients add up exactly.
-
-Kernels: flash attention on CPU and, for bfloat16 and float16, on CUDA; otherwise plain SDPA per sequence.
-Grouped-query heads (K < H) are never expanded. Registered with transformers as ATTENTION; layers get the
-keyword `packed_layout`. The operator takes a layout's number, so that torch.compile sees one operator and a
-tensor.
+Partial results are merged by their log-sum-exps; each flash kernel's backward pass gets the merged output
+and log-sum-exp, so the gradients add up exactly.
 """
 
 from __future__ import annotations
@@ -35,7 +29,6 @@ _varlen_backward = torch.ops.aten._flash_attention_backward
 
 ATTENTION = "asyncrl_packed"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Keywords of unsupported attention variants."""
 
 
 _layouts: WeakValueDictionary[int, Layout] = WeakValueDictionary()
@@ -43,7 +36,7 @@ _numbers = itertools.count()
 
 
 class CannotPackError(Exception):
-    """A model's attention cannot be packed."""
+    pass
 
 
 def attention(
@@ -54,9 +47,7 @@ def attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim]. Without a layout it is
-    plain SDPA.
-    """
+    """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
     layout: Layout | Tensor | None = options.pop("packed_layout", None)
     windows: set[int] = options.pop("windows_seen", set())
     if layout is None:
@@ -94,9 +85,6 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, 
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Compute the same with SDPA, for any device and dtype: each sequence's last stretch with a copy of its
-    earlier keys.
-    """
     output = torch.empty_like(query)
     for runs in layout.rows:
         own = slice(runs[-1][0], sum(runs[-1]))
@@ -142,11 +130,11 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
 def _merged_backward(
     tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float
 ) -> list[Tensor]:
-    """Return the inputs' gradients. `tensors`: gradient of the output, query, key, value, output."""
+    """Return gradients. `tensors`: output gradient, query, key, value, output."""
     _, *inputs, _ = tensors
     query = inputs[0]
     run = _backward_cuda if query.is_cuda else _backward_cpu
-    # Shared tokens get many gradients, summed in float32.
+    # Shared tokens sum many gradients, in float32.
     is_sum = len(layout.passes) > 1
     wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
     totals = [torch.zeros_like(tensor, dtype=wide) for tensor in inputs]
@@ -161,7 +149,7 @@ def _merged_backward(
 
 
 def number_of(layout: Layout) -> Tensor:
-    """Return a number for the layout, int64 on CPU. Keep the layout until the backward pass has run."""
+    """Return a number for the layout; keep the layout until the backward pass."""
     number = next(_numbers)
     _layouts[number] = layout
     return torch.tensor(number)
@@ -169,8 +157,8 @@ def number_of(layout: Layout) -> Tensor:
 
 @torch.library.custom_op("asyncrl::packed_attention", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return packed_attention as [1, N, H, D], like attention(), and its log-sum-exp [1, N, H]."""
-    # A token's heads are contiguous, for fast gathering.
+    """Return output [1, N, H, D] and log-sum-exp [1, N, H]."""
+    # Contiguous heads per token gather faster.
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
     output, logsum = _merged(query, key, value, _layouts[int(number)], scale)
     return output.transpose(1, 2).contiguous(), logsum.transpose(1, 2).contiguous()
@@ -224,9 +212,7 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
 def choose_flash(capability: tuple[int, int]) -> str:
-    """Activate FA3 (https://arxiv.org/abs/2407.08608) if it is installed and fits this compute capability;
-    return the version in use.
-    """
+    """Activate and return FA3 (https://arxiv.org/abs/2407.08608) if this compute capability supports it."""
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or capability != (9, 0) or importlib.util.find_spec("flash_attn_interface") is None:
         return "FA2"
@@ -235,7 +221,6 @@ def choose_flash(capability: tuple[int, int]) -> str:
 
 
 def _by_token(tensor: Tensor) -> Tensor:
-    """Return [1, H, N, D] in the memory order of [1, N, H, D]."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -250,7 +235,7 @@ def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
 
 
 def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q] of this call. `tensors`: query, key, value."""
+    """Return output [1, H, Q, D] and log-sum-exp [1, H, Q]."""
     query, key, value = tensors
     tiles = call.tiles
     if tiles is None:
@@ -269,7 +254,6 @@ def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) ->
 def _backward_cpu(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return gradients of query, key and value. `tensors` as in _merged_backward."""
     tiles = call.tiles
     if tiles is None:
         own, keys = call.queries, call.keys
@@ -279,7 +263,7 @@ def _backward_cpu(
     own, keys = tiles.query_R, tiles.key_R
     places = zip(tensors, (own, own, keys, keys, own), strict=True)
     chosen = [_at(tensor, place, tiles.num_rows) for tensor, place in places]
-    # Probabilities are exp(score - logsum): 0 for missing queries, and so are their gradients.
+    # exp(score - logsum) and the gradient are 0 for missing queries.
     logsum_R = logsum[0].t().index_select(0, own).index_fill_(0, tiles.no_queries, torch.inf)
     seen = {"attn_mask": tiles.mask.to(chosen[1].dtype), "scale": scale}
     found = _flash_backward(*chosen, _by_row(logsum_R, tiles.num_rows), 0.0, False, **seen)
@@ -288,7 +272,6 @@ def _backward_cpu(
 
 
 def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Like _forward_cpu, all sequences in one launch."""
     places = zip(tensors, (call.queries, call.keys, call.keys), strict=True)
     rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
     output, logsum, *_ = _varlen(*rows, *_lengths(call, tensors[0].device), False, scale=scale)
@@ -298,7 +281,6 @@ def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -
 def _backward_cuda(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
-    """Like _backward_cpu, all sequences in one launch."""
     own, keys, device = call.queries, call.keys, logsum.device
     places = zip(tensors, (own, own, keys, keys, own), strict=True)
     rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
@@ -315,5 +297,4 @@ def _lengths(call: KernelCall, device: torch.device) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=256)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int32 [len + 1] on the device, shared by all layers."""
     return to_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)

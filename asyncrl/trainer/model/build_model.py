@@ -1,4 +1,4 @@
-"""Build model and master weights from a TrainerSpec. Every failure is a ConfigError."""
+"""Build the model and master weights. Every failure is a ConfigError."""
 
 from __future__ import annotations
 
@@ -33,15 +33,12 @@ log = logging.getLogger("asyncrl.trainer")
 
 
 class MasterWeights:
-    """Named float32 weights for the optimizer, under a model that computes in bfloat16; micro-batch gradients
-    are summed in float32. Float32 parameters are their own masters, like FSDP's shards.
+    """Float32 weights for the optimizer, under a bfloat16 model.
 
-    Invariant: outside of a step the model's weights are the masters, rounded to its dtype unless the model
-    keeps them in float32.
+    Invariant: outside of a step the model's weights are the rounded masters.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Convert `model`, which holds float32 weights, to `dtype`."""
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.then: Callable[[], None] = lambda: None
         if dtype == torch.float32:
@@ -82,9 +79,8 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
 def sharded_policy(
     policy: Policy, ranks: Ranks, dtype: torch.dtype, whole: nn.Module | None, *, is_offloaded: bool
 ) -> Policy:
-    """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model. Parameters become float32
-    shards; each decoder layer is gathered in the run's dtype, and its gradient is summed over ranks in
-    float32.
+    """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model. Shards and gradient sums
+    are float32; layers are gathered in the run's dtype.
     """
     assert ranks.mesh is not None
     options: dict[str, Any] = {
@@ -101,8 +97,7 @@ def sharded_policy(
     for module in _sharded(policy) if ranks.size > 1 else ():
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    # Experts used by only some ranks would give sums of different sizes. Since torch 2.12; before,
-    # transformers' stacked experts always have a gradient.
+    # Experts used by only some ranks would give sums of different sizes. Needs torch 2.12.
     set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
         set_unused(True)
@@ -111,7 +106,6 @@ def sharded_policy(
 
 
 def _float32_modules(model: nn.Module) -> list[nn.Module]:
-    """Return modules, such as routers, whose parameters all stay in float32."""
     kept = float32_names(model)
     owners = {name: model.get_submodule(name) for name in {one.rpartition(".")[0] for one in kept}}
     return [
@@ -136,7 +130,7 @@ ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 def should_compile(
     spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Resolve trainer.compile. Raises ConfigError if true is impossible."""
+    """Resolve trainer.compile. Raises ConfigError."""
     setting = spec.trainer.compile
     if setting is False or (setting == "auto" and device.type != "cuda"):
         return False
@@ -151,17 +145,13 @@ def should_compile(
 
 
 class TrainedModel:
-    """Models and weights of a trainer. `reference`: initial weights for a KL divergence, unless adapters can
-    be disabled instead.
-    """
+    """`reference`: initial weights for a KL divergence."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
-        """Raises ConfigError if the model is missing or memory is short."""
         self.device, self.dtype = resolve_device(spec)
         self.reference: Policy | None = None
         limit_memory(self.device, spec.share)
         if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
-            # before the first allocation, since every micro-batch has another shape
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         model, whole, self.adapters = _load(spec, ranks, self.device, self.dtype)
         if self.device.type == "cuda":
@@ -202,7 +192,7 @@ class TrainedModel:
 def _load(
     spec: TrainerSpec, ranks: Ranks, device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Any, Adapters | None]:
-    """Return (the model, on `meta` with shards; rank 0's whole model; the model's adapters)."""
+    """Return the model (on `meta` if sharded), rank 0's whole model, adapters."""
     whole: Any = None
     if ranks.mesh is None or ranks.is_first:
         whole = load_model(spec, dtype)
@@ -215,26 +205,23 @@ def _load(
         return model, whole, None
     adapters = Adapters(model, spec.trainer.lora, dtype)
     if whole is not None and whole is not model:
-        Adapters(whole, spec.trainer.lora, dtype)  # drawn here, then scattered
+        Adapters(whole, spec.trainer.lora, dtype)
     return model, whole, adapters
 
 
 class RouterReplay:
-    """Makes a model's routers choose the engine's experts (R3, https://arxiv.org/abs/2510.11370), weighted by
-    the model's own logits. Unknown choices are the model's own.
-
-    Called with the next pass's routing, int32 [N, E], or None.
+    """Replays the engine's experts in the trainer (R3, https://arxiv.org/abs/2510.11370), weighted by the
+    model's own logits. Call with routing int32 [N, E] or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ConfigError if the model has no experts."""
         self._routers = routers_of(model)
         if not self._routers:
             what = f"algorithm.router_replay=true, and {type(model).__name__} has no routers"
             raise ConfigError(what, way_out="set algorithm.router_replay=false: each token has one way.")
         self._sizes = [int(router.top_k) for router in self._routers]
         for router in self._routers:
-            # One function with differences in a tensor: torch.compile builds one graph for all layers.
+            # One function, so that torch.compile builds one graph for all layers.
             router.forward = MethodType(_route, router)
         self(None)
 
@@ -258,7 +245,7 @@ def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces topk over all experts by this choice, int32 [N, k]."""
+    """Replaces topk by this choice, int32 [N, k]."""
 
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -276,7 +263,7 @@ class _Chosen(TorchFunctionMode):
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters, except those kept in float32. Buffers stay: rotary embeddings must not be rounded."""
+    """Cast parameters, not buffers: rotary embeddings must not be rounded."""
     kept = float32_names(model)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)

@@ -1,6 +1,5 @@
-"""Faster layers: compiled (for CUDA), or, on CPU in float32, with RMS norms and rotary embeddings replaced by
-versions with closed-form gradients. A part is replaced only if its bytecode equals Llama's, which most
-architectures copy.
+"""Faster layers: compiled on CUDA; on CPU in float32 with closed-form gradients, if their bytecode equals
+Llama's.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ from asyncrl.weights.tensor_files import float32_names
 ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
 MOST_GRAPHS = 64
-"""Maximum variants per layer kind: with and without gradients, frozen, single token."""
 GROUPED = "grouped_mm"
-"""Expert implementation whose shapes do not depend on routing."""
 CHECKPOINTING = "forward_with_checkpointing"
-"""transformers' wrapper of a layer's forward; older versions wrap the call."""
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
@@ -48,13 +44,13 @@ def fuse(model: nn.Module) -> None:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """Return the blocks that transformers never splits over devices, innermost first."""
+    """Return the blocks that transformers never splits."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
 def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Return why compile_layers() cannot handle a fully packed model, or ""."""
+    """Return why compile_layers() is impossible, or ""."""
     layers = layers_of(model)
     if not layers:
         return "it has no layers that torch.compile could take one by one"
@@ -67,7 +63,7 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
         return ""
     if dtype == torch.float32:
         return "packed attention on CUDA has no kernel for float32"
-    # Triton looks there too, and not where Debian's Python would put its own
+    # Triton looks there too, not where Debian's Python would put its own
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme))
     if importlib.util.find_spec("triton") is None or not (headers / "Python.h").is_file():
@@ -76,11 +72,8 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
 
 
 def compile_layers(model: Any) -> None:
-    """Compile each layer's forward pass at its first run: one graph per kind of layer for any number of
-    tokens. Hooks, including FSDP's, and checkpointing stay outside.
-
-    Uncompilable code raises. Only a layer with a float32 router is compiled in parts: the router is a
-    separate FSDP group, whose hooks no graph can contain.
+    """Compile one graph per kind of layer. Raises for uncompilable code. Float32 routers stay uncompiled,
+    since no graph can contain their FSDP hooks.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
@@ -109,7 +102,6 @@ def _is_llamas_rotary(function: Any) -> bool:
 
 
 def _code(function: Any) -> tuple[Any, ...] | None:
-    """Return the function's behavior, without docstring (the first constant) and line numbers."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None
@@ -140,7 +132,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         grad, size = grads[0].contiguous(), x.shape[-1]
-        # Layer norm with mean 0, which also subtracts the mean of weight * grad; this norm does not.
+        # Layer norm also subtracts the mean of weight * grad.
         nothing, wanted = torch.zeros_like(scale), [True, ctx.needs_input_grad[1], False]
         grad_x, grad_weight, _ = _norm_backward(grad, x, [size], nothing, scale, weight, None, wanted)
         grad_x += (grad @ weight).div_(size)[..., None] * scale
@@ -155,8 +147,8 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 
 
 class _Rotary(torch.autograd.Function):
-    """x * cos + (-x2, x1) * sin for the halves x1 and x2 of the last dimension; `cos` and `sin` have no
-    gradient. https://arxiv.org/abs/2104.09864.
+    """x * cos + (-x2, x1) * sin for the halves x1, x2 of the last dimension.
+    https://arxiv.org/abs/2104.09864.
     """
 
     @staticmethod

@@ -1,6 +1,4 @@
-"""Attention-kernel calls of a layout. A call costs more than a short path's tokens, so on CPU many short
-paths share masked tiles.
-"""
+"""Attention-kernel calls of a layout; on CPU in masked tiles."""
 
 from __future__ import annotations
 
@@ -17,17 +15,11 @@ from asyncrl.trainer.model.tree import Layout, Piece
 
 Places = slice | Tensor
 TILE_SIZES = (32, 64)
-"""Sizes of masked CPU tiles; a short path goes into the smallest that fits. A separate call costs more than
-the masked pairs.
-"""
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Short paths in B rows of Q queries with K keys: their own and all earlier ones. Gaps between rows hold
-    arbitrary places: `real_queries` index the others, `no_queries` the gaps. `mask` [B, 1, Q, K] is added to
-    the scores.
-    """
+    """Short paths in B rows of Q queries with K keys; `mask` [B, 1, Q, K] is added to the scores."""
 
     num_rows: int
     query_R: Tensor
@@ -39,8 +31,6 @@ class Tiles:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Tokens `queries` attend to tokens `keys`, in sequences of these lengths, or in tiles."""
-
     queries: Places
     keys: Places
     query_lengths: tuple[int, ...]
@@ -51,9 +41,7 @@ class KernelCall:
 
 @lru_cache(maxsize=16)
 def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    """Return the calls, shared by all layers: on CUDA one per pass; on CPU the tiles, then one per remaining
-    piece.
-    """
+    """Return the calls: on CUDA one per pass; on CPU tiles, then remaining pieces."""
     if device.type != "cpu":
         passes = layout.passes
         return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in passes)
@@ -93,7 +81,6 @@ def _num_keys(stretches: Iterable[Stretch]) -> int:
 
 
 def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> KernelCall:
-    """Return a call of paths in rows of at most `size` queries, with their earlier keys after them."""
     number = {one: len(paths) + index for index, one in enumerate(dict.fromkeys(sum(left, [])))}
     sees = np.eye(len(paths), len(paths) + len(number), dtype=np.bool_)
     stretches, num_queries = list[list[tuple[int, int, int]]](), list[int]()
@@ -129,9 +116,6 @@ def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> Ker
 
 
 def _rows_of(paths: list[Piece], left: list[list[Stretch]], size: int) -> list[list[int]]:
-    """Return path indices by row, first-fit decreasing: `size` queries and twice that number of earlier keys
-    per row.
-    """
     rows, rooms, lefts = list[list[int]](), list[int](), list[set[Stretch]]()
     for index in sorted(range(len(paths)), key=lambda index: -paths[index].num_queries):
         length, own = paths[index].num_queries, set(left[index])
@@ -165,7 +149,6 @@ def _gathered(places: list[slice], device: torch.device) -> Places:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device, pinned for CUDA, without waiting."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,15 +1,7 @@
 """Assign the sequences of an optimizer step to the micro-batches of all ranks.
 
-Each micro-step waits for its slowest rank, so the plan minimizes the sum of the maximum costs of all
-micro-steps. Every rank computes the same plan.
-
-1. First-fit decreasing by tokens gives the minimum number of micro-batches.
-2. Longest processing time first (Graham 1969) assigns by cost into this number, rounded up to whole
-   micro-steps. If something does not fit, plan 1 stays.
-3. Micro-batches sorted by cost form micro-steps.
-
-The unit is a bundle: neighbors in a group's prefix tree. Small bundles balance better and large ones share
-more; the size with the least sum wins. A single rank uses whole groups.
+Every rank computes the same plan: first-fit decreasing, then longest processing time first (Graham 1969),
+then micro-batches sorted by cost. Neighbors in a prefix tree stay together as bundles.
 """
 
 from __future__ import annotations
@@ -25,13 +17,10 @@ import numpy.typing as npt
 from asyncrl.trainer.model.tree import TokenRange, in_tree_order
 
 BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
-"""Bundles are limited to this fraction of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """Packed tokens, pairs of a token and its key, and tokens at the head of a pass."""
-
     num_tokens: int
     num_pairs: int
     num_targets: int
@@ -39,9 +28,7 @@ class PassSize:
 
 @dataclass(frozen=True)
 class Costs:
-    """Floating point operations per key of a query, and of the output head per loss token, relative to a
-    token in all linear layers, which have `num_weights`; the fraction `trained` gets a gradient.
-    """
+    """FLOPs relative to a token in all linear layers."""
 
     key: float
     loss_token: float
@@ -54,7 +41,7 @@ class Costs:
 
     def flops(self, size: PassSize, *, has_backward: bool) -> float:
         """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B), counting
-        only the causal half of the pairs; recomputation counts once.
+        the causal half of the pairs, and recomputation once.
         """
         linear = size.num_tokens + self.loss_token * size.num_targets
         attention = self.key * size.num_pairs
@@ -64,7 +51,7 @@ class Costs:
 
 
 def costs_of(model: Any) -> Costs:
-    """Return the costs of a Hugging Face model, with only a token's active experts."""
+    """Return the costs of a model's active weights."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", embedding)
@@ -80,13 +67,12 @@ def costs_of(model: Any) -> Costs:
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     else:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
-    # A weight is one multiplication and one addition; a key two of each, for its score and for its value.
+    # A weight costs one multiply-add; a key two.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
     return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
 
 
 def _active_part(name: str, config: Any) -> float:
-    """Return the fraction of a weight that a token uses; 1 if the config lacks the numbers of experts."""
     sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     num_experts = next((size for size in sizes if size), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -97,8 +83,6 @@ def _active_part(name: str, config: Any) -> float:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences of a group that stay together. `common_*`: of the prefix that the whole group shares."""
-
     group: int
     sequences: tuple[TokenRange, ...]
     num_tokens: int
@@ -152,9 +136,7 @@ def assign(
     max_tokens: int,
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
-    """Return the sequences of each rank in each micro-step, at most `max_tokens` packed tokens or a single
-    sequence.
-    """
+    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
     if not groups:
         return []
     trees = [GroupTree(number, group, token_ids, costs) for number, group in enumerate(groups)]
@@ -188,9 +170,6 @@ def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
 
 
 def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
-    """Return filled bins: largest first, into the first bin with space, or the cheapest. None if something
-    does not fit.
-    """
     tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
     is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
     bins = [Bin() for _ in range(num_bins)]

@@ -1,8 +1,4 @@
-"""Load a model from its folder: whole, or as shards.
-
-With shards, rank 0 loads the whole model into its host memory and scatters it tensor by tensor. The ranks
-build theirs on `meta`, so that each holds its shards and one tensor at most.
-"""
+"""Load a model whole, or as shards that rank 0 scatters."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 STATE_BYTES = 12
-"""Bytes per parameter in addition to its float32 weight: gradient and two moments of AdamW."""
+"""Bytes per parameter: gradient and two AdamW moments."""
 
 
 @contextmanager
@@ -42,8 +38,8 @@ def loading(folder: str | Path) -> Iterator[None]:
 
 
 def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Load the whole model into host memory, in float32 or, under adapters, in `dtype`. Raises ConfigError,
-    also if the folder's tensors are not exactly the model's.
+    """Load the whole model into host memory, in float32 or, under adapters, in `dtype`. Raises
+    ConfigError.
     """
     folder = spec.model_path
     with loading(folder):
@@ -73,9 +69,7 @@ def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
 
 
 def meta_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Build the model of load_model with parameters on `meta`. Its buffers are real: some, like rotary
-    frequencies, are in no file.
-    """
+    """Build the model on `meta`, with real buffers: no file has rotary frequencies."""
     folder = Path(spec.model_path)
     with loading(folder), torch.random.fork_rng([]), init_empty_weights(include_buffers=False):
         config = AutoConfig.from_pretrained(folder)
@@ -89,7 +83,7 @@ def meta_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
-    """Give `policy.model`, sharded on `meta`, the tensors of rank 0's `whole` model. Collective."""
+    """Fill `policy.model`, sharded on `meta`, from rank 0's `whole` model. Collective."""
     sources = {} if whole is None else whole.state_dict(keep_vars=True)
     made = dict[int, nn.Parameter]()
     state = dict[str, nn.Parameter]()
@@ -117,12 +111,11 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
             if whole is not None:
                 tensor.copy_(sources[name.removeprefix("model.")])
             dist.broadcast(tensor, 0)
-    # Tied parameters are one object on both sides; FSDP uses the parameters at the first pass.
     policy.load_state_dict(state, strict=False, assign=True)
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
-    """Load a tokenizer, optionally with a chat template from a file. Raises OSError or ValueError."""
+    """Load a tokenizer. Raises OSError or ValueError."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -130,7 +123,6 @@ def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
 
 
 def check_memory(model: nn.Module, device: torch.device, config: TrainerConfig) -> None:
-    """Raise ConfigError if memory is short for the optimizer; on CUDA also for the weights."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if device.type == "cuda" and not config.cpu_offload:
         needed_bytes = -(-num_parameters // config.world_size) * (STATE_BYTES + 4)

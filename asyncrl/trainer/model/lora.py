@@ -1,7 +1,5 @@
-"""Low-rank adapters in a Hugging Face model: inserted by peft, merged, exported, saved.
-
-An adapted layer computes with W + scale * B A, scale = alpha / rank (MergedLinear). A starts random and B at
-zero, so that a new adapter changes nothing (https://arxiv.org/abs/2106.09685).
+"""Low-rank adapters (https://arxiv.org/abs/2106.09685): W + scale * B A, scale = alpha / rank, B zero at
+first.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ ADAPTER = "default"
 
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
-    """Return full names of the layers to adapt. Raises ConfigError that lists the model's layers."""
+    """Return full names of the layers to adapt. Raises ConfigError."""
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linear = [name for name, one in modules.items() if isinstance(one, nn.Linear) and one is not head]
@@ -57,9 +55,10 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
 
 
 class MergedLinear(lora.Linear):
-    """Peft's layer with an engine's forward pass, which merges W + scale * B A once per push and rounds it in
-    bfloat16. Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16 step do not
-    reach the engine. A and B get gradients without rounding. With scale 0 it is the base layer.
+    """A peft layer that merges W + scale * B A once per push and rounds it, as engines do.
+
+    Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16 step do not reach
+    the engine.
     """
 
     kept: Tensor | None
@@ -113,26 +112,18 @@ class _MergedLinear(torch.autograd.Function):
 
 
 class Adapters:
-    """Adapters of one model, made before the policy and the optimizer; only they are trained.
-
-    Invariant: the base weights stay as loaded, rounded to the run's dtype, without gradient.
-    """
-
     def __init__(self, model: Any, config: LoraConfig, dtype: torch.dtype) -> None:
-        """Insert float32 adapters into `model`; A is drawn from torch's generator. Raises ConfigError for
-        impossible trainer.lora.targets.
-        """
+        """Insert float32 adapters. Raises ConfigError."""
         names = find_targets(model, config)
         self._model = model
         self._dtype = dtype
         self.scale = config.alpha / config.rank
         self.is_forgotten = False
-        # With a transformers config, peft would rename old names and move dense adapters to experts. A plain
-        # holder module prevents it.
+        # With a transformers config, peft would rename names and move dense adapters to experts.
         holder = nn.Module()
         holder.model = model
         described = peft_config(config, [f"model.{name}" for name in names])
-        # See https://huggingface.co/docs/peft/developer_guides/custom_models
+        # https://huggingface.co/docs/peft/developer_guides/custom_models
         described._register_custom_module({nn.Linear: MergedLinear})
         is_meta = next(model.parameters()).is_meta
         peft.inject_adapter_in_model(described, holder, ADAPTER, low_cpu_mem_usage=is_meta)
@@ -152,7 +143,7 @@ class Adapters:
 
     @torch.no_grad()
     def keep_merged(self) -> None:
-        """Merge now and use these weights in later passes, until an adapter changes."""
+        """Merge until an adapter changes."""
         self.is_forgotten = False
         for layer in self.layers.values():
             lora_A, lora_B = layer.pair()
@@ -180,7 +171,7 @@ class Adapters:
         return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        """Return (all weights under the base model's names; merge functions of adapted weights)."""
+        """Return all weights, and merge functions of adapted weights."""
         weights = {
             name.replace(".base_layer.", "."): tensor
             for name, tensor in named_weights(self._model).items()
@@ -206,9 +197,7 @@ class Adapters:
 def save_adapter(
     path: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: str, revision: str | None = None
 ) -> None:
-    """Write gathered Adapters.tensors() as a peft folder on the model `base`. Raises OSError,
-    SafetensorError.
-    """
+    """Write adapters as a peft folder. Raises OSError, SafetensorError."""
     described = peft_config(config, adapted_modules(tensors))
     described.base_model_name_or_path = base
     described.revision = revision

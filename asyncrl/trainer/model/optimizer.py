@@ -1,5 +1,3 @@
-"""The optimizer, its state, and the learning-rate schedule."""
-
 from __future__ import annotations
 
 import math
@@ -11,7 +9,6 @@ from torch import Tensor
 from asyncrl.config import TrainerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Tensors of the optimizer's state that are shaped like the weight; the count of steps is `step`."""
 
 
 def make_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
@@ -31,10 +28,9 @@ def new_state(weight: Tensor) -> dict[str, Tensor]:
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0 over the whole run.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Warm-up rises linearly to the peak at step warmup_steps - 1; then the rate stays (constant) or falls to 0
-    one step after the last.
+    Warm-up reaches the peak at step warmup_steps - 1; decay reaches 0 one step after the last.
     """
     peak = config.learning_rate
     past_warmup = step - config.warmup_steps

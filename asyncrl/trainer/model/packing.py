@@ -1,9 +1,4 @@
-"""Split a batch into optimizer steps and micro-batches without padding.
-
-The N tokens of a micro-batch are stored as prefix trees (tree.py): a shared prefix exists once. A sequence is
-read up to its last loss token, which is only predicted. Loss tokens may be anywhere after the first token. A
-shared token has one logprob, and a loss term with advantage and weight per sequence in which it carries loss.
-"""
+"""Split a batch into optimizer steps and micro-batches, stored as prefix trees (tree.py) without padding."""
 
 from __future__ import annotations
 
@@ -26,17 +21,15 @@ from asyncrl.trainer.ranks import ONE_RANK, Ranks
 
 BoolN = npt.NDArray[np.bool_]
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
-"""Larger micro-batches on this kind of device take more memory and are hardly faster."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences. int64 tensors on
-    the device.
+    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences, U pairs;
+    int64.
 
-    The hidden state at `predict_U` predicts `target_U`, in U distinct pairs; loss token m has pair `pair_M`,
-    is at `source_M` in the batch's arrays and belongs to sequence `sequence_M`, which is `trajectory_S` in
-    the header.
+    The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`, is at `source_M` in
+    the batch's arrays and belongs to `sequence_M`, which is `trajectory_S` in the header.
     """
 
     token_ids_N: Tensor
@@ -50,7 +43,7 @@ class MicroBatch:
     trajectory_S: IntN
     allowed_U: AllowedRows | None = None
     routing_N: Tensor | None = None
-    """int32 [N, E]: experts that read each token at sampling, as in BatchArrays."""
+    """int32 [N, E]: each token's experts at sampling."""
 
     @property
     def size(self) -> PassSize:
@@ -73,7 +66,7 @@ def by_group(sequences: Iterable[TokenRange]) -> list[list[TokenRange]]:
 
 
 def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN]:
-    """Return each step's loss tokens: whole groups in admission order, without empty steps."""
+    """Return each step's loss tokens: whole groups in admission order."""
     num_groups = header.trajectories[-1].group_index + 1
     count = min(count, num_groups)
     step_of_N = np.zeros(len(has_loss), np.int64)
@@ -92,8 +85,8 @@ def rank_micro_batches(
     costs: Costs,
     allowed: AllowedSets | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
-    """Return this rank's micro-batches, of at most `max_tokens` packed tokens or one longer sequence. Padding
-    micro-batches, which keep ranks in lockstep, are flagged False.
+    """Return this rank's micro-batches. Padding micro-batches, which keep ranks in lockstep, are flagged
+    False.
     """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)
@@ -120,7 +113,7 @@ def pack(
 
 
 def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
-    """Return one micro-batch of texts by group, in which every token but the first is predicted."""
+    """Return one micro-batch of texts by group, with every token but the first predicted."""
     entries, end = list[TrajectoryHeader](), 0
     for group, of_group in enumerate(texts):
         for text in of_group:
@@ -157,7 +150,7 @@ def _assemble(
         predicts.append(places_of(runs)[offset - 1])
     source_M = np.concatenate(sources)
     target_M = arrays.token_ids[source_M].astype(np.int64)
-    # Equal continuations share a logprob: the output head computes it once.
+    # Equal continuations share a logprob.
     pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
     allowed_U = None
     if allowed is not None and (allowed.set_N[source_M] >= 0).any():

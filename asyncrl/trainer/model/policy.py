@@ -1,14 +1,11 @@
 """The trainer's language model: packed tokens in, logprobs out.
 
-find_plan compares a small random model of the same architecture with plain forward passes and chooses:
+find_plan compares a small random model with plain forward passes and chooses:
 
-    packed   every token once, no padding, shared prefixes computed once (attention.py).
-    single   sequence by sequence. Slower; for recurrent state, soft caps, sinks, attention outside of
-             AttentionInterface, and sliding windows shorter than a sequence.
+    packed   every token once, without padding (attention.py).
+    single   sequence by sequence. Slower; for attention that cannot be packed.
 
-Logits [M, V] never exist as a whole. The head is applied to M tokens and C vocabulary entries at a time, with
-an online softmax, and again in the backward pass. Logits, softmax and entropy are float32 (float64 for
-float64 weights); the backward pass multiplies in the weights' dtype.
+The head computes logits [M, V] in chunks with an online softmax, in float32 or the weights' float64.
 """
 
 from __future__ import annotations
@@ -38,16 +35,13 @@ log = logging.getLogger("asyncrl.trainer")
 
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
 LARGE_LOGIT = 1000.0
-"""Far above all soft caps, which are 2 to 50."""
+"""Above all soft caps, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 1, 5)
-"""Lengths of probe sequences: a shared prefix with continuations, and a separate sequence."""
 MIN_LAYERS, MOST_ENTRIES = 2, 1024
 
 
 class Scores(NamedTuple):
-    """Scores of M tokens, float32 nats of softmax(logits / temperature). `logprob_M` has a gradient;
-    `highest_M` is the most likely entry's logprob.
-    """
+    """Scores of M tokens, float32 nats of softmax(logits / temperature). Only `logprob_M` has a gradient."""
 
     logprob_M: Tensor
     entropy_M: Tensor
@@ -96,7 +90,7 @@ class _HeadScores(torch.autograd.Function):
             del logits_MC, exponential_MC
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
         ctx.temperature, ctx.allowed_M = temperature, allowed_M
-        # log-sum-exp = highest + log(sum), kept separate to preserve digits of large logits.
+        # Separate terms preserve digits of large logits.
         logsum_M = sum_M.log()
         scores = (target_logit_M - highest_M) - logsum_M, logsum_M - product_M / sum_M, -logsum_M
         ctx.mark_non_differentiable(*scores[1:])
@@ -133,7 +127,6 @@ def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
 
 
 def _places(target_M: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's place in the slice (arbitrary if outside), and whether it is inside."""
     place_M, size = target_M - part.start, part.stop - part.start
     return place_M.clamp(0, size - 1), (place_M >= 0) & (place_M < size)
 
@@ -155,7 +148,7 @@ def _logits(
 
 @contextmanager
 def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
-    """Multiply float32 operands that hold bfloat16 numbers as bfloat16: exact, and faster on some CPUs."""
+    """Multiply bfloat16 numbers in float32 operands as bfloat16: exact, and faster on some CPUs."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if is_exact else before
@@ -167,9 +160,7 @@ def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """Capabilities of a model. `window`: maximum sequence length of the packed plan; `reason`: why it is not
-    packed.
-    """
+    """`window`: maximum length of packed sequences; `reason`: why they are not packed."""
 
     is_packed: bool
     has_plain_head: bool
@@ -177,14 +168,11 @@ class ForwardPlan:
     reason: str = ""
 
     def packs(self, longest: int) -> bool:
-        """Return whether sequences of up to this length can be packed."""
         return self.is_packed and (self.window is None or longest <= self.window)
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal language model and its plan. Every weight is used inside forward(), because FSDP2
-    wraps this module.
-    """
+    """A Hugging Face causal language model. All weights are used inside forward(), for FSDP2."""
 
     def __init__(self, model: Any, plan: ForwardPlan | None = None, *, is_compiled: bool = False) -> None:
         super().__init__()
@@ -239,9 +227,8 @@ class Policy(nn.Module):
         return Scores(logprob_M, entropy_M, logprob_MV.detach().amax(dim=-1))
 
     def enable_gradient_checkpointing(self) -> None:
-        """Keep only layer inputs for the backward pass. Raises ConfigError."""
         model = self.model
-        # The new name appeared during transformers v5; the old one will go in v6.
+        # Transformers v6 drops the old name.
         old = "gradient_checkpointing_enable"
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
         try:
@@ -252,7 +239,7 @@ class Policy(nn.Module):
             raise ConfigError(what, way_out=way_out) from error
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
-                # transformers checkpoints only in training mode; children stay without dropout.
+                # transformers checkpoints only in training mode.
                 module.training = True
 
 
@@ -260,16 +247,14 @@ def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
     return {
         "input_ids": micro.token_ids_N[None],
         "position_ids": micro.position_N[None],
-        # A four-dimensional mask is passed on unchanged, so that no [N, N] mask is made.
+        # a four-dimensional mask avoids an [N, N] mask
         "attention_mask": torch.zeros((1, 1, 1, 1), device=micro.token_ids_N.device),
         "packed_layout": micro.layout,
     }
 
 
 def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a random model with one layer of each kind in `config`, on which find_plan gives the same plan.
-    Raises transformers' errors.
-    """
+    """Return a small random model with one layer of each kind. Raises transformers' errors."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", None)
@@ -284,7 +269,7 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
             setattr(text, name, [value[layer] for layer in chosen])
     text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    if hasattr(text, "initializer_range"):  # gives attention the weight of the residual, at any width
+    if hasattr(text, "initializer_range"):  # attention needs the residual's weight at any width
         text.initializer_range = text.hidden_size**-0.5
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
@@ -321,8 +306,7 @@ def find_plan(model: Any) -> ForwardPlan:
         distance_TD = hidden_ND[places_of(runs)].float() - plain_TD
         distances.append(distance_TD.norm(dim=-1) / plain_TD.norm(dim=-1))
     difference = float(torch.cat(distances).mean())
-    # Mean distance relative to the hidden state. Measured: 2e-7 in float32, 3e-3 in bfloat16, 0.3 and more if
-    # tokens mix.
+    # Measured: 2e-7 in float32, 3e-3 in bfloat16, at least 0.3 if tokens mix.
     limit = 1e-4 if hidden_ND.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= limit:
         reason = f"packed tokens give hidden states that are {difference:.2g} away from the plain ones"
@@ -331,10 +315,7 @@ def find_plan(model: Any) -> ForwardPlan:
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
-    """Return whether logits are the output embedding of the last hidden state, without cap or scale.
-
-    Checked also with large logits: a soft cap hardly changes small ones, and its config name varies.
-    """
+    """Return whether logits are the plain output embedding, without a soft cap."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False

@@ -1,8 +1,4 @@
-"""Make a Hugging Face folder from model.scratch: random weights and a character-level tokenizer.
-
-Run as a process, which keeps torch out of the controller. The same spec gives the same bytes. Characters
-outside the alphabet become <unk>: the alphabet must cover every prompt.
-"""
+"""Write a random model of model.scratch with a character-level tokenizer, in a process with torch."""
 
 from __future__ import annotations
 
@@ -34,15 +30,10 @@ CHAT_TEMPLATE = (
 )
 
 CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
-"""Tool-call messages may lack content. Calls and tools are not written: the task teaches them in its own
-words.
-"""
 OLD_KEYS = {"rope_theta", "rope_scaling"}
 
 
 class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
-    """Spec: `out` must not exist yet. dtype auto equals float32."""
-
     out: Path
     seed: int
     scratch: ScratchConfig
@@ -50,16 +41,14 @@ class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
 
 
 def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
-    """Return a fast tokenizer with one token per character, after the special tokens. Decoding restores the
-    exact text. Raises ValueError for a repeated character.
-    """
+    """Return a tokenizer with one token per character. Raises ValueError."""
     if len(set(characters)) < len(characters):
         raise ValueError(f"model.scratch.characters={characters!r} names a character twice")
     tools = (TOOL,) if has_tool_role else ()
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    # there are no byte tokens, but llguidance cannot interpret a decoder with only Fuse
+    # llguidance cannot interpret a decoder with only Fuse
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -73,7 +62,6 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
 
 
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
-    """Return the transformers config. Raises ValueError without model_type, or for unknown keys."""
     from transformers import AutoConfig
 
     given = dict(architecture)
@@ -89,7 +77,7 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
-    """Write model, tokenizer and chat template to spec.out. Raises ValueError or FileExistsError."""
+    """Write the model folder. Raises ValueError or FileExistsError."""
     import torch
     from transformers import AutoModelForCausalLM
 

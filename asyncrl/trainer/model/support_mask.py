@@ -1,4 +1,4 @@
-"""Tokens that a grammar allowed at each sampled token, recomputed here. The output head masks the others."""
+"""Recompute the tokens that a grammar allowed; the output head masks the others."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from asyncrl.trainer.model.kernel_calls import to_device
 log = logging.getLogger("asyncrl.trainer")
 
 NOT_ALLOWED = -1e30
-"""Replaces a logit: its exponential is 0 next to any other, and differences stay finite, unlike with -inf."""
+"""Masked logit. Differences stay finite, unlike with -inf."""
 ANY = -1
 
 
 @dataclass(frozen=True)
 class AllowedSets:
-    """K token sets as bits, uint8 [K, B]: entry v of the vocabulary is bit v % 8 of byte v >> 3, lowest bit
-    first. `set_N` int32 [N]: each token's set, or ANY.
-    """
+    """K token sets as bits, uint8 [K, B], lowest bit first. `set_N` int32 [N]: each token's set, or ANY."""
 
     bits_KB: npt.NDArray[np.uint8]
     set_N: npt.NDArray[np.int32]
@@ -35,9 +33,7 @@ class AllowedSets:
 
 @dataclass(frozen=True)
 class AllowedRows:
-    """Sets of M tokens on the device: `set_M` int64 [M] indexes `bits_KB`, or ANY; the tokens `row_R` have a
-    set.
-    """
+    """Sets of M tokens: `set_M` int64 indexes `bits_KB`, or ANY; tokens `row_R` have a set."""
 
     bits_KB: Tensor
     set_M: Tensor
@@ -66,9 +62,7 @@ def find_allowed(
     has_loss: npt.NDArray[np.bool_],
     make: Callable[[], TokenGrammars],
 ) -> AllowedSets | None:
-    """Return the sets of loss tokens with a grammar, or None. Tokens that their grammar forbids, maybe
-    because an engine has another llguidance, lose their loss in `has_loss`.
-    """
+    """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose their loss."""
     if not any(entry.grammars for entry in header.trajectories):
         return None
     set_N, known = np.full(len(has_loss), ANY, np.int32), dict[bytes, int]()

@@ -1,19 +1,14 @@
 """Prefix-tree layout of a micro-batch, so that shared tokens are computed once.
 
 A node is a run of tokens without a branch. Each node is followed by its largest child, recursively: such a
-path is one stretch of tokens with causal attention. Smaller children begin separate paths, which also attend
-to their parent path up to the branching point:
+path is one stretch with causal attention. Smaller children begin separate paths, which also attend to their
+parent path up to the branching point:
 
     [path 1 ..........................][path 2, branches from 1 at a][path 3, from 2 at b][path 4, from 1]
                                         keys 1[:a] .................................          keys 1[:c]
 
-So each query has exactly its ancestors as keys, in contiguous stretches, and these are few: a child that is
-not the largest holds at most half of its parent's tokens, so no token has more than log2(N) parent paths
-(heavy paths: Sleator and Tarjan 1983, "A data structure for dynamic trees"). The rollouts of a prompt are one
-path each; so is the history of an agent whose template drops earlier thoughts, and each thought is a branch.
-
-A branch costs an attention pass over its later tokens. If that exceeds the savings, shared tokens are
-repeated per child, as for two rollouts that begin with the same word.
+No token has more than log2(N) parent paths (Sleator and Tarjan 1983). Tokens of an uneconomical branch are
+repeated per child.
 """
 
 from __future__ import annotations
@@ -27,16 +22,12 @@ import numpy.typing as npt
 IntN = npt.NDArray[np.int64]
 
 MIN_SHARED_TOKENS, QUERIES_PER_TOKEN = 8, 24
-"""Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens with an additional attention
-pass. Measured on CPU: less does not pay for calls and merging.
-"""
+"""Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens of its pass."""
 
 
 @dataclass(frozen=True)
 class TokenRange:
-    """Tokens [start, start + length) are read, and the last loss token, at `length`, is only predicted.
-    `num_loss` loss tokens, the first at `first`.
-    """
+    """Tokens [start, start + length) are read; token `length` is only predicted."""
 
     trajectory: int
     start: int
@@ -48,8 +39,6 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens from `query` on attend to tokens from `key` on."""
-
     query: int
     num_queries: int
     key: int
@@ -58,8 +47,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class KernelPass:
-    """Calls with disjoint queries; causal calls attend within a path."""
-
     pieces: tuple[Piece, ...]
     is_causal: bool
 
@@ -72,14 +59,11 @@ class KernelPass:
 
 
 Runs = tuple[tuple[int, int], ...]
-"""(start, length) of a sequence's stretches."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Attention pattern of N tokens: each path to itself, then pass by pass to its parent paths. `rows`:
-    stretches of each sequence.
-    """
+    """Attention pattern of N tokens: each path to itself, then to its parent paths."""
 
     num_tokens: int
     rows: tuple[Runs, ...]
@@ -107,7 +91,6 @@ class TreeNode:
     behind: int = 0
     place: int = 0
     path: int = 0
-    """Start of its tokens, and of its path."""
     left: TreeNode | None = None
     """Node of the parent path that its path follows."""
 
@@ -117,7 +100,6 @@ class TreeNode:
 
     @property
     def is_worth_it(self) -> bool:
-        """True if sharing is cheaper than repeating the tokens per child."""
         saved = self.length * (len(self.children) + bool(self.ends) - 1)
         num_queries = self.behind - max(child.length + child.behind for child in self.children)
         return saved >= MIN_SHARED_TOKENS + num_queries / QUERIES_PER_TOKEN
@@ -126,9 +108,7 @@ class TreeNode:
 def in_tree_order(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
 ) -> list[tuple[TokenRange, int]]:
-    """Sort sequences so that those with the longest common prefixes are neighbors; return each with the
-    number of tokens shared with its predecessor.
-    """
+    """Sort sequences by common prefix; return each with its number of shared tokens."""
     nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
     for node in reversed(nodes):
         below = [*(number[child] for child in node.children), *(one.trajectory for one in node.ends)]
@@ -149,9 +129,7 @@ def in_tree_order(
 def lay_out(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
 ) -> tuple[Layout, IntN, IntN]:
-    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences. Above
-    `max_tokens` everything shareable is shared.
-    """
+    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences."""
     nodes = _pruned(_trie(sequences, token_ids))
     if sum(node.length for node in nodes) > max_tokens:
         nodes = _trie(sequences, token_ids)
@@ -198,7 +176,6 @@ def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> 
 
 
 def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
-    """Drop uneconomical branches; their tokens move to each child."""
     kept = list[TreeNode]()
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
@@ -217,7 +194,6 @@ def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
 
 
 def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
-    """Place all nodes; return the pieces of each pass."""
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
         node.children.sort(key=lambda child: -child.length - child.behind)
