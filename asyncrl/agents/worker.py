@@ -161,7 +161,7 @@ class Worker:
         except asyncio.CancelledError:
             self._free(item)
             raise
-        self._free(item)  # the worker reports the held item and ends
+        self._free(item)
 
     def _free(self, item: wire.WorkItem) -> None:
         del self._running[item.item_id]

@@ -27,9 +27,7 @@ NO_EXPERT = 65535
 
 
 class LatencyModel(Message):
-    """The latency model of rollout.engine=simulated: a decode step with n sequences takes decode_step_s + n *
-    per_row_s.
-    """
+    """rollout.engine=simulated: a decode step with n sequences takes decode_step_s + n * per_row_s."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)  # `asyncrl keys` prints them
 

@@ -80,8 +80,7 @@ class EvalResult:
 
 @dataclass(eq=False, kw_only=True)
 class HeldOut:
-    """An evaluation: each prompt is sampled `samples` times, at most `slots` rollouts at once, without
-    retries.
+    """Each prompt is sampled `samples` times, at most `slots` rollouts at once, without retries.
 
     Evaluated versions: the first at or after each multiple of `every` (0 included with `at_start`), and the
     last. `evaluated`: newest version evaluated before a resume. `broken`: engine errors that reached a
@@ -276,7 +275,7 @@ class Evaluation:
 
     async def run(self) -> None:
         try:
-            if self._target is not None:  # the eval engine starts with the initial weights
+            if self._target is not None:  # it starts with the initial weights
                 self.served_nowait(0)
             while not self.is_over:
                 with waiting("a published version that is due", on="publisher"):
@@ -365,7 +364,7 @@ class Evaluation:
         except RoomError as error:
             if self._target is None:
                 raise
-            lost = error  # the only part whose failure does not end the run
+            lost = error  # its failure does not end the run
         finally:
             self._limit = None
         if lost is not None:

@@ -129,12 +129,12 @@ class HFChatTokenizer:
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **options))
-        except Exception as error:  # sandboxed, but it may raise anything
+        except Exception as error:  # it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Raises ValueError for lone surrogates."""
-        try:  # equals the transformers call, without BatchEncoding and offsets
+        try:
             return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except TypeError as error:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error

@@ -308,7 +308,7 @@ class UserFormat(ToolFormat):
             found: Any = self.function(text)
         except (ValueError, RecursionError):
             return text, ()
-        except Exception as error:  # user errors are data, as in a reward function
+        except Exception as error:  # user errors are data
             raise self._misused(raised(error)) from error
         has_content = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None)
         content, pairs = found if has_content else (None, found)
