@@ -292,10 +292,10 @@ EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_
     [
         (0, [VLLM], "shm", "a side is on the CPU"),
         (1, TURNS, "ipc", "trainer and engines take turns on CUDA"),
-        (2, [], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, [], "nccl", "trainer and engines are on separate CUDA devices"),
         (2, ["rollout.num_engines=2"], "shm", "several engines are on cuda:1"),
         (2, ["rollout.engine=simulated"], "shm", "rollout.engine=simulated takes part in no transfer"),
-        (8, EIGHT, "nccl", "trainer and engines are on CUDA devices of their own"),
+        (8, EIGHT, "nccl", "trainer and engines are on separate CUDA devices"),
         (2, [VLLM, *SERVED], "shm", "the run does not start the servers"),
         (2, [VLLM, "weight_sync.disk_dir=/shared"], "disk", "weight_sync.disk_dir is given"),
         (2, [*TURNS, *TWO_EACH, VLLM], "ipc", "trainer and engines take turns on CUDA"),
