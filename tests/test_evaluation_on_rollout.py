@@ -14,7 +14,7 @@ from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import single_turn
-from turn_cases import EngineRooms, House, play, play_to_its_error
+from turn_cases import EngineRooms, House, play
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import Disaggregated
@@ -131,7 +131,7 @@ class Apart(EngineRooms):
         self.served_at.append(asyncio.get_running_loop().time())
 
 
-live, fails = partial(play, Apart), partial(play_to_its_error, Apart)
+live = partial(play, Apart)
 
 
 def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:

@@ -15,6 +15,7 @@ from engine_replies import ask
 from rank_processes import running
 from safetensors.torch import load_file
 from test_engine_sleep import sleep, wake
+from test_weights_export import chunks_of
 from tiny_model import MOE, STACKED, make_tiny_moe
 from torch import Tensor
 from trainer_cases import learned, make_batch, make_spec
@@ -45,7 +46,9 @@ from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.export import LazyWeights, export_weights, named_weights
+from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces, weights_of
+from asyncrl.weights.transport import Exported, TrainerEnd
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 
@@ -80,6 +83,26 @@ def test_stacked_experts_are_exported_by_the_names_of_the_checkpoint(tmp_path: P
     expected = pieces_of(weights_of(halves), weights.pieces)
     dtypes = {name: one.dtype for name, one in load_file(tmp_path / "w.safetensors").items()}
     assert dtypes == {name: one.dtype for name, one in expected.items()}, "a router's bias in float32"
+
+
+def test_every_way_out_names_experts_alike(tmp_path: Path) -> None:
+    folder = make_tiny_moe(tmp_path / "model")
+    step = make_step(folder, tmp_path)
+    step.train(*make_batch())
+    answer = step.export(tmp_path / "v1.safetensors")
+    whole, chunks = load_file(answer.path), chunks_of(step)
+    assert whole.keys() == load_file(folder / "model.safetensors").keys()
+    assert (answer.num_tensors, answer.digest) == (len(whole), digest_tensors(whole))
+    assert len(chunks) > 2
+    in_chunks = {name: tensor for _, tensors in chunks for name, tensor in tensors.items()}
+    step.save(tmp_path / "saved")
+    for found in (in_chunks, load_file(tmp_path / "saved" / "model.safetensors")):
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], one) for name, one in whole.items())
+    assert chunks[-1][0].whole_digest == answer.digest
+    broadcast = BroadcastTransport(TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
+    held = broadcast.begin(Exported(1, step._lazy_weights), tmp_path).result()
+    assert (held.digest, held.num_tensors) == (answer.digest, answer.num_tensors)
 
 
 def prepare_request(answer: ExportResponse) -> PrepareRequest:

@@ -164,6 +164,10 @@ async def test_thinking_and_parallel_calls_can_be_turned_off() -> None:
             assert (status, answer["content"]) == (200, [{"type": "text", "text": "Yes."}])
             prompt = engine.tokenizer.decode(engine.requests[0].prompt_ids.tolist())
             assert prompt.endswith("</think>\n\n") == is_off
+    async with gateway_world(ScriptedEngine(lambda _: "Yes.", tokenizer=Switching())) as world:
+        await world.ask(chat_template_kwargs={"enable_thinking": False})
+        prompt = world.engine.tokenizer.decode(world.engine.requests[0].prompt_ids.tolist())
+        assert prompt.endswith("</think>\n\n")
     async with claude(by=lambda _: use("add", {"a": 1}) + use("add", {"a": 2})) as talk:
         choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
         answer = await talk.ask(tools=[ADD], tool_choice=choice)

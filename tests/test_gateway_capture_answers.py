@@ -62,6 +62,17 @@ def test_edited_thought_is_an_edit(edited: Message, template: str, renderer_for:
     assert (planned.how, planned.parent) == ("edited", None)
 
 
+def test_equal_answers_are_told_apart_by_their_thoughts() -> None:
+    play = Play()
+    for thought in ("one", "two"):
+        play.ask([user("a")], f"<think>{thought}</think>yes{END}")
+    apart = plan(play.capture, [user("a"), assistant("yes", reasoning_content="two"), user("b")])
+    lost = plan(play.capture, [user("a"), assistant("yes"), user("b")])
+    assert apart.parent is not None
+    assert lost.parent is not None
+    assert (apart.parent.name, lost.parent.name) == ("chatcmpl-1", "chatcmpl-0")
+
+
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 OTHER_ORDER = '{"arguments": {"a": 1}, "name": "add"}'
 ADD: Message = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -141,6 +141,21 @@ def thinking_by_seed(request: Any) -> str:
 SURE = [{"role": "assistant", "content": "42"}, {"role": "user", "content": "Sure?"}]
 
 
+@in_loop
+async def test_order_of_equal_answers_changes_nothing() -> None:
+    found = []
+    for order in ((1, 2), (2, 1)):
+        async with gateway_world(ScriptedEngine(thinking_by_seed)) as world:
+            for seed in order:
+                assert (await world.post({"messages": HI, "seed": seed}))[0] == 200
+            for number in (1, 2):
+                assert (await world.post({"messages": [*HI, *SURE * number], "seed": 7}))[0] == 200
+            rollout = world.session.rollout(0, Outcome(), 1.0)
+            found.append([(each.token_ids.tolist(), each.loss_mask.tolist()) for each in rollout])
+            assert num_forked(world) == 1, "the second of the two"
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 @in_loop
 async def test_conversation_survives_a_late_equal_answer(
