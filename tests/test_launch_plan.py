@@ -11,7 +11,6 @@ from launch_cases import EVAL, RAY, TURNS, URLS, VLLM, ZERO, load, machine, make
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RolloutConfig
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.launch import engine_python
 from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
@@ -63,26 +62,6 @@ def test_threads_do_not_depend_on_engines_nor_on_time_sharing() -> None:
     assert trainer_threads(one) >= trainer_threads(two) >= 1
     turns, apart = load(*TURNS), load(*ON_CPU, ZERO)
     assert (trainer_threads(turns), engine_threads(turns)) == (trainer_threads(apart), engine_threads(apart))
-
-
-def test_trainer_memory_depends_on_ranks_dtype_and_adapters() -> None:
-    whole, third = (memory(planned(0, *more), "trainer-0") for more in ([], ["trainer.world_size=3"]))
-    assert third.parameters == pytest.approx(whole.parameters / 3, rel=0.01)
-    assert third.optimizer == pytest.approx(whole.optimizer / 3, rel=0.01)
-    shape = planned(0).shape
-    work = shape.activation_bytes(CPU_MICRO_BATCH_TOKENS, 4, "cpu", is_checkpointed=False)
-    assert whole.micro_batch == work < third.micro_batch, "shards are gathered"
-    checkpointed = memory(planned(0, "trainer.gradient_checkpointing=true"), "trainer-0")
-    assert checkpointed.micro_batch < whole.micro_batch
-    num, half = shape.num_parameters, "model.dtype=bfloat16"
-    masters = memory(planned(0, *ON_CPU, half), "trainer-0")
-    assert (masters.parameters, masters.optimizer) == (2 * num, 16 * num)
-    shards = memory(planned(1, "placement.rollout=cpu", half), "trainer-0")
-    assert (shards.parameters, shards.optimizer) == (4 * num, 12 * num)
-    merged = memory(planned(0, "trainer.lora={rank: 2}"), "trainer-0")
-    assert merged.optimizer < whole.optimizer
-    assert merged.copies == 4 * (num - shape.vocab * shape.hidden)
-    assert memory(planned(0, "algorithm.kl_coefficient=0.1"), "trainer-0").copies == 4 * num
 
 
 def test_time_sharing_needs_the_larger_side() -> None:
