@@ -25,14 +25,7 @@ from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
-from asyncrl.observe.run_numbers import (
-    Steps,
-    by_evaluation,
-    duration,
-    evaluation_text,
-    several,
-    skipped_text,
-)
+from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, write_trace
 from asyncrl.observe.trackers import TrackedRun, Tracker, make_trackers
