@@ -173,7 +173,6 @@ class Vllm(Embedded):
             stays=placement.resident and not is_eval,
             returns_routing=config.algorithm.router_replay and not is_eval,
             canary_limit=limit,
-            chunk_bytes=config.weight_sync.chunk_bytes,
         )
         client = VllmServer(
             server.caller,
