@@ -65,7 +65,6 @@ async def open_gateway(
         return Response(body, error.status, media_type="application/json")
 
     app = FastAPI()
-    app.state.read_timeout_s = 30.0
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(Refused, refused)
     gateway = TestGateway(queue, "", app)

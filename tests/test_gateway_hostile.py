@@ -17,6 +17,8 @@ from asyncrl.agents.endpoint.engine_route import LONG_TEXT
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.messages.records import Outcome
 
+GATEWAY = "asyncrl.agents.endpoint.gateway"
+
 
 def with_messages(*messages: Any) -> bytes:
     return json.dumps({"messages": messages}).encode()
@@ -47,12 +49,13 @@ async def test_far_too_long_prompts_are_not_tokenized(
 
 
 @in_loop
-async def test_wrong_requests_get_errors_without_the_key() -> None:
+async def test_wrong_requests_get_errors_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(4):
             yield b" " * 2**10
 
-    async with gateway_world(max_body_bytes=2**11) as world:
+    monkeypatch.setattr(f"{GATEWAY}.MAX_BODY_BYTES", 2**11)
+    async with gateway_world() as world:
         chat, key, no_key = "/v1/chat/completions", world.headers, {"Authorization": "Bearer "}
         basic = {"Authorization": f"Basic {world.session.key}"}
         for method, path, headers, data, status, code in (
@@ -109,8 +112,9 @@ async def all_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @in_loop
-async def test_slow_requests_are_closed() -> None:
-    async with gateway_world(read_timeout_s=0.3) as world:
+async def test_slow_requests_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 0.3)
+    async with gateway_world() as world:
         key = world.session.key
         silent = [await raw(world, data) for data in (b"", b"POST /v1/chat/comp", head(key, 10)[:-2])]
         assert [await all_of(*each) for each in silent] == [b"", b"", b""]
@@ -168,9 +172,11 @@ async def test_long_chats_are_rendered_and_tokenized_in_a_thread(messages: list[
 
 
 @in_loop
-async def test_connections_above_the_limit_get_503() -> None:
+async def test_connections_above_the_limit_get_503(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = asyncio.Event()
-    async with gateway_world(ScriptedEngine(gate=gate), max_connections=2, read_timeout_s=0.3) as world:
+    monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(f"{GATEWAY}.MAX_CONNECTIONS", 2)
+    async with gateway_world(ScriptedEngine(gate=gate)) as world:
         busy = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(2)]
         await until(lambda: len(world.engine.requests) == 2)
         assert (await all_of(*await raw(world, b""))).startswith(b"HTTP/1.1 503")

@@ -28,6 +28,8 @@ from asyncrl.messages.records import (
 from asyncrl.rollouts.generators import HarnessGenerator
 from asyncrl.rollouts.rollout import RolloutAttempt
 
+SESSIONS = "asyncrl.agents.endpoint.sessions"
+
 
 @in_loop
 async def test_key_opens_its_session_until_its_end(
@@ -175,10 +177,11 @@ class CountingEngine(ScriptedEngine):
 
 
 @in_loop
-async def test_flooding_harness_waits_until_its_calls_are_used_up() -> None:
+async def test_flooding_harness_waits_until_its_calls_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SESSIONS}.MAX_CONCURRENT_CALLS", 4)
     gate = asyncio.Event()
     engine = CountingEngine(gate=gate)
-    async with gateway_world(engine, max_concurrent_calls=4, max_calls=6) as world:
+    async with gateway_world(engine, max_calls=6) as world:
         first = asyncio.ensure_future(world.ask("first", n=9))
         await world.engine.started.wait()
         flood = [asyncio.ensure_future(world.ask(f"call {number}", n=2)) for number in range(40)]
@@ -197,8 +200,9 @@ async def test_flooding_harness_waits_until_its_calls_are_used_up() -> None:
 
 
 @in_loop
-async def test_waiting_calls_end_with_their_session() -> None:
-    async with gateway_world(ScriptedEngine(gate=asyncio.Event()), max_concurrent_calls=1) as world:
+async def test_waiting_calls_end_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SESSIONS}.MAX_CONCURRENT_CALLS", 1)
+    async with gateway_world(ScriptedEngine(gate=asyncio.Event())) as world:
         asking = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(9)]
         await until(lambda: world.session.num_calls == OPEN_SHARE)  # the others wait unread
         world.session.end_nowait("done")

@@ -207,7 +207,6 @@ class Desk:
     def __init__(self, **settings: Any) -> None:
         more: Any = {"model": "m", "lease_timeout_s": 60.0, "task_seed": lambda work: 7, **settings}
         self.queue, self.number = RolloutQueue(worker_key="k", **more), 0
-        self.state = SimpleNamespace(read_timeout_s=30.0)
 
     async def call(self, path: str, body: bytes, key: str = "k", line: Line | None = None) -> tuple[int, Any]:
         """(status, JSON)."""
@@ -215,7 +214,7 @@ class Desk:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": body, "more_body": False}
 
-        scope: Any = {"type": "http", "path_params": {}, "app": SimpleNamespace(state=self.state)}
+        scope: Any = {"type": "http", "path_params": {}, "app": None}
         scope["headers"] = [(b"authorization", f"Bearer {key}".encode("latin-1"))]
         scope["connection"] = SimpleNamespace(transport=line or Line())
         (handler,) = (route.endpoint for route in self.queue.routes() if route.path == path)

@@ -69,20 +69,6 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     assert (held_out.slots, held_out.tensor_parallel) == (7, 1)
 
 
-def test_vllm_runs_under_its_own_python(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 0\n")
-    python.chmod(0o755)
-    own = [VLLM, f"rollout.vllm_python={python}", "rollout.num_engines=2"]
-    for engine in maker(tmp_path, *own).engines():
-        child = engine.child
-        assert isinstance(child, ChildProcess)
-        assert child.spec.module == "asyncrl_servers.vllm"
-        assert child.spec.python is not None
-        assert child.spec.python() == python
-        assert json.loads(child.spec.spec)["name"] == child.name
-
-
 @pytest.mark.parametrize("num_cuda", [0, 3])
 def test_process_sees_only_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncrl.job.report")
 
 TRACKER_CLOSE_S = 30.0
-"""Seconds for trackers to send their remaining data."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
@@ -89,13 +88,11 @@ class Reporter:
         self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, dict[str, float]] = {}
-        """Since the last step, by evaluation."""
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
         """Totals by step, for steps about to be repeated."""
         self._journaled: dict[str, float] = {}
         self._slots_at: tuple[float, float] | None = None
-        """End of the last step, and busy slot seconds until then."""
         self._has_skipped_step = False
         self._is_to_resume = goes_on
 
@@ -112,7 +109,7 @@ class Reporter:
         self._console.start()
 
     def status_server(self) -> StatusServer | None:
-        """Return the server of observe.status_port, with its port bound. Raises ConfigError."""
+        """Raises ConfigError if the port is unavailable."""
         observe = self.config.observe
         if observe.status_port is None:
             return None
@@ -170,7 +167,6 @@ class Reporter:
         return {name: self._counted({name: run.engines.gauges()[name]})[name]}
 
     def step(self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
-        """Report an optimizer step. `found`: its batch_metrics."""
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         metrics = self._metrics(run, batch, report, found)
         for of_evaluation in self._new_evaluations.values():
@@ -185,7 +181,6 @@ class Reporter:
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        """Write the first failures after each step as samples."""
         self._show_samples(partial(self._samples.failed, group_id, prompt, failed, tokenizer))
 
     def _show_samples(self, write: Callable[[], list[ShownRollout]]) -> None:
@@ -242,7 +237,6 @@ class Reporter:
             self.log.warn_once("skipped", text)
 
     def status(self, run: Components, waits: Sequence[Wait]) -> None:
-        """Replace status.json."""
         self._note_slots(run)
         now = self._now = self._counted(gauges(run))
         missing = run.harnessing.missing_workers() if run.harnessing is not None else None
@@ -273,7 +267,6 @@ class Reporter:
             self._trackers.tell("close", state)
 
     async def aclose(self) -> None:
-        """Wait at most TRACKER_CLOSE_S for the trackers."""
         await self._trackers.wait_closed(TRACKER_CLOSE_S, self._console.say)
 
     def _finish(self, state: str, why: str) -> None:
@@ -309,7 +302,6 @@ class Reporter:
         self._console.close()
 
     def _count_on(self) -> None:
-        """Continue time_s from the last step."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _metrics(
@@ -338,6 +330,5 @@ class Reporter:
         return metrics
 
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace process totals by run totals."""
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}

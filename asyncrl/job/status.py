@@ -16,7 +16,6 @@ from asyncrl.observe.watchdog import Reported
 
 
 def processes(run: Components) -> tuple[Server, ...]:
-    """Return all child processes."""
     workers = () if run.harnessing is None else run.harnessing.workers
     servers = (*run.fleet.servers, *run.fleet.side_servers)
     return (*(server for server in servers if server.name not in run.scale.parked), *workers)
@@ -51,7 +50,6 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
 
 
 def reported(run: Components) -> Reported:
-    """Return the watchdog's input."""
     marks = {
         name: value
         for name, value in gauges(run).items()

@@ -233,7 +233,7 @@ class ChildProcess(Process):
             if not await self._ends_within(KILL_TIMEOUT_S):
                 self.left = (
                     f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after "
-                    "SIGKILL, in a driver or network file system; it still holds its devices and memory"
+                    "SIGKILL, and holds its devices and memory"
                 )
                 logger.warning("%s", self.left)
         if self._stdin is not None:

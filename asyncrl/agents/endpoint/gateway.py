@@ -43,6 +43,12 @@ from asyncrl.base.serving import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
 
+MAX_BODY_BYTES = 2**22
+"""Size of the largest call; a larger one gets 413."""
+READ_TIMEOUT_S = 30.0
+"""Seconds in which a client must have sent its whole request."""
+MAX_CONNECTIONS = 8192
+"""Open connections; one more gets 503."""
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -53,9 +59,9 @@ _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/m
 
 
 class Gateway:
-    """SessionHost of a run's engines, and the HTTP endpoint for its sessions' keys.
+    """SessionHost of a run's engines, and HTTP endpoint of its sessions.
 
-    Waits: handlers wait for client and engine until read_timeout_s, the session's end, or a disconnect.
+    Waits: for client and engine, until READ_TIMEOUT_S, the session's end, or a disconnect.
     Invariant: no unchecked client value reaches an engine; no call is answered after its session ended.
     """
 
@@ -82,12 +88,11 @@ class Gateway:
         self._messages = MessagesDialect(can_turn_off=can_turn_off)
         self._socket: socket.socket | None = None
         self.listener = AppServer(
-            self._app(extra_routes), max_connections=config.max_connections, idle_s=config.read_timeout_s
+            self._app(extra_routes), max_connections=MAX_CONNECTIONS, idle_s=READ_TIMEOUT_S
         )
 
     def _app(self, extra_routes: Sequence[BaseRoute]) -> FastAPI:
         app = FastAPI(title="asyncrl gateway", redoc_url=None, redirect_slashes=False)
-        app.state.read_timeout_s = self._config.read_timeout_s
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)
         calls: dict[str, tuple[Dialect, type[BaseModel]]] = {
@@ -117,7 +122,7 @@ class Gateway:
         return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:
-        """Take the port; return the clients' address without /v1. Idempotent. Raises ConfigError."""
+        """Return the clients' address, without /v1. Idempotent. Raises ConfigError."""
         host = self._config.host
         port = self._config.port or 0
         if self._socket is None:
@@ -130,7 +135,7 @@ class Gateway:
                     way_out="give an address of this machine and a free port; gateway.port=none takes any.",
                 ) from error
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # for clients that stop reading (Linux)
-                slow_ms = max(1, int(self._config.read_timeout_s * 1000))
+                slow_ms = max(1, int(READ_TIMEOUT_S * 1000))
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, slow_ms)
         if self._config.public_url is not None:
             return self._config.public_url.rstrip("/")
@@ -144,7 +149,6 @@ class Gateway:
         return url
 
     async def aclose(self) -> None:
-        """End every session and connection. Idempotent."""
         self._sessions.end_all_nowait("the run has ended")
         await self.listener.aclose()
         if self._socket is not None:
@@ -163,7 +167,7 @@ class Gateway:
     # ---- routes
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer an error in the endpoint's format. Omit the address: it may contain a key."""
+        """Answer an error without the address: it may contain a key."""
         if isinstance(error, Refused):
             return Response(error.body.model_dump_json(), error.status, media_type="application/json")
         if isinstance(error, ClientDisconnect):
@@ -201,7 +205,7 @@ class Gateway:
 
     async def _answer(self, session: GatewaySession, dialect: Dialect, response: _CallResponse) -> None:
         route = session.route
-        body = await read_body(response.request, self._config.max_body_bytes)
+        body = await read_body(response.request, MAX_BODY_BYTES)
         asked, data = await route.read(session, dialect, body)
         digest, is_retry = _identity(dialect, body, response.request)
         if is_retry and (call := session.delivered.get(digest)) is not None:
@@ -225,7 +229,7 @@ class Gateway:
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.open_requests:
-                body = await read_body(request, self._config.max_body_bytes)
+                body = await read_body(request, MAX_BODY_BYTES)
                 return JSONResponse(
                     {"input_tokens": await session.route.count(session, self._messages, body)}
                 )
@@ -239,7 +243,7 @@ class Gateway:
 
 
 def _openapi(app: FastAPI, shapes: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """Add body schemas, which routes lack: they read bodies after the key check."""
+    """Add schemas for bodies, which are read after the key check."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(shape, "validation") for shape in shapes]
@@ -307,7 +311,6 @@ def shown_key(request: Request) -> str:
 
 
 def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """Return (digest of a call, is it a retry)."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
         body, digest_size=16, person=dialect.name.encode(), key=blake2b(key.encode()).digest()
@@ -317,16 +320,16 @@ def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, b
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises ApiError if the body is slow, compressed or too large."""
+    """Raises ApiError."""
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
-    slow_s, body = request.app.state.read_timeout_s, bytearray()
+    body = bytearray()
     try:
-        async with asyncio.timeout(slow_s):
+        async with asyncio.timeout(READ_TIMEOUT_S):
             async for piece in request.stream():
                 body += piece
                 if len(body) > max_bytes:
-                    raise ApiError(413, f"The body is larger than gateway.max_body_bytes={max_bytes}.")
+                    raise ApiError(413, f"The body is larger than {max_bytes} bytes.")
     except TimeoutError:
-        raise ApiError(408, f"The body of this request did not arrive within {slow_s} s.") from None
+        raise ApiError(408, f"The body of this request did not arrive within {READ_TIMEOUT_S} s.") from None
     return bytes(body)

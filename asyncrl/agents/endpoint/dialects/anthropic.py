@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 BILLING = "x-anthropic-billing-header:"
-"""Start of a Claude Code system block that differs in each call, so no chat would continue another."""
+"""It differs in each call of Claude Code, so no chat would continue another."""
 
 
 class MessagesRequest(CallParameters):
@@ -108,7 +108,7 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
                 message["content"] += text
             case "assistant", {"type": "thinking", "thinking": str(thought)}:
                 if block.get("signature") not in (None, "", signature_of(thought)):
-                    why = "Invalid `signature` in a `thinking` block: this server did not write this thought."
+                    why = "Invalid `signature`: this server did not write this thought."
                     raise invalid(f"{place}: {why}", place)
                 thoughts = [message.get("reasoning_content"), thought]
                 message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
@@ -127,7 +127,7 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
                 continue
             case _:
                 kind = block.get("type") if isinstance(block, dict) else block
-                why = "text, thinking, tool_use and tool_result are read, in their places and whole"
+                why = "use text, thinking, tool_use and tool_result, whole and in their places"
                 raise invalid(f"{place}: a block of type {shown(kind)} is not supported: {why}.", place)
         if not messages or messages[-1] is not message:
             messages.append(message)
@@ -141,7 +141,7 @@ def _continued(asked: MessagesRequest, kept: KeptAnswers) -> KeptAnswer | None:
             return None
         case {"type": "continue", "previous_message_id": str(name)}:
             if asked.system or asked.tools:
-                raise invalid("A continued thread keeps its system and tools: leave them out.", "thread")
+                raise invalid("A continued thread keeps its system and tools: omit them.", "thread")
             return kept.get(name, "thread.previous_message_id")
     raise invalid("thread: its type is create, or continue with a previous_message_id.", "thread")
 
@@ -274,7 +274,7 @@ ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""Types by status; others are invalid requests."""
+"""Others are invalid requests."""
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """Return the model; None: the list. Raises ApiError."""
+    """None: the list. Raises ApiError."""
     if name not in (None, model):
         why = f"This server has one model, {model}."
         raise ApiError(404, why, code="model_not_found", param="model")
