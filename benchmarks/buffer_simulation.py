@@ -27,8 +27,8 @@ class Lognormal:
     """Rollouts of lognormal length with mean `tokens` and shape `sigma`.
 
     `prompt_share` of the variance of the logarithm belongs to the prompt: long for all its rollouts, and
-    again when it is requeued. With `tool_s` > 0 the reward waits for a tool, lognormal with mean `tool_s` and shape
-    `tool_sigma`.
+    again when it is requeued. With `tool_s` > 0 the reward waits for a tool, lognormal with mean `tool_s`
+    and shape `tool_sigma`.
     """
 
     sigma: float
