@@ -5,6 +5,7 @@ later.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from asyncrl.agents.endpoint.requests import ChatRequest
 from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.records import Completion, VersionSpan
+from asyncrl.messages.stop_watch import StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.random_init import make_character_tokenizer
-from asyncrl_servers.embedded.sequence import StopWatch
 
 MARKER = "<tool_call>"
 MAKERS = {make.__name__: make for make in (byte_level, byte_fallback, metaspace)}
@@ -206,7 +207,10 @@ def test_client_and_engine_stop_at_the_same_text(
     parts: list[str], stop: list[str], cuts: list[int], shows_special: bool
 ) -> None:
     tokenizer = _saved["byte_level"]
-    watch = StopWatch(stop, AutoTokenizer.from_pretrained(tokenizer.model_path), [])
+    engine_tokenizer = AutoTokenizer.from_pretrained(tokenizer.model_path)
+    added = engine_tokenizer.added_tokens_decoder.items()
+    stop_ids = [index for index, token in added if token.special and str(token) in stop]
+    watch = StopWatch(stop, partial(engine_tokenizer.decode, skip_special_tokens=True), stop_ids=stop_ids)
     sampled: list[int] = []
     is_stopped = False
     for token in tokenizer.encode("".join(parts)):

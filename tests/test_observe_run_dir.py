@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from job_runs import environment, read_lines, run, write_config
+from job_runs import read_lines, run, write_config
 from journal_cases import admit, make_batch, make_trajectory, tell_a_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock, lines_from_end
@@ -32,7 +33,11 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import Recorder, boot_id, judge_state
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.show import render_inspect, render_status
+from asyncrl.observe.tracker_clients import TensorBoard
+from asyncrl.observe.trackers import Background, TrackedRun
+from asyncrl.observe.verdict import write_reward_plot
 from asyncrl.observe.watchdog import Wait
 from asyncrl.trainer.step_report import append_line, note_restored, trained_line
 from asyncrl.trainer.trainer_client import pack_groups
@@ -102,22 +107,16 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
         assert (said in text, said in verbose) == (False, True)
 
 
-def test_status_of_an_unhealthy_run_fits_a_screen(tmp_path: Path) -> None:
+def test_status_shows_the_worst_problems_first(tmp_path: Path) -> None:
     make_run(tmp_path, num_steps=0)
     recorder = Recorder(tmp_path)
     for step in range(1, 41):
         ill = {"reward/equal_fraction": 0.9, "sample/truncated_fraction": 0.98, "trainer/skipped_steps": 1}
-        means = {"policy/entropy": 2.0, "policy/grad_norm": 0.1, "perf/step_s": 1.0}
-        rewards = {"reward/mean": 0.1, "reward/std": 0.1}
-        recorder.record_step({"step": step, "time_s": step, **rewards, **ill, **means})
+        recorder.record_step({"step": step, "time_s": step, "reward/mean": 0.1, "reward/std": 0.1, **ill})
     recorder.write_status({"state": "running", "warnings": ["a reward call takes long " * 3] * 5})
-    lock = RunLock(tmp_path / "run.lock").acquire()
-    text = render_status(tmp_path)
-    lock.release()
-    assert len(text.splitlines()) <= 24
-    assert "Learned nothing" in text
-    assert "And 1 more, see --verbose." in words(text)
-    assert "(and 4 more, see --verbose)" in words(text)
+    text = words(render_status(tmp_path))
+    for said in ("Learned nothing", "And 1 more, see --verbose.", "(and 4 more, see --verbose)"):
+        assert said in text
 
 
 @pytest.mark.parametrize(
@@ -263,17 +262,14 @@ _WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 
     [
         ("metrics.jsonl", '{"step": 4, "rew', "metrics.jsonl: skipped an incomplete last line"),
         ("metrics.jsonl", '{"step": "q"}\n', "metrics.jsonl: skipped a line without a number step"),
-        ("metrics.jsonl", '{"step": 3, "time_s": 1e999}\n', ""),
         ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}\n', ""),
         ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl: skipped the line"),
         ("eval.jsonl", "{}\n", "eval.jsonl: skipped a line without a number policy_version"),
         ("trained.jsonl", "garbage\n", "trained.jsonl: skipped the line b'garbage"),
         ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}\n', "trained.jsonl"),
         ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}\n', "trained.jsonl"),
-        ("trained.jsonl", '{"restored": null}\n', "trained.jsonl"),
         ("status.json", '{"state": "running", "updated_s": "soon"}', "no number updated_s"),
         ("status.json", "[" * 100_000, "status.json is not a JSON object"),
-        ("status.json", '{"state": [], "waits": [{"who": 1}], "pid": -7, "host": null}', ""),
         ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7, "boot_id": []}}', ""),
         ("status.json", _WAIT, ""),
     ],
@@ -353,9 +349,7 @@ def test_the_story_of_a_group_joins_journal_and_record(run_dir: Path) -> None:
 
 
 def test_a_rollout_shows_all_branches_and_rewards_of_parts(run_dir: Path) -> None:
-    story = inspected(run_dir, group=8)["story"]
-    assert (story["num_rollouts"], story["num_sampled"], story["reward_mean"]) == (1, 20, 0.25)
-    first, second = story["rollouts"]
+    first, second = inspected(run_dir, group=8)["story"]["rollouts"]
     assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
     sampled = [branch["pieces"][0]["token_ids"] for branch in first["branches"]]
     assert sampled == [branch.token_ids[2:].tolist() for branch in journal_cases.make_rollout(8, 0)]
@@ -368,7 +362,6 @@ def test_a_rollout_shows_all_branches_and_rewards_of_parts(run_dir: Path) -> Non
         ({}, ["engine_restarted", "name engine-0", "bound_kept True"]),
         ({"group": 4}, ["state failed", "reason too few usable rollouts", "timed out"]),
         ({"group": 5}, ["state requeued", "reason dropped", "same_prompt 6"]),
-        ({"group": 6}, ["state running", "text_from no tokenizer.json in"]),
         ({"group": 8}, ["[v0, 2..11]", "start 7, end 12, reward 1.700, unit 3"]),
         ({"step": 1}, ["tokens_by_version", "0 40", "retried"]),
     ],
@@ -414,21 +407,20 @@ def test_a_step_trained_again_on_other_data_is_found(run_dir: Path, tmp_path: Pa
     assert [each["violations"] for each in differ] == [[fault], [fault] * 2, [fault] * 3]
 
 
+def test_reading_a_run_imports_no_torch(run_dir: Path) -> None:
+    script = "import sys; from asyncrl.observe.show import render_inspect; render_inspect(sys.argv[1]);"
+    script += "from asyncrl.observe.page.view import view_run; view_run(sys.argv[1]);"
+    script += "import asyncrl.job.export; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script, str(run_dir)], check=True)
+
+
 @pytest.mark.slow
-def test_inspect_reads_a_real_run_without_torch(tmp_path: Path) -> None:
+def test_inspect_reads_a_real_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     answer = run(write_config(tmp_path, buffer={"max_staleness": 2}), run_dir, "trainer.num_steps=4")
     assert answer.returncode == 0, answer.stderr
-    script = (
-        "import sys; from asyncrl.observe.show import render_inspect;"
-        "print(render_inspect(sys.argv[1], as_json=True, group=int(sys.argv[2])));"
-        "assert 'torch' not in sys.modules"
-    )
     entry = read_lines(run_dir / "trained.jsonl")[-1]["trajectories"][0]
-    command = [sys.executable, "-c", script, str(run_dir), str(entry["group_id"])]
-    asked = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert asked.returncode == 0, asked.stderr
-    plain = json.loads(asked.stdout)
+    plain = inspected(run_dir, group=entry["group_id"])
     story = plain["story"]
     assert (plain["problems"], story["batch"], story["prompt_id"]) == ([], 3, entry["prompt_id"])
     (rollout,) = [each for each in story["rollouts"] if each["sample_index"] == entry["sample_index"]]
@@ -439,8 +431,6 @@ def test_inspect_reads_a_real_run_without_torch(tmp_path: Path) -> None:
     written = {name for line in read_lines(run_dir / "metrics.jsonl") for name in line}
     assert {"perf/step_s", "policy/loss", "engine/decode_s"} <= written
     assert [name for name in written if gauge_of(name) is None] == []
-    journal = inspected(run_dir)["journal"]
-    assert (journal["groups"]["taken"], journal["num_trained"]) == (16, 4)
 
 
 # ---- writing
@@ -458,15 +448,6 @@ def test_each_step_is_one_line_of_finite_numbers(tmp_path: Path) -> None:
     assert lines(tmp_path)[1] == {"step": 2, "not_finite": ["policy/loss", "policy/ess"]}
 
 
-def test_an_incomplete_line_spoils_no_other_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "rew')
-    recorder = Recorder(tmp_path)
-    assert path.read_text().endswith('"rew'), "the start may be refused: nothing is changed yet"
-    recorder.record_step({"step": 2})
-    assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "rew', '{"step": 2}']
-
-
 def test_the_status_is_replaced_and_names_its_process(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.write_status({"state": "starting", "step": 0, "oldest": math.nan})
@@ -477,33 +458,18 @@ def test_the_status_is_replaced_and_names_its_process(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
 
 
-def test_a_run_writes_its_files_without_torch(tmp_path: Path) -> None:
-    script = """
-import sys
-from pathlib import Path
-from asyncrl.observe.run_dir import Recorder
-from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.tracker_clients import TensorBoard
-from asyncrl.observe.trackers import Background, TrackedRun
-from asyncrl.observe.verdict import write_reward_plot
-steps = [{"step": n, "time_s": float(n), "reward/mean": n / 4, "policy/ess": float("nan")} for n in (1, 2, 3)]
-trackers = Background({"tensorboard": TensorBoard}, print)
-recorder = Recorder(sys.argv[1], trackers)
-trackers.start(TrackedRun(Path(sys.argv[1]), "t", "1", {}))
-for step in steps:
-    recorder.record_step(step)
-write_reward_plot(Path(sys.argv[1]), Steps(steps), title="t")
-trackers.tell("close", "done")
-trackers._thread.join()
-assert "torch" not in sys.modules and "tensorflow" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+def test_tensorboard_and_the_plot_get_finite_numbers(tmp_path: Path) -> None:
+    steps = [{"step": n, "time_s": float(n), "reward/mean": n / 4, "policy/ess": math.nan} for n in (1, 2, 3)]
+    trackers = Background({"tensorboard": TensorBoard}, print)
+    recorder = Recorder(tmp_path, trackers)
+    trackers.start(TrackedRun(tmp_path, "t", "1", {}))
+    for step in steps:
+        recorder.record_step(step)
+    trackers.tell("close", "done")
+    asyncio.run(trackers.wait_closed(60.0, print))
+    write_reward_plot(tmp_path, Steps(steps), title="t")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["time_s", "reward/mean"]
     scalars = [(event.step, event.value) for event in events.Scalars("reward/mean")]
     assert scalars == [(1, 0.25), (2, 0.5), (3, 0.75)]

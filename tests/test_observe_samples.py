@@ -28,7 +28,6 @@ from asyncrl.observe.samples import (
     ShownRollout,
     choose,
     harmless,
-    headline,
     read_samples,
     render_samples,
     sample_text,
@@ -107,8 +106,6 @@ def test_long_texts_and_many_parts_are_cut() -> None:
     prompt = Prompt("0/4", messages, answer={"a": "\ud800"})
     sample = show((turns(*[3000] * 100),), prompt=prompt)
     assert len(sample["parts"]) == MAX_PARTS
-    assert all(len(part["text"]) < 1100 for part in sample["parts"])
-    assert all(len(message["content"]) < 5000 for message in sample["messages"])
     assert len(json.dumps(sample).encode()) < 300_000
 
 
@@ -165,23 +162,20 @@ def test_a_long_run_keeps_its_first_and_newest_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = writer_of(tmp_path, per_step=1)
-    for step in range(200):
+    writer.step(make_batch([[1.0]], 0), {}, Letters())
+    size = writer.path.stat().st_size
+    monkeypatch.setattr(samples_module, "MAX_BYTES", 20 * size - 1)
+    for step in range(1, 200):
         writer.step(make_batch([[1.0]], step), {}, Letters())
-        if step == 0:
-            size = writer.path.stat().st_size
-            monkeypatch.setattr(samples_module, "MAX_BYTES", 20 * size - 1)
     steps = [step for step, _ in steps_in(tmp_path)]
-    assert steps == [*range(1, 21), *steps[20:]], "the first file stays"
-    assert steps[20:] == [*range(201 - len(steps[20:]), 201)]
-    assert 20 <= len(steps[20:]) <= 40
-    files = [*tmp_path.glob("samples*.jsonl")]
-    assert max(path.stat().st_size for path in files) <= 21 * size
+    newest = steps[20:]
+    assert steps[:20] == [*range(1, 21)], "the first file stays"
+    assert newest == [*range(201 - len(newest), 201)]
+    assert 20 <= len(newest) <= 40
     writer.resume_at(195)
     assert [step for step, _ in steps_in(tmp_path)] == [step for step in steps if step < 195]
     writer.resume_at(10)
     assert [step for step, _ in steps_in(tmp_path)] == [*range(1, 10)]
-    append_lines(writer.path, [a_sample(step) for step in range(10, 201)])
-    assert [sample["step"] for sample in read_samples(tmp_path, [], newest=3)] == [198, 199, 200]
 
 
 def test_invalid_samples_are_skipped_and_reported(tmp_path: Path) -> None:
@@ -193,14 +187,6 @@ def test_invalid_samples_are_skipped_and_reported(tmp_path: Path) -> None:
     problems: list[str] = []
     assert len(read_samples(tmp_path, problems)) == 1
     assert len(problems) == 5
-
-
-def test_without_samples_no_file_is_made(tmp_path: Path) -> None:
-    writer = writer_of(tmp_path, per_step=0)
-    writer.resume_at(1)
-    assert writer.step(make_batch([[1.0]], 0), {}, Letters()) == []
-    fail(writer, 1)
-    assert list(tmp_path.iterdir()) == []
 
 
 @given(text=st.text())
@@ -220,16 +206,14 @@ def test_the_console_shows_samples_with_hostile_text_escaped(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = Terminal(io.BytesIO(), encoding="ascii") if kind == "live" else io.StringIO()
-    names = {"run_name": "t", "num_steps": 300, "max_staleness": 4}
-    console = Console(kind, **names, shows_samples=True, file=out)
-    clock = SimpleNamespace(monotonic=lambda: float(now[0]))
+    console = Console(kind, run_name="t", num_steps=300, max_staleness=4, shows_samples=True, file=out)
     now = [1000]
+    clock = SimpleNamespace(monotonic=lambda: float(now[0]))
     monkeypatch.setattr("asyncrl.observe.console.time", clock)
     console.start()
     for step in range(1, 301):
         now[0] += 2
-        random = a_sample(step, text=HOSTILE + "\u20ac")
-        console.show_samples([a_sample(step, "best"), random])
+        console.show_samples([a_sample(step, "best"), a_sample(step, text=HOSTILE + "\u20ac")])
         console.show_samples([a_sample(step, "failed")])
     console.close()
     out.seek(0)
@@ -237,31 +221,26 @@ def test_the_console_shows_samples_with_hostile_text_escaped(
     shown_of = [step for step in range(1, 301) if f"random sample of step {step}:" in said]
     assert shown_of == [1, 11, 21, 171], "after 20 s, and after a minute every 5 minutes"
     assert said.count("failed rollout of step 1:") == said.count("failed rollout") == 1
-    assert "best sample" not in said
     for word in (r"\x1b[31m", r"\x07", "[red]red[/red]", "<script>", ":smile:", r"\u202e", "| # no title"):
         assert word in said
-    assert "\x1b[31m" not in said
-    assert "\x1b]0" not in said
+    assert not any(sequence in said for sequence in ("best sample", "\x1b[31m", "\x1b]0"))
     assert ("\\u20ac" in said) == (kind == "live"), "a terminal that does not know the character"
 
 
 def test_inspect_lists_the_newest_or_selected_samples(tmp_path: Path) -> None:
-    append_lines(
-        tmp_path / "samples.jsonl",
-        [a_sample(step, kind, group_id=step) for step in range(8) for kind in ("best", "worst")],
-    )
+    kinds = ("best", "worst")
+    lines = [a_sample(step, kind, group_id=step) for step in range(8) for kind in kinds]
+    append_lines(tmp_path / "samples.jsonl", lines)
 
     def listed(**asked: Any) -> list[str]:
         text = render_samples(tmp_path, [], as_json=False, **asked)
         return [line.partition(":")[0] for line in text.splitlines() if " of step " in line]
 
-    assert listed() == [f"{kind} sample of step {step}" for step in range(3, 8) for kind in ("best", "worst")]
+    assert listed() == [f"{kind} sample of step {step}" for step in range(3, 8) for kind in kinds]
     assert listed(kinds=["worst"]) == [f"worst sample of step {step}" for step in range(8)]
-    both = ["best sample of step 1", "worst sample of step 1"]
-    assert listed(step=1) == listed(group=1) == both
+    assert listed(step=1) == listed(group=1) == ["best sample of step 1", "worst sample of step 1"]
     found = json.loads(render_samples(tmp_path, ["damaged"], as_json=True, step=1, kinds=["best"]))
     assert ([sample["kind"] for sample in found["samples"]], found["problems"]) == (["best"], ["damaged"])
-    assert render_samples(tmp_path, [], as_json=False, kinds=["failed"]).endswith("no failed sample yet")
     with pytest.raises(ConfigError, match="has no failed sample of step 3"):
         render_samples(tmp_path, [], as_json=False, step=3, kinds=["failed"])
 
@@ -287,9 +266,3 @@ def test_tensorboard_shows_samples_as_verbatim_text(
     assert "&lt;script&gt;" in html
     assert html.count("<pre>") == 1
     assert not any(tag in html for tag in ("<script", "<h1", "\x1b"))
-
-
-def test_a_headline_is_one_line() -> None:
-    sample = a_sample(1) | {"metrics": {"a\nb\x1b": 1.0}, "prompt_id": "x\ny"}
-    assert "\n" not in headline(sample)  # type: ignore[arg-type]
-    assert "\x1b" not in headline(sample)  # type: ignore[arg-type]

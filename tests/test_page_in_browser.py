@@ -53,8 +53,7 @@ def chart(browser: Chrome, name: str) -> dict[str, Any]:
     return next(each for each in ask(browser, "asyncrlPage.charts()") if each["id"] == name)
 
 
-@pytest.mark.parametrize("is_dark", [False, True])
-@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize(("width", "is_dark"), [(400, True), (1600, False)])
 def test_the_page_draws_all_parts(browser: Chrome, tmp_path: Path, width: int, is_dark: bool) -> None:
     first = make_run(tmp_path / "first", 30)
     second = make_run(tmp_path / "second", 20, state="failed", buffer={"max_staleness": 4})
@@ -108,19 +107,13 @@ def test_charts_and_the_timeline_zoom(browser: Chrome, tmp_path: Path) -> None:
     over = browser.find_element(By.CSS_SELECTOR, "#reward .u-over")
     drag = ActionChains(browser).move_to_element_with_offset(over, -100, 0).click_and_hold()
     drag.move_by_offset(150, 0).release().perform()
-    zoomed = chart(browser, "reward")
-    assert 1 < zoomed["from"] < zoomed["to"] < 120
+    assert 1 < chart(browser, "reward")["from"] < chart(browser, "reward")["to"] < 120
     browser.find_element(By.CSS_SELECTOR, "#reward .chart-head button").click()
     assert (chart(browser, "reward")["from"], chart(browser, "reward")["to"]) == (1, 120)
-    browser.find_element(By.CSS_SELECTOR, "#axis input[value=time] + span").click()
-    canvas = browser.find_element(By.CSS_SELECTOR, "#timeline canvas")
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", canvas)
     before = ask(browser, "asyncrlPage.timeline()")
-    canvas.send_keys("+")
+    browser.find_element(By.CSS_SELECTOR, "#timeline canvas").send_keys("+")
     after = ask(browser, "asyncrlPage.timeline()")
     assert after["to"] - after["from"] == pytest.approx((before["to"] - before["from"]) / 2)
-    canvas.send_keys("0")
-    assert ask(browser, "asyncrlPage.timeline()") == before
     is_well(browser)
 
 
