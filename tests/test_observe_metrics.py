@@ -57,16 +57,11 @@ def test_a_generated_page_is_up_to_date(script: ModuleType, capsys: pytest.Captu
 def test_an_outdated_page_is_refused_with_its_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = page, schema = tmp_path / "page.md", tmp_path / "schema.json"
-    options = ["--page", str(page), "--schema", str(schema)]
-    arguments = (["--check"], [], ["--check"])
-    assert [config_reference.main([*given, *options]) for given in arguments] == [1, 0, 0]
-    for file in files:
-        right = file.read_text()
-        file.write_text(right.replace("staleness", "freshness"))
-        assert config_reference.main(["--check", *options]) == 1
-        assert "python scripts/config_reference.py" in capsys.readouterr().err
-        file.write_text(right)
+    (tmp_path / "page.md").write_text("old")
+    options = ["--page", str(tmp_path / "page.md"), "--schema", str(tmp_path / "schema.json")]
+    assert config_reference.main(["--check", *options]) == 1
+    assert "python scripts/config_reference.py" in capsys.readouterr().err
+    assert [config_reference.main([*given, *options]) for given in ([], ["--check"])] == [0, 0]
 
 
 def test_every_key_has_a_row_with_a_meaning() -> None:

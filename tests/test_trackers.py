@@ -35,7 +35,7 @@ from asyncrl.observe.trackers import (
     Background,
     TrackedRun,
     check_trackers,
-    make_tracker,
+    class_of,
     make_trackers,
 )
 
@@ -264,7 +264,7 @@ def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_missing_client_is_an_error_naming_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert make_tracker(name, {})
+    assert class_of(name)()
     monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: object())
     check_trackers(ObserveConfig(trackers=[name]))
     monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: None)
