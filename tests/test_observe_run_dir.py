@@ -293,9 +293,7 @@ def record(run_dir: Path, batch: Batch) -> None:
 
 
 async def live(run_dir: Path) -> Journal:
-    """A run of which step 1 is in the trainer's record; its group 7 was filtered, 8 has a rollout of several
-    branches.
-    """
+    """Write a run with step 1 in the record; group 7 was filtered, 8 has a rollout with branches."""
     config = {"model": {"path": "nowhere/at-all"}, "task": {"python": "a:B"}, "rollout": {"group_size": 2}}
     (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)))
     append_line(run_dir / "metrics.jsonl", {"step": 1, "tokens/sampled": 40, "tokens/trained": 33})

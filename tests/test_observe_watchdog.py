@@ -1,4 +1,4 @@
-"""A run that stops moving says who waits for whom, and acts; one that is only slow never does."""
+"""The watchdog reports and acts if a run stops moving, and not if it is slow."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_report_names_what_hangs_and_who_waits(
     with caplog.at_level(logging.ERROR, "asyncrl.watchdog"):
         house = play(log_path, 100, hang)
     told_s, text = house.told[0]
-    assert WATCHDOG_S <= told_s <= WATCHDOG_S + 20  # what was left to do, then the watchdog's minute
+    assert WATCHDOG_S <= told_s <= WATCHDOG_S + 20  # the remaining work, then the watchdog's minute
     for line in lines.split("\n")[1:]:
         assert re.search(line, text), text
     logged = next(record.getMessage() for record in caplog.records if record.name == "asyncrl.watchdog")
@@ -140,7 +140,7 @@ def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
     def look() -> None:
         deadline_s = time.monotonic() + 30
         while "in block" not in log_path.read_text() and time.monotonic() < deadline_s:
-            pass  # the stacks are written without a lock: "Timeout (" is there before they are
+            pass  # faulthandler writes without a lock, line by line
         written.set()
 
     def block() -> None:  # at rest: the stack of a thread that runs may be caught while it changes

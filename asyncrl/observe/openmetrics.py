@@ -54,7 +54,7 @@ def family_of(name: str) -> tuple[str, str, Gauge] | None:
 
 def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
     """Return the declared finite numbers, the state of the run and its name in OpenMetrics format."""
-    from prometheus_client import CollectorRegistry, core
+    from prometheus_client import core
     from prometheus_client.openmetrics.exposition import generate_latest
 
     families: dict[str, Any] = {
@@ -77,9 +77,7 @@ def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, st
         def collect(self) -> Iterable[Any]:
             return families.values()
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector())
-    return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
+    return bytes(generate_latest(Collector()))  # type: ignore[no-untyped-call]
 
 
 class StatusServer:
