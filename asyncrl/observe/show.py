@@ -107,9 +107,9 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
 
 
 def _written_s(run_dir: Path) -> float:
-    """Return when the run last wrote its status or its config."""
+    """Return when the run last wrote its status, or its config before the first status."""
     files = (run_dir / name for name in (STATUS_FILE, CONFIG_FILE))
-    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+    return next((path.stat().st_mtime for path in files if path.exists()), 0.0)
 
 
 def _run_row(run_dir: Path) -> dict[str, Any]:
