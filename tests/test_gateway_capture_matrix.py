@@ -109,8 +109,8 @@ class Teller:
     tools: Any
 
     def answer(self, message: Message, *then: Message, last: str, instead: str = "", before: str = "") -> str:
-        """Return the answer with its end. `then`: messages after it; `last`: its last visible text; `before`: a
-        prefix; `instead`: a replacement.
+        """Return the answer with its end. `then`: messages after it; `last`: its last visible text;
+        `before`: a prefix; `instead`: a replacement.
         """
         try:
             asked = self.renderer.render(self.chat, tools=self.tools)
