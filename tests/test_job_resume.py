@@ -218,9 +218,7 @@ def test_filtered_asynchronous_run_loses_nothing_and_keeps_its_bound(tmp_path: P
     assert max(ages) <= 3
 
 
-def test_scaled_and_killed_run_loses_nothing_and_keeps_its_bound(
-    tmp_path: Path,
-) -> None:
+def test_scaled_and_killed_run_loses_nothing_and_keeps_its_bound(tmp_path: Path) -> None:
     config = fuzz_config(
         tmp_path,
         task={"size": 500},
@@ -298,9 +296,7 @@ def test_killed_colocated_run_ends_the_same(on_policy: Path, whole: Path, tmp_pa
     assert differences(whole, tmp_path / "run") == []
 
 
-def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(
-    tmp_path: Path,
-) -> None:
+def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(tmp_path: Path) -> None:
     trainer = {"lora": {"rank": 4, "alpha": 8}, "world_size": 2, "num_steps": 100_000}
     config = write_config(tmp_path, placement=TURNS, trainer=trainer, supervision={"max_restarts": 0})
     process = start(config, tmp_path / "run")

@@ -72,18 +72,6 @@ class House:
 
 
 @virtual
-async def test_free_slot_goes_to_a_waiting_rollout_first() -> None:
-    async with House(capacity=5) as house:
-        await all_blocked()
-        assert house.admitted == [0, 1, 2]
-        assert (house.count("inflight"), house.producers.num_sampling) == (5, 5)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1, 2, 3, 4]
-        assert [group.group_id for group in house.sink.finished] == [0, 1]
-
-
-@virtual
 async def test_ticket_is_requested_only_for_free_slots() -> None:
     async with House(num_tickets=0, capacity=2) as house:
         await all_blocked()

@@ -178,9 +178,7 @@ def test_deaths_lose_or_double_no_token_and_serve_none_old(
 
 
 @pytest.mark.parametrize("begins_s", [0.5, 3.5, 4.5], ids=["in prepare", "at its end", "in commit"])
-def test_controller_stopped_in_a_push_serves_its_newest_version(
-    begins_s: float,
-) -> None:
+def test_controller_stopped_in_a_push_serves_its_newest_version(begins_s: float) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(begins_s)

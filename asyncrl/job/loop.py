@@ -34,10 +34,9 @@ from asyncrl.job.lifecycle import (
     run_again,
     run_id,
 )
-from asyncrl.job.report import Reporter
+from asyncrl.job.report import Reporter, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
 from asyncrl.job.scale import first_wanted
-from asyncrl.job.status import processes, reported
 from asyncrl.journal.checkpoints import set_aside
 from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import Placement

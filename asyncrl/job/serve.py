@@ -32,14 +32,7 @@ from asyncrl.job.agent_runtime import (
 )
 from asyncrl.job.build import load_tokenizer
 from asyncrl.job.check import check_everything
-from asyncrl.job.lifecycle import (
-    Lifecycle,
-    RunLog,
-    locked_run_dir,
-    logging_to,
-    new_run_dir,
-    refuse_few_files,
-)
+from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, refuse_few_files
 from asyncrl.job.servers import Servers
 from asyncrl.launch.capacity import resolve_auto
 from asyncrl.launch.devices import place
